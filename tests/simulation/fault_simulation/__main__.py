@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fault_simulation.flavours import flavour_of
-from fault_simulation.seeds import Totals, check_flavour, first_seed
+from fault_simulation.seeds import Totals, check_flavour, first_seed, parse_size
 from fault_simulation.session import prepared
 
 HERE = Path(__file__).resolve().parents[1]
@@ -26,6 +26,7 @@ def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, default=100, help="number of seeds to run")
     parser.add_argument("--first", default="tree", help="first seed: a number, or tree for the one of this commit")
     parser.add_argument("--flavour", default="any", help="settings of the runs; any: each seed has its own")
+    parser.add_argument("--size", default="3x6", help="clients and rounds of each run")
     parser.add_argument("--jobs", type=int, default=2, help="processes that run seeds side by side")
     parser.add_argument("--seed", type=int, help="run this seed only, and show what happens")
     parser.add_argument("--keep", help="with --seed: the numbers of its faults that happen, or none")
@@ -47,10 +48,9 @@ def _run_one(options: argparse.Namespace) -> int:
     if options.keep:
         keep = [] if options.keep == "none" else [int(number) for number in options.keep.split(",")]
     if options.shrink:
-        world, keep = sweep.shrink(options.seed, flavour)
+        world, keep = sweep.shrink(options.seed, flavour, parse_size(options.size))
     else:
-        world = World(options.seed, flavour, keep=keep, keep_trace=True)
-        world.run()
+        world = sweep.run(World(options.seed, flavour, size=parse_size(options.size), keep=keep, keep_trace=True))
     if not options.shrink:
         print(*world.trace.lines, sep="\n")
     print(sweep.story(world, keep))
@@ -60,13 +60,12 @@ def _run_one(options: argparse.Namespace) -> int:
 
 def _run_found() -> int:
     from fault_simulation.found import FOUND
-    from fault_simulation.sweep import story
+    from fault_simulation.sweep import run, story
     from fault_simulation.world import World
 
     failed = 0
     for found in FOUND:
-        world = World(found.seed, found.flavour, plan=found.plan)
-        world.run()
+        world = run(World(found.seed, found.flavour, plan=found.plan))
         missed = [fault for fault in found.plan if fault not in world.happened]
         if world.findings or missed:
             failed += 1
@@ -82,7 +81,7 @@ def _run_share(options: argparse.Namespace) -> int:
     share, shares = map(int, options.share.split("/"))
     seeds = range(int(options.first) + share, int(options.first) + options.seeds, shares)
     totals = Totals()
-    for world, one in sweep.run_seeds(seeds, options.flavour):
+    for world, one in sweep.run_seeds(seeds, options.flavour, parse_size(options.size)):
         totals.add(one)
         if options.digests:
             print(world.seed, world.flavour, world.trace.digest)
@@ -100,7 +99,7 @@ def _run_all(options: argparse.Namespace) -> int:
     print(f"{options.seeds} seeds from {first} on ({source}), flavour {options.flavour}", flush=True)
     began_s, totals, is_broken = time.perf_counter(), Totals(), False
     common = [sys.executable, "-P", "-m", "fault_simulation", "--seeds", str(options.seeds), "--first", str(first)]
-    common += ["--flavour", options.flavour, "--mutant", options.mutant]
+    common += ["--flavour", options.flavour, "--mutant", options.mutant, "--size", options.size]
     common += [name for name in ("--digests", "--until-found") if getattr(options, name[2:].replace("-", "_"))]
     running = [
         subprocess.Popen(
@@ -136,6 +135,7 @@ def main(arguments: Sequence[str]) -> int:
     options = _parsed(arguments)
     try:
         check_flavour(options.flavour)
+        parse_size(options.size)
         if options.seed is None and not options.share and not options.found:
             return _run_all(options)
         with prepared():

@@ -106,7 +106,7 @@ def _draw_fault(rng: random.Random, roles: Sequence[str], rounds: int) -> Fault:
 def draw_decision(rng: random.Random, role: str, rounds: int) -> Moment:
     """Return a decision of this role."""
     kind, when = role.partition("-")[0], rng.choice(["before", "after"])
-    match rng.choice(["note", "note", "place", "sync"] if role == CONTROLLER else ["note", "note", "place"]):
+    match rng.choice(["note", "note", "place", "sync"]):
         case "note":
             name = rng.choice(NOTES[kind])
             number = rng.randint(1, 3 * rounds if name == "counted" else rounds)

@@ -18,6 +18,8 @@ class Flavour:
         keeps_payloads: updates and models are kept, so that each model is computed again at the end.
         is_checked: ``gradbus check`` takes its journals. learns_by_receipt: what a client keeps depends on the receipt;
             a client of secure aggregation goes by what it has helped to unmask.
+        is_fixed: where all clients count in all rounds, the model is the same to the bit, whatever has failed. Not so
+            where a residual goes with a client that is killed, or a part of the clients is drawn.
         may_end_with: words of an error that ends such a run by design.
     """
 
@@ -29,6 +31,7 @@ class Flavour:
     keeps_payloads: bool = True
     is_checked: bool = True
     learns_by_receipt: bool = True
+    is_fixed: bool = False
     may_end_with: str = ""
 
 
@@ -36,16 +39,16 @@ class Flavour:
 _TOO_FEW = "A client does not answer where the sums of a round's attempts together would show too few clients"
 _SECURE = {"enabled": True, "keys_timeout_s": 3, "shares_timeout_s": 3, "unmask_timeout_s": 3}
 FLAVOURS: Mapping[str, Flavour] = {
-    "fp32": Flavour(),
+    "fp32": Flavour(is_fixed=True),
     "q8": Flavour({"codec": "q8"}),
     "s4": Flavour({"codec": {"name": "s4", "density": 0.1}}),
     "sq8": Flavour({"codec": {"name": "sq8", "density": 0.1}}),
-    "downlink": Flavour({"downlink_codec": "q8"}),
-    "adam": Flavour({"strategy": "fedadam"}),
+    "downlink": Flavour({"downlink_codec": "q8"}, is_fixed=True),
+    "adam": Flavour({"strategy": "fedadam"}, is_fixed=True),
     "select": Flavour({"selection": {"name": "uniform", "fraction": 0.67}}, minimum=(2,)),
-    "packets": Flavour(packets=True),
-    "named": Flavour(named=True),
-    "adversarial": Flavour({"limits": {"trust": "adversarial"}}),
+    "packets": Flavour(packets=True, is_fixed=True),
+    "named": Flavour(named=True, is_fixed=True),
+    "adversarial": Flavour({"limits": {"trust": "adversarial"}}, is_fixed=True),
     "secure": Flavour(
         {"secure_aggregation": _SECURE},
         minimum=(2,),
@@ -88,6 +91,10 @@ class Circumstances:
             f"least {self.minimum} of {len(self.machines) - 1} clients, quorum {self.quorum:g}, dead after "
             f"{self.dead_after_s:g} s"
         )
+
+
+CALM = {"loss": 0.0, "refused": 0.0, "quorum": 1.0, "dead_after_s": 30.0}
+"""Circumstances in which all clients count in all rounds, with a minimum of all of them."""
 
 
 def draw_circumstances(rng: random.Random, flavour: str, roles: list[str], machines: int) -> Circumstances:

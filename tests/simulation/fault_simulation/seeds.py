@@ -9,6 +9,7 @@ from pathlib import Path
 
 from fault_simulation.flavours import FLAVOURS
 
+SMALL = (3, 6)  # clients and rounds
 _TREE_SEEDS = 1 << 31  # first seeds that a tree may have
 
 
@@ -37,10 +38,21 @@ class Totals:
         return asdict(self)
 
 
-def replay_command(seed: int, flavour: str, keep: Collection[int] | None = None) -> str:
+def replay_command(
+    seed: int, flavour: str, size: tuple[int, int] = SMALL, keep: Collection[int] | None = None
+) -> str:  # fmt: skip
     """Return the command that runs one seed again."""
     kept = "" if keep is None else f" KEEP={','.join(map(str, sorted(keep))) or 'none'}"
-    return f"make simulate-faults SEED={seed} FLAVOUR={flavour}{kept}"
+    sized = "" if size == SMALL else f" SIZE={size[0]}x{size[1]}"
+    return f"make simulate-faults SEED={seed} FLAVOUR={flavour}{sized}{kept}"
+
+
+def parse_size(text: str) -> tuple[int, int]:
+    """Return clients and rounds of a text such as ``3x6``. Raises ValueError: it is none."""
+    clients, _, rounds = text.partition("x")
+    if not (clients.isdigit() and rounds.isdigit() and int(clients) >= 3 and int(rounds) >= 1):
+        raise ValueError(f"size {text!r}: expected clients and rounds such as 3x6, with at least 3 clients")
+    return int(clients), int(rounds)
 
 
 def first_seed(root: Path) -> tuple[int, str]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Collection, Iterable, Iterator
 
-from fault_simulation.flavours import flavour_of
+from fault_simulation.flavours import FLAVOURS, flavour_of
 from fault_simulation.seeds import Totals, replay_command
 from fault_simulation.session import collect
 from fault_simulation.world import World
@@ -14,7 +15,30 @@ SHOWN_FINDINGS = 5
 COLLECT_EVERY = 10  # seeds
 
 
-def run_seeds(seeds: Iterable[int], flavour: str) -> Iterator[tuple[World, Totals]]:
+@functools.cache
+def undisturbed_crc32(flavour: str, size: tuple[int, int]) -> int:
+    """Return the CRC-32 of the last model of a run without faults. Raises RuntimeError: something does not hold in
+    it."""
+    world = World(0, flavour, size=size, plan=(), is_calm=True)
+    world.run()
+    crc32 = world.fixed_crc32()
+    if world.findings or crc32 is None:
+        raise RuntimeError(f"a run of flavour {flavour} without faults failed: {world.findings}")
+    return crc32
+
+
+def run(world: World) -> World:
+    """Run a world, and compare its last model with that of a run without faults, where they must be equal."""
+    world.run()
+    crc32 = world.fixed_crc32() if FLAVOURS[world.flavour].is_fixed else None
+    if crc32 is not None and crc32 != undisturbed_crc32(world.flavour, world.size):
+        world.findings.append(
+            "all clients counted in all rounds, and the model differs from that of a run without faults"
+        )
+    return world
+
+
+def run_seeds(seeds: Iterable[int], flavour: str, size: tuple[int, int]) -> Iterator[tuple[World, Totals]]:
     """Run seeds one after the other. Yields each world, which is over, and what to add to the totals.
 
     Args:
@@ -22,9 +46,8 @@ def run_seeds(seeds: Iterable[int], flavour: str) -> Iterator[tuple[World, Total
     """
     for number, seed in enumerate(seeds, 1):
         began_s = time.process_time()
-        world = World(seed, flavour_of(seed) if flavour == "any" else flavour)
-        world.run()
-        failed = [replay_command(seed, world.flavour)] if world.findings else []
+        world = run(World(seed, flavour_of(seed) if flavour == "any" else flavour, size=size))
+        failed = [replay_command(seed, world.flavour, size)] if world.findings else []
         yield (
             world,
             Totals(1, len(world.plan), world.loop.steps, world.virtual_s, time.process_time() - began_s, failed),
@@ -47,20 +70,19 @@ def story(world: World, keep: Collection[int] | None = None) -> str:
             *faults,
             "  the last events:",
             *(f"    {line}" for line in world.trace.last()),
-            f"  replay: {replay_command(world.seed, world.flavour, keep)}",
+            f"  replay: {replay_command(world.seed, world.flavour, world.size, keep)}",
         ]
     )
 
 
-def shrink(seed: int, flavour: str) -> tuple[World, list[int]]:
+def shrink(seed: int, flavour: str, size: tuple[int, int]) -> tuple[World, list[int]]:
     """Remove faults from the plan of a seed as long as something still does not hold. Returns the last run that fails,
     and the numbers of its faults.
 
     Raises:
         ValueError: all holds with all faults.
     """
-    failing = World(seed, flavour)
-    failing.run()
+    failing = run(World(seed, flavour, size=size))
     if not failing.findings:
         raise ValueError(f"seed {seed}, flavour {flavour}: all holds, so there is nothing to shrink")
     keep, smaller = list(range(len(failing.drawn))), True
@@ -68,8 +90,7 @@ def shrink(seed: int, flavour: str) -> tuple[World, list[int]]:
         smaller = False
         for number in list(keep):
             fewer = [one for one in keep if one != number]
-            world = World(seed, flavour, keep=fewer)
-            world.run()
+            world = run(World(seed, flavour, size=size, keep=fewer))
             if world.findings:
                 failing, keep, smaller = world, fewer, True
     return failing, keep

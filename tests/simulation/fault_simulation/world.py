@@ -10,6 +10,7 @@ import shutil
 import traceback
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,10 @@ import torch
 
 from fault_simulation.disk import Disk
 from fault_simulation.faults import CONTROLLER, MACHINES, Fault, draw_plan
-from fault_simulation.flavours import FLAVOURS, Circumstances, draw_circumstances
+from fault_simulation.flavours import CALM, FLAVOURS, Circumstances, draw_circumstances
 from fault_simulation.kernel import CLOCK, START_S, Killed, VirtualProcess, current, generator, now_s
 from fault_simulation.network import MemoryNetwork
+from fault_simulation.seeds import SMALL
 from fault_simulation.tasks import PacketTask
 from fault_simulation.trace import Trace
 from fault_simulation.virtual_loop import Deadlock, Livelock, VirtualLoop
@@ -29,8 +31,8 @@ from gradbus.models import NoopTask
 from gradbus.runtime.config.federated import ClientConfig, FederatedConfig
 from gradbus.runtime.errors import CheckpointError
 
-ROUNDS, CLIENTS, DIM = 6, 3, 100
-LIMIT_S = 400.0  # of virtual time, for a run with all its faults
+DIM = 100
+ROUND_LIMIT_S = 65.0  # of virtual time, for each round with all faults
 COMPUTE_S = 5e-4  # mean cost of a computation that is no training
 KERNEL_REPORTS_S = (1e-3, 0.04)  # from the end of a process until the kernel reports it
 RECONNECT_S = 3.0  # after a partition or a pause, until all have found each other again
@@ -43,27 +45,30 @@ class World:
 
     Attributes:
         plan: its faults. findings: what does not hold, in words; empty after a good run. notes: what is allowed.
-        happened: the faults of the plan that have happened.
+        happened: the faults of the plan that have happened. crc32_of: clients and model of each reported round.
         ended: the processes that have reached their end, by role. reported: rounds that the controllers reported.
         journal: all decisions, with their process and their facts. calm_s: when the effect of the last fault was over.
     """
 
     def __init__(
-        self, seed: int, flavour: str, *, keep: Collection[int] | None = None,
-        plan: Sequence[Fault] | None = None, keep_trace: bool = False,
-        rounds: int = ROUNDS, clients: int = CLIENTS,
+        self, seed: int, flavour: str, *, size: tuple[int, int] = SMALL, keep: Collection[int] | None = None,
+        plan: Sequence[Fault] | None = None, is_calm: bool = False, keep_trace: bool = False,
     ) -> None:  # fmt: skip
         """Draw what the seed decides.
 
         Args:
+            size: numbers of clients and of rounds.
             keep: numbers of the faults of its plan that happen, from 0; None: all.
-            plan: faults instead of those that the seed draws.
+            plan: faults instead of those that the seed draws. is_calm: all clients count in all rounds without faults.
             keep_trace: keep all lines of the trace.
         """
-        self.seed, self.flavour, self.rounds = seed, flavour, rounds
+        clients, rounds = size
+        self.seed, self.flavour, self.size, self.rounds = seed, flavour, size, rounds
         self.roles = [CONTROLLER, *(f"client-{number}" for number in range(clients))]
         self.rng = generator(seed, "world")
         self.circumstances = draw_circumstances(generator(seed, "circumstances"), flavour, self.roles, MACHINES)
+        if is_calm:
+            self.circumstances = replace(self.circumstances, minimum=clients, **CALM)
         self.drawn = draw_plan(generator(seed, "plan"), self.roles, rounds) if plan is None else tuple(plan)
         self.plan = [fault for number, fault in enumerate(self.drawn) if keep is None or number in keep]
         self.trace = Trace(keep_all=keep_trace)
@@ -75,6 +80,7 @@ class World:
         self.processes: list[VirtualProcess] = []
         self.ended: dict[str, VirtualProcess] = {}
         self.reported: list[int] = []
+        self.crc32_of: dict[int, tuple[tuple[int, ...], int]] = {}
         self.happened: list[Fault] = []
         self.journal: list[tuple[VirtualProcess, str, dict[str, Any]]] = []
         self.findings: list[str] = []
@@ -308,6 +314,7 @@ class World:
                     f"{report.outcome}, attempt {report.attempt}, crc32 {report.weights_crc32:08x}"
                 )
                 self.reported.append(report.round_id)
+                self.crc32_of[report.round_id] = report.clients, report.weights_crc32
             return [report.round_id for report in controller.progress.reports]
 
     async def _client(self, process: VirtualProcess) -> object:
@@ -356,8 +363,10 @@ class World:
             for role in self.roles:
                 self.network.at(self.rng.uniform(0, 1.0), self.start, role)
             try:
-                if not self.loop.run_until(lambda: len(self.ended) == len(self.roles), START_S + LIMIT_S):
-                    self.finding(f"{self._missing()} have not ended after {LIMIT_S:g} s")
+                if not self.loop.run_until(
+                    lambda: len(self.ended) == len(self.roles), START_S + ROUND_LIMIT_S * self.rounds
+                ):
+                    self.finding(f"{self._missing()} have not ended after {ROUND_LIMIT_S * self.rounds:g} s")
             except (Deadlock, Livelock) as error:
                 self.finding(f"{type(error).__name__}, {error}: {self._missing()} have not ended")
             self.virtual_s = now_s() - START_S
@@ -367,6 +376,14 @@ class World:
             self._tear_down()
             CLOCK.now_s = None
             shutil.rmtree(self.folder, ignore_errors=True)
+
+    def fixed_crc32(self) -> int | None:
+        """Return the CRC-32 of the last model, if all clients counted in all rounds; None: not so, or not known."""
+        everyone = tuple(range(len(self.roles) - 1))
+        known = [self.crc32_of.get(round_id) for round_id in range(1, self.rounds + 1)]
+        if not all(one is not None and tuple(sorted(one[0])) == everyone for one in known):
+            return None
+        return self.crc32_of[self.rounds][1]
 
     def _missing(self) -> list[str]:
         return [role for role in self.roles if role not in self.ended]
