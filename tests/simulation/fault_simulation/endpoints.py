@@ -266,5 +266,7 @@ class MemoryParticipant:
     def close(self) -> None:
         """Delete all endpoints."""
         self.is_open = False
-        for endpoint in (*self.readers, *self.writers):
-            endpoint.delete()
+        for reader in self.readers:
+            reader.delete()
+        for writer in self.writers:
+            writer.delete()

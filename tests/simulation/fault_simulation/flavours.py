@@ -93,7 +93,7 @@ class Circumstances:
         )
 
 
-CALM = {"loss": 0.0, "refused": 0.0, "quorum": 1.0, "dead_after_s": 30.0}
+CALM: Mapping[str, Any] = {"loss": 0.0, "refused": 0.0, "quorum": 1.0, "dead_after_s": 30.0}
 """Circumstances in which all clients count in all rounds, with a minimum of all of them."""
 
 

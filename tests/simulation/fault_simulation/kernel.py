@@ -36,7 +36,7 @@ class Clock:
 
 CLOCK = Clock()
 _process: contextvars.ContextVar[VirtualProcess | None] = contextvars.ContextVar("virtual_process", default=None)
-real = {
+real: dict[str, Callable[..., Any]] = {
     name: getattr(os, name)
     for name in ("urandom", "getpid", "open", "close", "write", "fsync", "replace", "unlink")
 }  # fmt: skip
@@ -169,13 +169,13 @@ CLOCKS = {
 def urandom(size: int) -> bytes:
     """Return random bytes of the generator of the process."""
     process = _process.get()
-    return real["urandom"](size) if process is None else process.entropy.randbytes(size)
+    return bytes(real["urandom"](size)) if process is None else process.entropy.randbytes(size)
 
 
 def getpid() -> int:
     """Return the number of the process."""
     process = _process.get()
-    return real["getpid"]() if process is None else process.pid
+    return int(real["getpid"]()) if process is None else process.pid
 
 
 def gethostname() -> str:
@@ -187,10 +187,10 @@ def open_file(path: Any, flags: int, mode: int = 0o777, **more: Any) -> int:
     """Open a file, and note that it is closed when the process dies."""
     process = _process.get()
     if process is None:
-        return real["open"](path, flags, mode, **more)
+        return int(real["open"](path, flags, mode, **more))
     if process.dead:
         raise OSError(errno.EIO, "the process is dead")
-    file = real["open"](path, flags, mode, **more)
+    file = int(real["open"](path, flags, mode, **more))
     process.files[file] = _identity(file)
     return file
 
@@ -208,7 +208,7 @@ def close_file(file: int) -> None:
 def write_file(file: int, data: Any) -> int:
     """Write to a file; a dead process writes nothing, and does not live to see it."""
     process = _process.get()
-    return len(data) if process is not None and process.dead else real["write"](file, data)
+    return len(data) if process is not None and process.dead else int(real["write"](file, data))
 
 
 def fsync(file: int) -> None:

@@ -129,8 +129,8 @@ def _clients_know_what_counts(world: World, counted: set[Key]) -> None:
             key = (facts["run"], client_id, incarnations[process.name], transfer)
             unanswered[process.name] = {transfer: key}
         elif event == "receipt":
-            key = unanswered.get(process.name, {}).pop(facts["transfer"], None)
-            if not facts["accepted"] and key in counted:
+            answered = unanswered.get(process.name, {}).pop(facts["transfer"], None)
+            if not facts["accepted"] and answered in counted:
                 world.finding(
                     f"{process.name} was refused its update of round {facts['round']}, which counts: {facts['reason']}"
                 )

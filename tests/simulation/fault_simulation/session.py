@@ -8,7 +8,7 @@ import shutil
 import sys
 import tempfile
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ def _import_product() -> None:
     import gradbus.models  # noqa: F401 - before the names in them are replaced
 
 
-def _capture(logger: object, method: str, event: dict[str, Any]) -> Any:
+def _capture(logger: Any, method: str, event: MutableMapping[str, Any]) -> Any:
     """Give a log event to the world of its process, and end it there."""
     import structlog
 
@@ -33,7 +33,7 @@ def _capture(logger: object, method: str, event: dict[str, Any]) -> Any:
     if process is not None:
         error = traceback.format_exc() if event.pop("exc_info", None) else ""
         event.pop("source", None)
-        process.world.on_log(process, method, str(event.pop("event")), event, error)
+        process.world.on_log(process, method, str(event.pop("event")), dict(event), error)
     raise structlog.DropEvent
 
 

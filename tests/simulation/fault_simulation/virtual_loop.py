@@ -10,7 +10,7 @@ import itertools
 from asyncio import events
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterator
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from fault_simulation.kernel import CLOCK, Killed, VirtualProcess, now_s, process_of
 
@@ -80,14 +80,16 @@ class Observer(Protocol):
         """See :meth:`asyncio.loop.call_exception_handler`."""
 
 
-class VirtualLoop(asyncio.AbstractEventLoop):
+class VirtualLoop:
     """Runs the callbacks of all virtual processes, one at a time. Nothing of a dead process runs.
 
-    It has no ``_ready``, so no consumer of a bus polls DDS on it.
+    It has what asyncio and the code under test call of :class:`asyncio.AbstractEventLoop`, and no ``_ready``: so no
+    consumer of a bus polls DDS on it.
     """
 
     def __init__(self, observer: Observer) -> None:
         self._observer = observer
+        self.for_asyncio: asyncio.AbstractEventLoop = cast(Any, self)
         self._ready_calls: deque[Handle] = deque()
         self._timers: list[tuple[float, int, Handle]] = []
         self._timer_numbers, self._numbers = itertools.count(), itertools.count(1)
@@ -107,14 +109,14 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         return now_s()
 
     def create_future(self) -> asyncio.Future[Any]:
-        future = _NumberedFuture(loop=self)
+        future = _NumberedFuture(loop=self.for_asyncio)
         future.number = next(self._numbers)
         return future
 
-    def create_task(  # type: ignore[override] - Python 3.13 adds arguments that nobody gives
+    def create_task(
         self, coro: Coroutine[Any, Any, Any], *, name: object = None, context: contextvars.Context | None = None
     ) -> asyncio.Task[Any]:
-        task = _NumberedTask(coro, loop=self, name=str(name or "task"), context=context)
+        task = _NumberedTask(coro, loop=self.for_asyncio, name=str(name or "task"), context=context)
         task.number = next(self._numbers)
         process = process_of(contextvars.copy_context() if context is None else context)
         if process is not None:
@@ -141,7 +143,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         from fault_simulation.drivers import VirtualExecutor  # which imports gradbus
 
         pool = VirtualExecutor() if executor is None else executor
-        return asyncio.wrap_future(pool.submit(func, *args), loop=self)
+        return asyncio.wrap_future(pool.submit(func, *args), loop=self.for_asyncio)
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
         self._observer.on_loop_error(context)
@@ -169,7 +171,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
     def running(self) -> Iterator[None]:
         """Be the running loop of this thread meanwhile."""
         set_running = events._set_running_loop  # noqa: SLF001 - what asyncio has for loops
-        set_running(self)
+        set_running(self.for_asyncio)
         try:
             yield
         finally:

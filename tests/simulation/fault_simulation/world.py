@@ -8,7 +8,7 @@ import itertools
 import random
 import shutil
 import traceback
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -86,7 +86,7 @@ class World:
         self.findings: list[str] = []
         self.notes: list[str] = []
         self.calm_s = START_S
-        self.excused_s: Counter[str] = Counter()  # until when a role may have missed something
+        self.excused_s: dict[str, float] = defaultdict(float)  # until when a role may have missed something
         self.virtual_s = 0.0
         self.client_ids: dict[str, int] = {role: number for number, role in enumerate(self.roles[1:])}
         self._now: dict[str, VirtualProcess] = {}
@@ -405,7 +405,8 @@ class World:
                 if not task.done():
                     task._log_destroy_pending = False  # type: ignore[attr-defined]  # noqa: SLF001 - asyncio has no other way to give up a task
                     with contextlib.suppress(BaseException):
-                        process.context.run(task.get_coro().close)  # type: ignore[union-attr]
+                        coroutine: Any = task.get_coro()
+                        process.context.run(coroutine.close)
                 elif not task.cancelled():
                     task.exception()  # nobody else asks for it
             process.close_files()
