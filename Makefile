@@ -22,7 +22,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .SUFFIXES:
 .PHONY: help setup links demo run-controller run-client run-ddp run-aggregator run-parameter-server report simulate doctor test test-again test-portable test-slice test-python test-oldest test-debian test-gpu setup-oldest nightly check lint docs format typecheck wheel smoke \
 	fuzz setup-fuzz setup-integrations setup-flower setup-flower-simulation test-flower bench bench-quick bench-renew bench-scale bench-federated bench-ddp bench-collectives bench-codecs bench-parameter-server bench-privacy bench-sealing bench-profile bench-pauses \
-	bench-aggregation bench-attacks bench-compression bench-ladder bench-local bench-loop bench-elastic bench-flower conformance figures faults soak lock clean distclean
+	bench-aggregation bench-attacks bench-compression bench-ladder bench-local bench-loop bench-elastic bench-flower conformance figures faults soak simulate-faults lock clean distclean
 
 # uv installs in seconds what takes pip minutes. It is taken from PATH, else fetched into .venv; NO_UV=1 (or UV=) keeps to pip.
 FETCH_UV :=
@@ -219,6 +219,13 @@ soak: MINUTES ?= 30
 soak: $(STAMP)  ## controller, clients and ranks for MINUTES=30, something breaks every few seconds, and the history is checked
 	@$(TOOL) soak --minutes $(MINUTES) $(ARGS)
 
+# A seed that fails prints the command that runs it again. Without a git tree that decides the first seed, it is 0.
+simulate-faults: SEEDS ?= 300
+simulate-faults: FLAVOUR ?= any
+simulate-faults: $(STAMP)  ## the shipped actors in virtual time with the faults of SEEDS=300 seeds; one of them again: SEED=7 FLAVOUR=fp32, with fewer faults: SHRINK=1
+	@PYTHONPATH="$(CURDIR)/tests/simulation" $(PY) -P -m fault_simulation --flavour $(FLAVOUR) $(if $(SIZE),--size $(SIZE)) \
+		$(if $(SEED),--seed $(SEED) $(if $(KEEP),--keep $(KEEP)) $(if $(filter-out 0,$(SHRINK)),--shrink),--seeds $(SEEDS)) $(ARGS)
+
 check: lint typecheck  ## formatting, lint, strict types and the fast tests
 	$(BIN)/pytest $(SPREAD) -m "not slow" $(ARGS)
 	@$(TOOL) nightly --stale
@@ -243,11 +250,11 @@ format: $(STAMP)  ## format the code, mend what lint can mend
 links:
 	@rm -rf build/tree && mkdir -p build/tree/gradbus && cd build/tree/gradbus && \
 		ln -s ../../../runtime/_front/* . && for name in $(CODE); do ln -s ../../../$$name $$name; done && \
-		ln -s ../../../runtime/_torch torch && cd .. && ln -s ../../tests/tools/* .
+		ln -s ../../../runtime/_torch torch && cd .. && ln -s ../../tests/tools/* ../../tests/simulation/fault_simulation .
 
 typecheck: $(STAMP) links  ## strict types
 	cd build/tree && ../../$(BIN)/mypy --config-file ../../pyproject.toml --cache-dir ../mypy --python-executable ../../$(PY) \
-		--exclude '/_(front|torch)/' -p gradbus -p conformance -p fuzz -p soak -m call_profile -m golden_runs -m nightly -m pauses -m public_names -m torch_build
+		--exclude '/_(front|torch)/' -p gradbus -p conformance -p fuzz -p soak -p fault_simulation -m call_profile -m golden_runs -m nightly -m pauses -m public_names -m torch_build
 
 # Stale build/lib and *.egg-info would carry removed files into the wheel. The build tools come from .venv: nothing is fetched here.
 wheel: $(STAMP)  ## build the sdist and the wheel into dist/

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import ParamSpec, Self, TypeVar
+
+from gradbus.runtime import drive
 
 LET_GO_S = 10.0
 
@@ -24,7 +25,7 @@ class ComputeThread:
     """
 
     def __init__(self, name: str = "compute") -> None:
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix=f"gradbus-{name}")
+        self._executor = drive.executor(f"gradbus-{name}")
         self._running = threading.Event()  # the stop flag of the function that runs
         self._closed = False
         self._latest = self._running  # of the one that was brought last

@@ -162,6 +162,7 @@ class Client:
         self._shape = Shape(0, 0, 0)  # of what the present run exchanges
         self._route: Callable[[], PacketRoute] | None = None  # opens the way for packets of the training
         self._take_identity(Identity(UNASSIGNED if self.client_id == NO_ID else self.client_id, new_incarnation()))
+        self._answered_by = 0  # the start of the controller that has answered last about an update
         self._rounds = self._refused = 0
         self._prepared = False  # the task has loaded its data: from then on the client may be ready
         self._failure = ""  # of the training here, the newest one
@@ -573,6 +574,7 @@ class Client:
                 current.welcome = None  # another start of the controller: be welcomed anew
                 group.create_task(self._heartbeat.send_hello(), name=f"client-{self.client_id}-hello")
             case _ if isinstance(body, (*ANSWERS, PacketsMissing)) and (body.to, body.incarnation) == me:
+                self._answered_by = session
                 self._on_answer(body, group)
             case RoundTerms() | RepeatedCommand() if body.run_id == current.run_id and session == current.incarnation:
                 self._take_round(body, group)
@@ -836,7 +838,7 @@ class Client:
         if receipt.accepted:
             self._rounds += 1
             self._observer.personal = part_of(update.state, PERSONAL)  # before the model of this round comes
-            current.counted(command.round_id, session)
+            current.counted(command.round_id, self._answered_by)
         else:
             self._refused += 1
             current.mark_handled(command)
@@ -857,8 +859,9 @@ class Client:
         if not welcome.masked:
             in_packets = isinstance(update.request, PacketRequest)
             deliver = self._packets.deliver if in_packets else self._sender.deliver
+            # Another start of the controller is asked, too. It knows whether the update counts, as the residual must.
             receipt = await deliver(
-                update, check=lambda: self._context.is_same_session(session), is_held=current.is_held(command)
+                update, check=lambda: self._context.is_same_run(welcome.run_id), is_held=current.is_held(command)
             )
             return None if receipt is None else (update, receipt)
 

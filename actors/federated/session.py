@@ -383,5 +383,14 @@ class ClientContext:
 
     def is_same_session(self, session: int) -> bool:
         """Whether the controller is still this one. Raises BarrierTimeout: there has been none for too long."""
-        self.session.check_controller(self.bus.misconfiguration, partial(self.bus.reach.advice, one=True))
+        self._check_controller()
         return self.session.is_current(session)
+
+    def is_same_run(self, run_id: int) -> bool:
+        """Whether the run goes on, with this start of the controller or another one. Raises BarrierTimeout: there has
+        been none for too long."""
+        self._check_controller()
+        return self.session.run_id == run_id and self.session.ended is None
+
+    def _check_controller(self) -> None:
+        self.session.check_controller(self.bus.misconfiguration, partial(self.bus.reach.advice, one=True))

@@ -44,6 +44,7 @@ from gradbus.runtime.saved_state import BUFFER, StateNames, Table, own_copies
 from gradbus.runtime.testing.journal import History, weights_name
 from gradbus.runtime.torch_compat import uncompiled_names
 from gradbus.runtime.wire.control import Body
+from gradbus.runtime.wire.frames import FrameKey, Kind
 from gradbus.runtime.wire.messages import Identity
 
 NOTHING = "0" * 16  # no frozen parameters, or none of integers
@@ -51,6 +52,8 @@ _ORDERS_BEFORE = 1000  # rounds before that of a resume whose orders are removed
 _ORDER = "order-"
 MAX_ORDER_BYTES = 64 << 20  # of a file: a million clients with orders of their own
 Load = Callable[[str], Mapping[str, Tensor]]
+CountedUpdate = tuple[Count, Count, Hex64, Count]
+"""An update in a checkpoint: the id of its client, its round, the incarnation of the client, its transfer."""
 
 log = get_logger("controller")
 
@@ -84,6 +87,7 @@ class SavedRun(Meta):
     conduct: Annotated[list[Strike], Field(default_factory=list, max_length=MAX_KNOWN)]
     participation: Annotated[list[Entry], Field(default_factory=list, max_length=MAX_KNOWN)]
     client_names: Annotated[list[Pair], Field(default_factory=list, max_length=MAX_NAMED_CLIENTS)]
+    counted: Annotated[list[CountedUpdate], Field(default_factory=list, max_length=MAX_KNOWN)]
     history: Annotated[list[RoundReport], Field(max_length=KEPT_IN_CHECKPOINT)]
 
     @property
@@ -223,6 +227,8 @@ class RunState:
         weights: float32, shape (D,), on the CPU; the live vector of the model where that is possible.
         buffers: the merged buffers after that round, as all nodes hold them; the module has them only while it is held.
         names: of clients, with their ids.
+        counted: the last update of each client that counts; once its round is committed, a start of the controller
+            after this one knows it, too: its client may still wait for the receipt.
         held: the clients' model after that round, where a lossy downlink makes it differ; else None.
         history: reports of the committed rounds, without timelines, as a checkpoint has them. As that is written in
             every round it is bounded: of all but the newest rounds it has the figures, of those long past nothing.
@@ -252,6 +258,7 @@ class RunState:
         self.quarantine = Quarantine(config.limits.max_strikes, config.limits.quarantine_rounds)
         self.participation = Participation()
         self.names = ClientNames()
+        self.counted: dict[int, FrameKey] = {}
         if config.checkpoint.init_path is not None:
             self._set_initial(config.checkpoint.init_path)
         if config.checkpoint.dir is not None:
@@ -368,6 +375,10 @@ class RunState:
         self.quarantine.load_state(saved.conduct)
         self.participation.load_state(saved.participation)
         self.names.load_state(saved.client_names)
+        for client_id, round_id, incarnation, transfer in saved.counted:
+            self.counted[client_id] = FrameKey(
+                Kind.UPDATE, self.run_id, round_id, client_id, int(incarnation, 16), transfer
+            )
         self.history = [report.without_timeline() for report in saved.history]
         log.info("resumed", round=self.round_id, run=f"{self.run_id:016x}")
 
@@ -501,8 +512,15 @@ class RunState:
 
     def checkpoint_of_weights(self, **more: Any) -> Checkpoint:
         """The model alone, as a checkpoint that :func:`restore_weights` takes; ``more``: beside its metadata."""
-        meta = {**self._meta([]), "downlink": "full", "conduct": [], "participation": [], "client_names": [], **more}
-        return Checkpoint(self.round_id, self._model_tensors(), meta)
+        meta = {
+            **self._meta([]),
+            "downlink": "full",
+            "conduct": [],
+            "participation": [],
+            "client_names": [],
+            "counted": [],
+        }
+        return Checkpoint(self.round_id, self._model_tensors(), {**meta, **more})
 
     def _model_tensors(self) -> dict[str, Tensor]:
         """The weights, the merged buffers and those that are kept, for whoever reads them without the model."""
@@ -516,6 +534,10 @@ class RunState:
             "downlink_codec": self._downlink_codec,
             "downlink": self._kind(), "strategy": self._strategy.name, "conduct": self.quarantine.state(),
             "participation": self.participation.state(), "client_names": self.names.state(),
+            "counted": [
+                (client_id, key.round_id, f"{key.incarnation:016x}", key.transfer)
+                for client_id, key in list(self.counted.items())[-MAX_KNOWN:]
+            ],
             "frozen": f"{self.model.frozen:016x}", "frozen_tensors": self.model.frozen_table,
             "integers": self._integers,
             "personal": self.model.personal_table, "names": self.model.names,

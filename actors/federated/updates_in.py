@@ -148,7 +148,7 @@ class UpdateReceiver:
         )
         self._packets: PacketCollector | None = None  # made with the first packet
         self._complete: deque[_IncomingUpdate] = deque()
-        self._counted: dict[int, FrameKey] = {}  # client -> its last update that counted
+        self._counted = context.state.counted  # by client
         self._unreadable: dict[int, int] = {}  # client -> incarnation whose memory cannot be read from here
         self._folding = asyncio.Lock()
         self._work = asyncio.Event()

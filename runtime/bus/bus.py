@@ -19,7 +19,7 @@ from dataclasses import astuple
 from functools import partial
 from typing import Any
 
-from gradbus.runtime import forks
+from gradbus.runtime import drive, forks
 from gradbus.runtime.bus.participant_factory import (
     check_job,
     closed_on_error,
@@ -31,7 +31,6 @@ from gradbus.runtime.bus.raw_endpoints import RawEndpoints
 from gradbus.runtime.bus.receiver import Channel, Receiver
 from gradbus.runtime.bus.sender import Job, Sample, Sender
 from gradbus.runtime.bus.subscription import Subscription, Subscriptions
-from gradbus.runtime.closing_thread import ClosingThread
 from gradbus.runtime.config.job_name import default_job
 from gradbus.runtime.dds import peer_processes
 from gradbus.runtime.dds.network import NetworkConfig, Profile
@@ -377,7 +376,7 @@ class Bus:
             self._sender.stop()
             self._thread.stop()
             finished: asyncio.Future[int] = self._loop.create_future()
-            ClosingThread(partial(self._shut_down, finished, list(self._ports)), name="gradbus-close").start()
+            drive.later(partial(self._shut_down, finished, list(self._ports)), "gradbus-close")
             # A cancel does not stop the shutdown, which goes on in its thread; it only stops the wait for it.
             await asyncio.wait([finished], timeout=5.0)
 

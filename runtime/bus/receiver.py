@@ -10,10 +10,10 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
+from gradbus.runtime import drive
 from gradbus.runtime.bus.handover import Handover
 from gradbus.runtime.bus.liveness import Liveness
 from gradbus.runtime.bus.wait_loop import IDLE_S, WaitLoop
-from gradbus.runtime.closing_thread import ClosingThread
 from gradbus.runtime.dds import peer_processes
 from gradbus.runtime.dds.idl_types import SampleError
 from gradbus.runtime.dds.participant import Periodic, Reader, WaitSet, Writer, delete_together
@@ -97,7 +97,7 @@ class Receiver:
         self._waiter = waiter
         self._arrivals: deque[Channel | Writer] = deque()
         self._removals: deque[tuple[Sequence[Channel | Writer], Callable[[], None]]] = deque()
-        self._deletions: list[ClosingThread] = []
+        self._deletions: list[drive.Deferred] = []
         self._after_drain: deque[Callable[[], None]] = deque()
         self._endings: deque[str | tuple[int, int]] = deque()  # processes that have ended, senders that close their bus
         self._liveness = Liveness(
@@ -238,9 +238,8 @@ class Receiver:
                     then()
 
         # Not here: it takes up to some seconds, and this may be the thread of an event loop that waits inline.
-        deletion = ClosingThread(delete, name="gradbus-delete")
-        self._deletions = [*(one for one in self._deletions if one.is_running()), deletion]
-        deletion.start()
+        under_way = [one for one in self._deletions if one.is_running()]
+        self._deletions = [*under_way, drive.later(delete, "gradbus-delete")]
 
     def _refresh(self, endpoints: Collection[Channel | Writer]) -> Iterator[tuple[Channel, set[int]] | None]:
         """Ask DDS which matched endpoints have changed. Yields each channel that has, and its writers now; None for a

@@ -62,7 +62,7 @@ class Sender(OwnThread):
         self._jobs: deque[Job] = deque()
         self._pauses: dict[Job, Pause] = {}  # of those that had nothing to write, since something was written
         self._wakeup = threading.Condition()
-        self._stop_flag = False
+        self.stopping = False
         self._woken = False  # a job that pauses may have something to write now
         self.sent_bytes: Counter[str] = Counter()
 
@@ -71,22 +71,25 @@ class Sender(OwnThread):
     def submit(self, job: Job) -> None:
         """Add a job. Raises BusClosed after :meth:`stop`."""
         with self._wakeup:
-            if self._stop_flag:
+            if self.stopping:
                 raise BusClosed("the bus is closed: nothing more can be sent")
             self._jobs.append(job)
             self._wakeup.notify()
+        self._driver.step_due()
 
     def wake(self) -> None:
         """Ask the jobs that pause now: what they wait for may have come."""
         with self._wakeup:
             self._woken = True
             self._wakeup.notify()
+        self._driver.step_due()
 
     def stop(self) -> None:
         """End at once; jobs that are left fail with BusClosed."""
         with self._wakeup:
-            self._stop_flag = True
+            self.stopping = True
             self._wakeup.notify()
+        self._driver.step_due()
 
     @property
     def idle(self) -> bool:
@@ -104,7 +107,7 @@ class Sender(OwnThread):
             if there is none. :meth:`submit` and :meth:`wake` make a step due at once, :meth:`stop` the end.
         """
         with self._wakeup:
-            if not self._jobs or self._stop_flag:
+            if not self._jobs or self.stopping:
                 return math.inf
             if len(self._pauses) >= len(self._jobs):  # and they are over
                 self._woken = False
@@ -148,7 +151,7 @@ class Sender(OwnThread):
         self._pauses.clear()  # with the payloads of these jobs
 
     def _run(self) -> None:
-        while not self._stop_flag:
+        while not self.stopping:
             if self.step():  # no job is held here, nor its payload, which may be large, while the thread sleeps
                 self._sleep()
         self.finish()
@@ -156,7 +159,7 @@ class Sender(OwnThread):
     def _sleep(self) -> None:
         with self._wakeup:
             pause_s = self._due_in_s()  # a job may have come, or news for one that pauses
-            if pause_s and not self._stop_flag:
+            if pause_s and not self.stopping:
                 self._wakeup.wait(None if pause_s == math.inf else pause_s)
 
     def _write_sample(self, job: Job) -> Pause | None:

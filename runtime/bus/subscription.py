@@ -131,7 +131,8 @@ class Subscriptions:
 
     def close(self, *, fault: str = "") -> None:
         """Close all, see :meth:`Subscription.close`."""
-        for subscription in {one for several in self._of.values() for one in several}:
+        # Not a set: it would close them in another order in each process.
+        for subscription in dict.fromkeys(one for several in self._of.values() for one in several):
             subscription.close(fault=fault)
 
     def _taken(self, item: Item) -> None:

@@ -43,7 +43,7 @@ class WaitLoop(OwnThread):
         failed: called when the loop cannot go on, see ``fault``. ended: called once at the end, on the thread.
         """
         super().__init__(self._run, name="gradbus-receive")
-        self._waiter = waiter
+        self.waiter = waiter
         self._handle = handle
         self._failed = failed
         self._ended = ended
@@ -65,12 +65,12 @@ class WaitLoop(OwnThread):
 
     def wake(self) -> None:
         """End the wait that is in progress: there is something to attach, to remove or to take again."""
-        self._waiter.wake()
+        self.waiter.wake()
 
     def wake_inline(self) -> None:
         """End the wait of a thread that waits inline: what it waits for may have happened, on this thread."""
         if self._inline_thread and self._inline_thread != threading.get_ident():
-            self._waiter.wake()
+            self.waiter.wake()
 
     def wake_io_thread(self) -> None:
         """Have the thread wait again now, or when the wait of another thread inline has ended: something goes on that
@@ -83,13 +83,13 @@ class WaitLoop(OwnThread):
         """End the thread soon."""
         self.stopping = True
         self._wanted.set()
-        self._waiter.wake()
+        self.waiter.wake()
 
     def add_periodic(self, periodic: Periodic) -> None:
         """See :meth:`.dds.participant.IoThread.add_periodic`."""
         if not self.stopping:
             self._new_calls.append(periodic)
-            self._waiter.wake()
+            self.waiter.wake()
 
     def poll_inline(self, done: Callable[[], bool], until_s: float, *, may_sleep: bool = True) -> None:
         """Do the thread's work here while waiting for what comes of it: that saves two changes of threads.
@@ -122,12 +122,12 @@ class WaitLoop(OwnThread):
     def _poll_in_turn(self, done: Callable[[], bool], until_s: float, may_sleep: bool) -> None:
         try:
             if not self._polling.acquire(blocking=False):
-                self._waiter.wake()
+                self.waiter.wake()
                 if not self._polling.acquire(timeout=max(0.0, min(until_s - time.monotonic(), INLINE_SLEEP_S))):
                     return
             self._poll(done, until_s, may_sleep)
         except Exception as error:  # of DDS: it is the bus that cannot go on, not the caller
-            self._fail(error)
+            self.fail(error)
         finally:
             self._was_inline = True
             try:  # noqa: SIM105 - as above
@@ -201,7 +201,7 @@ class WaitLoop(OwnThread):
                     self._is_asked = False
                     self.step(IDLE_S)
         except BaseException as error:
-            self._fail(error)
+            self.fail(error)
             raise
         finally:
             self._polling.acquire(timeout=2 * INLINE_SLEEP_S)  # for good: DDS may be closed when this has ended
@@ -211,7 +211,7 @@ class WaitLoop(OwnThread):
         """Wait for news and handle them, until then at most. Returns whether there were any."""
         if timeout_s > 0.0:
             timeout_s = min(timeout_s, max(0.0, self._due_s - time.monotonic()))
-        numbers = self._waiter.wait(timeout_s)
+        numbers = self.waiter.wait(timeout_s)
         if self._new_calls or time.monotonic() >= self._due_s:
             self._call_periodics()
         return self._handle(numbers, until_s)
@@ -229,7 +229,8 @@ class WaitLoop(OwnThread):
                 call.due_s = min(call.due_s, time.monotonic() + call.every_s)
         self._due_s = min((call.due_s for call in self._calls), default=math.inf)
 
-    def _fail(self, error: BaseException) -> None:
+    def fail(self, error: BaseException) -> None:
+        """Stop, and report that the loop cannot go on, see ``fault``."""
         self.fault = error
         self.stopping = True
         self._wanted.set()

@@ -33,8 +33,7 @@ from cyclonedds.sub import DataReader, Subscriber
 from cyclonedds.topic import Topic as DdsTopic
 from cyclonedds.util import duration
 
-from gradbus.runtime import forks
-from gradbus.runtime.closing_thread import ClosingThread
+from gradbus.runtime import drive, forks
 from gradbus.runtime.dds import domains, idl_types, libddsc, malloc, native_topics
 from gradbus.runtime.dds.access_policy import AccessPolicy
 from gradbus.runtime.dds.discovery import Claim
@@ -543,11 +542,8 @@ def delete_together(readers: Sequence[Reader], writers: Sequence[Writer]) -> Non
 def _delete_at_once(endpoints: Sequence[Reader | Writer]) -> None:
     """Delete readers or writers, each on a thread of its own. No executor does it: that refuses work while the
     interpreter ends, which is when some programs close their last bus."""
-    threads = [ClosingThread(one.delete, name="gradbus-delete") for one in endpoints]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    for deletion in [drive.later(one.delete, "gradbus-delete") for one in endpoints]:
+        deletion.join()
 
 
 class WaitSet:

@@ -151,7 +151,8 @@ async def hall_of(  # noqa: PLR0913 - each is of a test or two
 
     delays = {"REPAIR_AFTER_S": repair_after_s, "STALL_AFTER_S": stall_after_s}
     with ComputeThread("intake-test") as compute, mock.patch.multiple(uploads, **delays):
-        state, journal = SimpleNamespace(run_id=RUN, names=ClientNames()), history or History(None, "controller")
+        state = SimpleNamespace(run_id=RUN, names=ClientNames(), counted={})
+        journal = history or History(None, "controller")
         context = RunContext(
             bus, Identity(CONTROLLER, 1), compute,  # type: ignore[arg-type]
             FederatedConfig(clients={"kind": "sites" if sites else "clients"}), state, journal,  # type: ignore[arg-type]

@@ -18,11 +18,12 @@ from gradbus.actors.federated import state as state_module
 from gradbus.actors.federated.flat_model import FlatModel
 from gradbus.actors.federated.participation import Strike
 from gradbus.actors.federated.report import ClientTimeline, RoundReport
-from gradbus.actors.federated.state import RunState
-from gradbus.runtime.checkpoint import CheckpointStore
+from gradbus.actors.federated.state import RunState, SavedRun
+from gradbus.runtime.checkpoint import Checkpoint, CheckpointStore
 from gradbus.runtime.choices import STRATEGIES
 from gradbus.runtime.config.federated import FederatedConfig
 from gradbus.runtime.errors import CheckpointError
+from gradbus.runtime.wire.frames import FrameKey, Kind
 
 
 def config_of(directory: Path | None, **changes: Any) -> FederatedConfig:
@@ -331,3 +332,25 @@ def test_named_tensors_of_another_shape_are_refused_by_name(tmp_path: Path) -> N
     model = FlatModel(torch.nn.Linear(3, 2))
     with pytest.raises(CheckpointError, match=r"'weight' has shape \(2, 4\), expected \(2, 3\)"):
         RunState(config, model, STRATEGIES.make(config.strategy, model.dim))
+
+
+def test_a_start_of_the_controller_knows_the_updates_that_count_by_the_rounds_before(tmp_path: Path) -> None:
+    first, strategy = open_state(config_of(tmp_path))
+    key = FrameKey(Kind.UPDATE, first.run_id, 1, 3, (1 << 64) - 1, 7)
+    first.counted[3] = key
+    one_round(first, strategy, 1)
+    first.counted[3] = key._replace(round_id=2, transfer=8)  # of a round that is never committed
+    first.close()
+    second, _ = open_state(config_of(tmp_path))
+    assert second.counted == {3: key}
+    second.close()
+
+
+def test_a_checkpoint_of_a_version_that_kept_no_updates_that_count_is_continued(tmp_path: Path) -> None:
+    first, strategy = open_state(config_of(tmp_path))
+    one_round(first, strategy, 1)
+    store, saved = CheckpointStore.to_read(tmp_path), CheckpointStore.to_read(tmp_path).load(1)
+    assert store.rounds() == [1]
+    meta = {name: value for name, value in saved.meta.items() if name != "counted"}
+    assert SavedRun.of(Checkpoint(1, saved.tensors, meta)).counted == []
+    first.close()

@@ -1,0 +1,40 @@
+"""Faults that the simulation has found in shipped code, each with the run that shows it. They are run by a test."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from fault_simulation.faults import CONTROLLER, Fault, Moment
+
+
+class Found(NamedTuple):
+    """One fault of the product, which is mended.
+
+    Attributes:
+        effect: what it would have done to a user. plan: the faults that show it, which no later version of the plan of
+            a seed changes.
+    """
+
+    effect: str
+    seed: int
+    flavour: str
+    plan: tuple[Fault, ...]
+
+
+def _killed(place: str, round_id: int, again_s: float) -> tuple[Fault, ...]:
+    return (Fault(Moment("place", round_id, CONTROLLER, place), "kill", CONTROLLER, again_s),)
+
+
+FOUND = (
+    Found(
+        "The controller dies after it has committed a round and before a receipt has arrived. The next start refused "
+        "the update as stale, although it counts: a client with a lossy codec kept its residual and sent what was "
+        "counted once more, and its log said that the update was refused.",
+        12, "s4", _killed("after_command", 4, 0.98),
+    ),
+    Found(
+        "The same death, and the client is welcomed by the next start before it has asked for the receipt there: it "
+        "gave up waiting, with the same effect, and without a line in any log.",
+        23, "s4", _killed("after_commit_before_publish", 2, 0.3),
+    ),
+)  # fmt: skip

@@ -1,0 +1,136 @@
+"""What must hold at the end of a run, whatever has failed in it.
+
+* I1 to I7 of ``gradbus check``, on the journals that the actors have really written;
+* all rounds are reported, each once and in their order;
+* each actor ends, with nothing but a good result, or with a timeout where it has missed the end of the run;
+* nothing waits beyond its deadline once the last fault is over;
+* an update counts once, and its client knows that it does before it trains again.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fault_simulation.faults import CONTROLLER
+from fault_simulation.flavours import FLAVOURS
+from fault_simulation.kernel import START_S, now_s
+from gradbus.experiments.history.invariants import check
+from gradbus.experiments.history.reader import read_history
+
+if TYPE_CHECKING:
+    from fault_simulation.kernel import VirtualProcess
+    from fault_simulation.world import World
+
+CALM_S = 28.0  # the longest deadline, without those of a whole round: a run without faults is over in less
+MISSED_END_S = 15.0  # who started so shortly before the end of the controller may have missed it
+MISSED_WORDS_S = 4.0
+Key = tuple[str, int, int, int]
+"""An update: run, client, incarnation, transfer."""
+
+
+def judge(world: World) -> None:
+    """Add to the findings of a world what does not hold."""
+    flavour, controller = FLAVOURS[world.flavour], world.ended.get(CONTROLLER)
+    counted = _counted(world)
+    if flavour.learns_by_receipt:
+        _clients_know_what_counts(world, counted)
+    if flavour.is_checked and (world.folder / "history").is_dir():
+        for result in check(read_history(world.folder)):
+            if result.violations:
+                world.finding(f"{result.name} is violated: {'; '.join(result.violations[:3])}")
+    if controller is not None and flavour.may_end_with and flavour.may_end_with in str(controller.result):
+        world.notes.append(f"the controller has ended: {str(controller.result)[:100]}")
+        return
+    _each_has_ended_well(world)
+    _rounds_are_reported_in_order(world)
+    _nothing_has_waited(world)
+
+
+def _each_has_ended_well(world: World) -> None:
+    controller = world.ended.get(CONTROLLER)
+    for role, process in world.ended.items():
+        error = process.result
+        if not isinstance(error, Exception):
+            continue
+        if (
+            role != CONTROLLER
+            and type(error).__name__ == "BarrierTimeout"
+            and _has_missed_end(world, process, controller)
+        ):
+            world.notes.append(f"{process.name} has missed the end of the run")
+        else:
+            world.finding(f"{process.name} has ended with {type(error).__name__}: {str(error)[:400]}")
+
+
+def _has_missed_end(world: World, process: VirtualProcess, controller: VirtualProcess | None) -> bool:
+    """Return whether a client that waits for the controller could not know that the run was over."""
+    if controller is None or isinstance(controller.result, Exception):
+        return False
+    over_s = controller.ended_s
+    return process.started_s > over_s - MISSED_END_S or world.excused_s[process.role] > over_s - MISSED_WORDS_S
+
+
+def _rounds_are_reported_in_order(world: World) -> None:
+    controller = world.ended.get(CONTROLLER)
+    if controller is not None and controller.result != list(range(1, world.rounds + 1)):
+        world.finding(f"the controller has reported rounds {controller.result}")
+    for before, after in zip(world.reported, world.reported[1:], strict=False):
+        if after <= before:
+            world.finding(f"round {after} was reported after round {before}")
+
+
+def _nothing_has_waited(world: World) -> None:
+    has_failed = any(isinstance(process.result, Exception) for process in world.ended.values())
+    stalled_s = now_s() - max(START_S + 1.0, world.calm_s) - world.network.lease_s
+    if stalled_s > CALM_S and len(world.ended) == len(world.roles) and not has_failed:
+        world.finding(f"the run went on for {stalled_s:.0f} s after the last fault and a lease")
+
+
+def _counted(world: World) -> set[Key]:
+    """Return the updates that are in a committed model, and note those that are in it twice."""
+    counted: set[Key] = set()
+    pending: dict[str, list[Key]] = {}  # by start of the controller: since its last commit
+    runs: dict[str, str] = {}
+    for process, event, facts in world.journal:
+        if process.role != CONTROLLER:
+            continue
+        if event == "started":
+            runs[process.name] = facts["run"]
+        elif event == "counted":
+            key = (runs[process.name], facts["client"], facts["incarnation"], facts["transfer"])
+            pending.setdefault(process.name, []).append(key)
+        elif event == "committed":
+            for key in pending.pop(process.name, []):
+                if key in counted:
+                    world.finding(
+                        f"an update of client {key[1]} is in two committed models, the second of {process.name}"
+                    )
+                counted.add(key)
+    return counted
+
+
+def _clients_know_what_counts(world: World, counted: set[Key]) -> None:
+    """The residual of a lossy codec depends on it: what is sent twice, or never, is a fault of the model."""
+    incarnations: dict[str, int] = {}
+    unanswered: dict[str, dict[int, Key]] = {}  # by start of a client, and number of the update
+    for process, event, facts in world.journal:
+        if process.role == CONTROLLER:
+            continue
+        if event == "started":
+            incarnations[process.name] = facts["incarnation"]
+        elif event == "offered":
+            transfer = facts["transfer"]
+            for key in unanswered.pop(process.name, {}).values():
+                if key in counted and key[3] != transfer:
+                    world.finding(
+                        f"{process.name} went on to round {facts['round']} and never knew that transfer {key[3]} counts"
+                    )
+            client_id = world.client_ids[process.role]
+            key = (facts["run"], client_id, incarnations[process.name], transfer)
+            unanswered[process.name] = {transfer: key}
+        elif event == "receipt":
+            answered = unanswered.get(process.name, {}).pop(facts["transfer"], None)
+            if not facts["accepted"] and answered in counted:
+                world.finding(
+                    f"{process.name} was refused its update of round {facts['round']}, which counts: {facts['reason']}"
+                )

@@ -1,0 +1,414 @@
+"""One simulated run: a controller and clients, their machines and network, and the faults that hit them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import random
+import shutil
+import traceback
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fault_simulation.disk import Disk
+from fault_simulation.faults import CONTROLLER, MACHINES, Fault, draw_plan
+from fault_simulation.flavours import CALM, FLAVOURS, Circumstances, draw_circumstances
+from fault_simulation.kernel import CLOCK, START_S, Killed, VirtualProcess, current, generator, now_s
+from fault_simulation.network import MemoryNetwork
+from fault_simulation.seeds import SMALL
+from fault_simulation.tasks import PacketTask
+from fault_simulation.trace import Trace
+from fault_simulation.virtual_loop import Deadlock, Livelock, VirtualLoop
+from gradbus import connect
+from gradbus.actors import Client, Controller
+from gradbus.models import NoopTask
+from gradbus.runtime.config.federated import ClientConfig, FederatedConfig
+from gradbus.runtime.errors import CheckpointError
+
+DIM = 100
+ROUND_LIMIT_S = 65.0  # of virtual time, for each round with all faults
+COMPUTE_S = 5e-4  # mean cost of a computation that is no training
+KERNEL_REPORTS_S = (1e-3, 0.04)  # from the end of a process until the kernel reports it
+RECONNECT_S = 3.0  # after a partition or a pause, until all have found each other again
+NEVER_LOGGED = ("strike", "history ends", "message not handled", "readers or writers not deleted")
+CHECK_EVERY = 64  # callbacks
+
+
+class World:
+    """A run of one seed.
+
+    Attributes:
+        plan: its faults. findings: what does not hold, in words; empty after a good run. notes: what is allowed.
+        happened: the faults of the plan that have happened. crc32_of: clients and model of each reported round.
+        ended: the processes that have reached their end, by role. reported: rounds that the controllers reported.
+        journal: all decisions, with their process and their facts. calm_s: when the effect of the last fault was over.
+    """
+
+    def __init__(
+        self, seed: int, flavour: str, *, size: tuple[int, int] = SMALL, keep: Collection[int] | None = None,
+        plan: Sequence[Fault] | None = None, is_calm: bool = False, keep_trace: bool = False,
+    ) -> None:  # fmt: skip
+        """Draw what the seed decides.
+
+        Args:
+            size: numbers of clients and of rounds.
+            keep: numbers of the faults of its plan that happen, from 0; None: all.
+            plan: faults instead of those that the seed draws. is_calm: all clients count in all rounds without faults.
+            keep_trace: keep all lines of the trace.
+        """
+        clients, rounds = size
+        self.seed, self.flavour, self.size, self.rounds = seed, flavour, size, rounds
+        self.roles = [CONTROLLER, *(f"client-{number}" for number in range(clients))]
+        self.rng = generator(seed, "world")
+        self.circumstances = draw_circumstances(generator(seed, "circumstances"), flavour, self.roles, MACHINES)
+        if is_calm:
+            self.circumstances = replace(self.circumstances, minimum=clients, **CALM)
+        self.drawn = draw_plan(generator(seed, "plan"), self.roles, rounds) if plan is None else tuple(plan)
+        self.plan = [fault for number, fault in enumerate(self.drawn) if keep is None or number in keep]
+        self.trace = Trace(keep_all=keep_trace)
+        self.folder = Path("run")
+        self.loop = VirtualLoop(self)
+        self.network = self._make_network(self.circumstances)
+        self.disk = Disk(self.folder, generator(seed, "disk"), self._at_sync)
+        self.by_claim: dict[str, VirtualProcess] = {}
+        self.processes: list[VirtualProcess] = []
+        self.ended: dict[str, VirtualProcess] = {}
+        self.reported: list[int] = []
+        self.crc32_of: dict[int, tuple[tuple[int, ...], int]] = {}
+        self.happened: list[Fault] = []
+        self.journal: list[tuple[VirtualProcess, str, dict[str, Any]]] = []
+        self.findings: list[str] = []
+        self.notes: list[str] = []
+        self.calm_s = START_S
+        self.excused_s: dict[str, float] = defaultdict(float)  # until when a role may have missed something
+        self.virtual_s = 0.0
+        self.client_ids: dict[str, int] = {role: number for number, role in enumerate(self.roles[1:])}
+        self._now: dict[str, VirtualProcess] = {}
+        self._starts: Counter[str] = Counter()
+        self._pids = itertools.count(1001)
+        self._at_steps = sorted(
+            (fault for fault in self.plan if fault.moment.kind == "step"), key=lambda one: one.moment.number
+        )
+        self._at_decisions = [fault for fault in self.plan if fault.moment.kind != "step"]
+        self._reached: Counter[tuple[str, str, str, str]] = Counter()
+        self._restart_s: dict[str, float] = {}
+
+    def _make_network(self, drawn: Circumstances) -> MemoryNetwork:
+        network = MemoryNetwork(self.loop, generator(self.seed, "network"), self.trace)
+        network.base_s, network.jitter_s, network.loss = drawn.base_s, drawn.jitter_s, drawn.loss
+        network.refused, network.lease_s = drawn.refused, drawn.lease_s
+        return network
+
+    # What is reported to it
+
+    def finding(self, text: str) -> None:
+        """Note that something does not hold."""
+        self.findings.append(f"at {now_s() - START_S:.3f} s: {text}")
+
+    def on_loop_error(self, context: dict[str, Any]) -> None:
+        """An exception has reached the loop."""
+        error, process = context.get("exception"), current()
+        if isinstance(error, Killed) or (process is not None and process.dead):
+            return
+        text = "".join(traceback.format_exception(error)) if error else ""
+        name = process.name if process else "the network"
+        self.finding(f"an exception reached the loop of {name}: {context.get('message')} {error!r}\n{text}")
+
+    def on_log(self, process: VirtualProcess, method: str, event: str, facts: dict[str, Any], error: str) -> None:
+        """A process has logged an event."""
+        shown = " ".join(f"{name}={value}" for name, value in sorted(facts.items()))
+        self.trace.add(f"{process.name} logs {method}: {event} {shown}")
+        if process.dead or self.disk.is_full(process.role):
+            return
+        if error or method in ("error", "critical") or event in NEVER_LOGGED:
+            self.finding(f"{process.name} logged {method}: {event} {shown} {error}")
+
+    def on_note(self, process: VirtualProcess, event: str, facts: dict[str, Any]) -> None:
+        """A process journals a decision."""
+        if process.dead:
+            return
+        self.journal.append((process, event, facts))
+        shown = " ".join(
+            f"{name}={value}" for name, value in facts.items() if name in ("round", "client", "clients", "reason")
+        )
+        self.trace.add(f"{process.name} journals {event} {shown}")
+
+    def compute_cost_s(self, function: Callable[..., Any]) -> float:
+        """Return the virtual time that a computation takes."""
+        names = [getattr(cell.cell_contents, "__name__", "") for cell in getattr(function, "__closure__", None) or ()]
+        is_training = "prepare" in names or "train" in names
+        return self.rng.expovariate(1.0) * (self.circumstances.train_s if is_training else COMPUTE_S)
+
+    # Moments
+
+    def before_step(self, steps: int) -> None:
+        """Inject the faults of this callback."""
+        while self._at_steps and self._at_steps[0].moment.number <= steps:
+            self.inject(self._at_steps.pop(0))
+        if steps % CHECK_EVERY == 0:
+            self._check_bounds()
+
+    def at_decision(self, process: VirtualProcess, kind: str, name: str, when: str, number: int = 0) -> None:
+        """Inject the faults of this decision. Raises Killed: they have killed the process that takes it."""
+        if process.dead:  # its stack unwinds: nothing that it does has an effect
+            return
+        reached = (kind, process.role, name, when)
+        self._reached[reached] += 1
+        number = number or self._reached[reached]
+        for fault in list(self._at_decisions):
+            moment = fault.moment
+            if (moment.kind, moment.role, moment.name, moment.when) == reached and moment.number == number:
+                self._at_decisions.remove(fault)
+                self.inject(fault)
+        if process.dead:
+            raise Killed
+
+    def _at_sync(self, process: VirtualProcess, when: str) -> None:
+        self.at_decision(process, "sync", "", when)
+
+    def inject(self, fault: Fault) -> None:
+        """Let a fault happen."""
+        self.happened.append(fault)
+        self.trace.add(f"FAULT {fault}")
+        self.calm_s = max(self.calm_s, now_s() + abs(fault.seconds))
+        if fault.action == "cut":
+            self._excuse(self.roles, fault.seconds)
+            self.network.cut(*fault.machines, fault.seconds)
+            return
+        process = self._now.get(fault.role)
+        if process is None or process.dead:
+            return
+        match fault.action:
+            case "kill":
+                self._kill(process, fault.seconds)
+            case "power":
+                self._kill(process, fault.seconds)
+                for lost in self.disk.lose_power(process.role):
+                    self.trace.add(f"the disk of {process.role} has lost {lost}")
+            case "stop":
+                self._stop(process, fault.seconds)
+            case "pause":
+                self._pause(process, fault.seconds)
+            case "slow":
+                process.slow_until_s = now_s() + fault.seconds
+                self._excuse([process.role], fault.seconds)
+            case "clock":
+                process.wall_ns += int(fault.seconds * 1e9)
+            case "disk":
+                self.disk.fill(process.role, fault.seconds)
+            case "lease":
+                self._lose_one_side(process, fault)
+
+    def _excuse(self, roles: Collection[str], seconds: float) -> None:
+        for role in roles:
+            self.excused_s[role] = max(self.excused_s[role], now_s() + seconds + RECONNECT_S)
+
+    def _lose_one_side(self, process: VirtualProcess, fault: Fault) -> None:
+        other = self._now.get(fault.other)
+        if other is not None and not other.dead and other.machine != process.machine:
+            self._excuse([fault.role, fault.other], fault.seconds)
+            self.network.lose_one_side(process, other, fault.seconds)
+
+    def _pause(self, process: VirtualProcess, seconds: float) -> None:
+        if process.paused:
+            return
+        process.paused = True
+        self._excuse([process.role], seconds)
+        for pair in self.network.pairs:
+            if any(pair.side_of(process)) and pair.source.machine != pair.target.machine:
+                self.network.begin_silence(pair, lambda: process.paused)
+        self.network.at(seconds, self._resume, process)
+
+    def _resume(self, process: VirtualProcess) -> None:
+        process.paused = False
+        if not process.dead:
+            self.trace.add(f"{process.name} goes on")
+            self.loop.resume(process)
+            self.network.reconnect()
+
+    def _stop(self, process: VirtualProcess, again_s: float) -> None:
+        if process.main is not None:
+            self._restart_s[process.name] = again_s
+            process.context.run(process.main.cancel)
+
+    def _kill(self, process: VirtualProcess, again_s: float) -> None:
+        """Kill a process as ``kill -9`` does: its network and files end first, and no code of it runs any more."""
+        self.trace.add(f"{process.name} is killed")
+        self._end(process)
+        self.network.at(again_s, self.start, process.role)
+
+    def _end(self, process: VirtualProcess) -> None:
+        process.dead, process.ended_s = True, now_s()
+        process.parked.clear()
+        process.close_files()
+        self.network.ended(process)
+        for ended, context in process.watchers:
+            self.loop.call_later(self.rng.uniform(*KERNEL_REPORTS_S), ended, process.claim, context=context)
+
+    # Actors
+
+    def start(self, role: str) -> None:
+        """Start an actor, unless the run is over for it."""
+        if role in self.ended:
+            return
+        self._starts[role] += 1
+        machine = self.circumstances.machines[role]
+        process = VirtualProcess(self, role, self._starts[role], machine=machine, pid=next(self._pids))
+        process.wall_ns = self.rng.choice([0, self.rng.randrange(10**9)])
+        self._now[role] = self.by_claim[process.claim] = process
+        self.processes.append(process)
+        self.trace.add(f"{process.name} starts on machine {machine}")
+        process.main = process.context.run(
+            lambda: self.loop.create_task(self._main(process), name=process.name, context=process.context)
+        )
+
+    async def _main(self, process: VirtualProcess) -> None:
+        again_s: float | None = None
+        try:
+            process.result = await (self._controller(process) if process.role == CONTROLLER else self._client(process))
+        except asyncio.CancelledError:
+            again_s = self._restart_s.pop(process.name)
+        except CheckpointError as error:
+            if not self.disk.refused:
+                process.result = error
+            else:  # somebody makes room, and starts it again
+                again_s = 1.0 + self.disk.full_for_s(process.role)
+        except Exception as error:
+            process.result = error
+        if process.dead:
+            raise Killed
+        self._check_tasks(process)
+        if again_s is None:
+            self.ended[process.role] = process
+        else:
+            self.calm_s = max(self.calm_s, now_s() + again_s)
+            self.network.at(again_s, self.start, process.role)
+        outcome = type(process.result).__name__ if isinstance(process.result, Exception) else "well"
+        self.trace.add(f"{process.name} ends, {outcome if again_s is None else 'and starts again'}")
+        self._end(process)
+
+    async def _controller(self, process: VirtualProcess) -> list[int]:
+        drawn = self.circumstances
+        config = FederatedConfig.model_validate(
+            {
+                "rounds": self.rounds, "seed": 7, "eval_every": 0,
+                "clients": {"num": len(self.roles) - 1, "min": drawn.minimum, "dead_after_s": drawn.dead_after_s,
+                            "start_grace_s": 2.0},
+                "round": {"timeout_s": 30.0, "quorum": drawn.quorum, "grace_s": 1.0, "max_attempts": 5},
+                "checkpoint": {"dir": self.folder / "state"},
+                "history": {"dir": self.folder / "history", "payloads": FLAVOURS[self.flavour].keeps_payloads},
+                **FLAVOURS[self.flavour].settings,
+            }
+        )  # fmt: skip
+        async with connect("simulation", network="loopback", security="none", shared_memory=False) as bus:
+            controller = Controller(bus, NoopTask(DIM, delta="seeded"), config)
+            async for report in controller.rounds():
+                self.trace.add(
+                    f"{process.name} reports round {report.round_id}: clients {list(report.clients)}, "
+                    f"{report.outcome}, attempt {report.attempt}, crc32 {report.weights_crc32:08x}"
+                )
+                self.reported.append(report.round_id)
+                self.crc32_of[report.round_id] = report.clients, report.weights_crc32
+            return [report.round_id for report in controller.progress.reports]
+
+    async def _client(self, process: VirtualProcess) -> object:
+        config = ClientConfig.model_validate(
+            {
+                "history": {"dir": self.folder / "history"}, "controller_timeout_s": 60.0,
+                "state_dir": self.disk.folder_of(process.role),
+            }
+        )  # fmt: skip
+        flavour, number = FLAVOURS[self.flavour], int(process.role.removeprefix("client-"))
+        who: dict[str, Any] = {"name": f"site-{number}"} if flavour.named else {"client_id": number}
+        task = PacketTask(DIM) if flavour.packets else NoopTask(DIM, delta="seeded")
+        async with connect("simulation", network="loopback", security="none", shared_memory=False) as bus:
+            client = Client(bus, task, **who, config=config)
+            try:
+                return await client.run()
+            finally:
+                self.client_ids[process.role] = client.client_id
+
+    # What must hold at every moment
+
+    def _check_tasks(self, process: VirtualProcess) -> None:
+        left = [task.get_name() for task in process.tasks if not task.done() and task is not process.main]
+        if left:
+            self.finding(f"{process.name} has ended, and left the tasks {left}")
+
+    def _check_bounds(self) -> None:
+        for participant in self.network.participants:
+            for reader in participant.readers:
+                bound = reader.topic.reader_samples
+                if bound and len(reader.queue) > bound:
+                    self.finding(f"{reader.topic.name} of {participant.process.name} holds {len(reader.queue)} samples")
+
+    # The run
+
+    def run(self) -> str:
+        """Run until all actors have ended. Returns the digest of the trace."""
+        from fault_simulation import oracles  # which reads worlds
+
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self.folder.mkdir(parents=True)
+        CLOCK.now_s = START_S
+        torch.manual_seed(0)
+        random.seed(0)
+        try:
+            for role in self.roles:
+                self.network.at(self.rng.uniform(0, 1.0), self.start, role)
+            try:
+                if not self.loop.run_until(
+                    lambda: len(self.ended) == len(self.roles), START_S + ROUND_LIMIT_S * self.rounds
+                ):
+                    self.finding(f"{self._missing()} have not ended after {ROUND_LIMIT_S * self.rounds:g} s")
+            except (Deadlock, Livelock) as error:
+                self.finding(f"{type(error).__name__}, {error}: {self._missing()} have not ended")
+            self.virtual_s = now_s() - START_S
+            oracles.judge(self)
+            return self.trace.digest
+        finally:
+            self._tear_down()
+            CLOCK.now_s = None
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def fixed_crc32(self) -> int | None:
+        """Return the CRC-32 of the last model, if all clients counted in all rounds; None: not so, or not known."""
+        everyone = tuple(range(len(self.roles) - 1))
+        known = [self.crc32_of.get(round_id) for round_id in range(1, self.rounds + 1)]
+        if not all(one is not None and tuple(sorted(one[0])) == everyone for one in known):
+            return None
+        return self.crc32_of[self.rounds][1]
+
+    def _missing(self) -> list[str]:
+        return [role for role in self.roles if role not in self.ended]
+
+    def _tear_down(self) -> None:
+        """Close what is left, in the context of its process: a coroutine that is collected later would run its
+        ``finally`` blocks in the midst of another seed."""
+        for process in self.processes:
+            process.dead = True
+        with self.loop.running():  # some of these blocks await
+            self._close_tasks()
+        self.loop.shut()
+        self.network.pairs.clear()
+        self.network.participants.clear()
+
+    def _close_tasks(self) -> None:
+        for process in self.processes:
+            for task in process.tasks:
+                if not task.done():
+                    task._log_destroy_pending = False  # type: ignore[attr-defined]  # noqa: SLF001 - asyncio has no other way to give up a task
+                    with contextlib.suppress(BaseException):
+                        coroutine: Any = task.get_coro()
+                        process.context.run(coroutine.close)
+                elif not task.cancelled():
+                    task.exception()  # nobody else asks for it
+            process.close_files()
+            process.tasks.clear()
+            process.parked.clear()

@@ -1,0 +1,77 @@
+"""What a disk has kept when the power fails: what was synced, and of the rest anything."""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from fault_simulation.disk import Disk
+from fault_simulation.kernel import CLOCK, START_S, VirtualProcess
+
+
+@pytest.fixture
+def process(monkeypatch: pytest.MonkeyPatch) -> VirtualProcess:
+    monkeypatch.setattr(CLOCK, "now_s", START_S)
+    world: Any = SimpleNamespace(seed=0)
+    return VirtualProcess(world, "controller", 1, machine=0, pid=1001)
+
+
+def write(
+    folder: Path, disk: Disk, process: VirtualProcess, text: str, *, syncs_file: bool, syncs_folder: bool
+) -> None:
+    """Replace ``folder/model`` as a checkpoint does, with or without the syncs."""
+    temporary = folder / "model.tmp"
+    temporary.write_text(text)
+    for path, wanted in ((temporary, syncs_file), (folder, syncs_folder)):
+        if path == folder:
+            disk.replace(process, temporary, folder / "model")
+        if wanted:
+            file = os.open(path, os.O_RDONLY)
+            disk.sync(process, file)
+            os.close(file)
+
+
+def outcomes(tmp_path: Path, process: VirtualProcess, *, syncs_file: bool, syncs_folder: bool) -> set[str]:
+    """What is in the file after the power has failed, over many seeds."""
+    found = set()
+    for seed in range(60):
+        root = tmp_path / str(seed)
+        folder = root / "state"
+        folder.mkdir(parents=True)
+        disk = Disk(root, random.Random(seed), lambda process, when: None)
+        write(folder, disk, process, "the first", syncs_file=True, syncs_folder=True)
+        write(folder, disk, process, "the second one", syncs_file=syncs_file, syncs_folder=syncs_folder)
+        disk.lose_power("controller")
+        found.add((folder / "model").read_text())
+    return found
+
+
+def test_what_was_synced_is_there_after_the_power_has_failed(tmp_path: Path, process: VirtualProcess) -> None:
+    assert outcomes(tmp_path, process, syncs_file=True, syncs_folder=True) == {"the second one"}
+
+
+def test_a_rename_without_a_sync_of_the_folder_may_not_have_happened(tmp_path: Path, process: VirtualProcess) -> None:
+    found = outcomes(tmp_path, process, syncs_file=True, syncs_folder=False)
+    assert found == {"the first", "the second one"}
+
+
+def test_a_file_without_a_sync_may_be_cut_short(tmp_path: Path, process: VirtualProcess) -> None:
+    found = outcomes(tmp_path, process, syncs_file=False, syncs_folder=True)
+    assert {"", "the second one"} < found
+    assert all("the second one".startswith(text) for text in found)
+
+
+def test_a_full_disk_syncs_nothing_until_there_is_room(tmp_path: Path, process: VirtualProcess) -> None:
+    disk = Disk(tmp_path, random.Random(0), lambda process, when: None)
+    file = os.open(tmp_path, os.O_RDONLY)
+    disk.fill("controller", 5.0)
+    with pytest.raises(OSError, match="No space left"):
+        disk.sync(process, file)
+    CLOCK.now_s = START_S + 6.0
+    disk.sync(process, file)
+    os.close(file)
+    assert disk.refused == 1
