@@ -21,7 +21,7 @@ from typing import Any
 
 import gradbus
 from gradbus.experiments.examples import control_loop
-from gradbus.experiments.examples.control_loop import PERIOD_S, Control, Joint, Pace, Seat, SharedMemory
+from gradbus.experiments.examples.control_loop import PERIOD_S, Joint, JointControl, Pace, Seat, SharedMemory
 from gradbus.runtime.loop_thread import LoopThread
 
 MODELS = 2  # that have come when training counts as running
@@ -86,7 +86,7 @@ def _training(way: str, seat: Seat, shared: SharedMemory) -> Iterator[None]:
 def _measure(way: str, seat: Seat, seconds: float) -> ControlGaps:
     """Measure a control loop on this thread."""
     shared = SharedMemory()
-    control = Control(Joint(0), shared)
+    control = JointControl(Joint(0), shared)
 
     def run(seconds: float) -> Pace:
         return control_loop.run_every(PERIOD_S, seconds, control.tick)
@@ -109,7 +109,7 @@ def _measure(way: str, seat: Seat, seconds: float) -> ControlGaps:
 async def _measure_on_loop(seat: Seat, seconds: float) -> ControlGaps:
     """Measure a control loop that is a task on the client's event loop."""
     shared = SharedMemory()
-    control = Control(Joint(0), shared)
+    control = JointControl(Joint(0), shared)
 
     async def run(wanted: Callable[[], bool]) -> Pace:
         pace, due_s = Pace(), time.monotonic() + PERIOD_S

@@ -105,7 +105,7 @@ class Joint:
         self.angle += self.velocity * period_s
 
 
-class Control:
+class JointControl:
     """Follows a sine with a joint, by what the newest global model says of its friction, and notes what it measures."""
 
     def __init__(self, joint: Joint, shared: SharedMemory) -> None:
@@ -305,7 +305,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         asyncio.run(control_run(given.job, given.robots, given.rounds, domain=given.domain))
         return
     shared = SharedMemory()
-    control = Control(Joint(zlib.crc32(given.name.encode())), shared)
+    control = JointControl(Joint(zlib.crc32(given.name.encode())), shared)
     seat = Seat(given.job, given.name, given.domain, given.nice, frozenset(given.cores))
     if given.realtime is not None:
         make_realtime(given.realtime)

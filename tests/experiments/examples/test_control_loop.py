@@ -19,9 +19,9 @@ from gradbus.experiments.examples.control_loop import (
     PERIOD_S,
     SAMPLES,
     WEIGHTS,
-    Control,
     Friction,
     Joint,
+    JointControl,
     Pace,
     Seat,
     SharedMemory,
@@ -94,7 +94,7 @@ def test_the_newest_samples_are_kept() -> None:
 
 def test_the_torque_is_predicted_once_the_friction_was_learnt() -> None:
     shared = SharedMemory()
-    control, task = Control(Joint(1), shared), Friction(shared)
+    control, task = JointControl(Joint(1), shared), Friction(shared)
     model = task.build_model()
     errors = []
     for round_id in range(1, 5):
@@ -149,7 +149,7 @@ def test_the_robot_learns_while_it_moves(domain: int) -> None:
 @pytest.mark.slow
 def test_the_control_loop_goes_on_when_the_training_dies(domain: int) -> None:
     shared = SharedMemory()
-    control = Control(Joint(1), shared)
+    control = JointControl(Joint(1), shared)
     with training_beside(Seat(f"alone-{os.getpid()}", "robot-1", domain), shared) as child:
         assert child.pid is not None
         os.kill(child.pid, signal.SIGKILL)
