@@ -515,6 +515,7 @@ class Client:
             raise
         current.welcome = welcome
         self.name = welcome.name or self.name  # with identities the allow list's
+        self._interrupt_sending()  # a controller that had taken this client for dead holds nothing of its update
 
     def _start_session(self, session: int, welcome: Welcome) -> None:
         """Follow another controller, or another start of it: work for the one before is of no use."""

@@ -15,7 +15,7 @@ from gradbus.codecs import CodecError, NonFiniteError
 from gradbus.runtime.wire.control import PacketRequest, UploadRequest
 
 MAX_STEPS = 0xFFFF_FFFF
-_NO_STRIKE = {CountedTwice: "counted twice", BaseGone: STALE, NoRoom: "no room"}
+_NO_STRIKE: dict[type[Exception], str] = {CountedTwice: "counted twice", BaseGone: STALE, NoRoom: "no room"}
 
 
 class UpdateRefusal(NamedTuple):
