@@ -79,6 +79,7 @@ class Scene:
         self._make = make
         self.job, self.domain = f"pauses-{os.getpid()}-{next(_jobs)}", new_domain()
         clients = {"num": len(tasks), "min": 1, "dead_after_s": PATIENT_S, "heartbeat_s": 0.1}
+        clients["start_grace_s"] = PATIENT_S  # all join on one loop, which a busy machine holds up
         clients |= settings.pop("clients", {})
         self.config = gradbus.FederatedConfig(**{"rounds": 3, "eval_every": 0, "clients": clients, **settings})
         self.clients: list[Client] = []
@@ -170,6 +171,25 @@ def test_a_run_starts_without_a_client_that_is_paused_from_the_start_and_says_no
     assert scene.tasks[1].begun == []
     assert warnings_in(logs) == []
     assert scene.controller.progress.never_counted == {1: "it had paused"}
+
+
+def test_a_named_client_is_paused_before_it_has_an_id_and_takes_part_once_it_is_resumed() -> None:
+    def make(bus: gradbus.Bus, task: Any, *, client_id: int) -> Client:
+        return Client(bus, task, name=f"site-{client_id}")
+
+    scene = Scene(Held(2), Held(), make=make)
+
+    async def program(scene: Scene) -> None:
+        await eventually(lambda: 2 in scene.tasks[0].begun)
+        scene.clients[1].resume()
+        await eventually(lambda: not scene.controller._registry.paused_ids())  # noqa: SLF001 - no event tells of it
+        scene.tasks[0].held.clear()
+
+    logs = scene.play(program, before=lambda scene: scene.clients[1].pause())
+    assert [len(report.clients) for report in scene.reports] == [1, 1, 2]
+    assert scene.tasks[1].begun == [3]
+    assert warnings_in(logs) == []
+    assert {one["name"] for one in logs if one["event"] == "client resumed"} == {"site-1"}
 
 
 @pytest.mark.parametrize("least", [1, 2], ids=["both pause", "one of two that are needed"])
