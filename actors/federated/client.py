@@ -30,7 +30,7 @@ from gradbus.actors.federated.id_request import request_id
 from gradbus.actors.federated.local_evaluation import LocalEvaluation
 from gradbus.actors.federated.local_training import Allowed, LocalTraining, NothingToTrain, RoundInputs, reason_of
 from gradbus.actors.federated.named_model import NamedModel
-from gradbus.actors.federated.pacing import Pacer, warn_of_threads
+from gradbus.actors.federated.pacing import TrainingBudget
 from gradbus.actors.federated.packets_out import PacketRoute, PacketSender
 from gradbus.actors.federated.report import ClientSummary
 from gradbus.actors.federated.rounds import PAUSED, SAT_OUT
@@ -57,7 +57,6 @@ from gradbus.runtime.errors import BarrierTimeout, ConfigError, JoinDeclined, Jo
 from gradbus.runtime.logs import get_logger, process_name
 from gradbus.runtime.misuse import awaited
 from gradbus.runtime.names import check_name
-from gradbus.runtime.native_threads import ThreadFamily
 from gradbus.runtime.plain_text import plain_line, plain_text
 from gradbus.runtime.tasks import TaskGroup, items_of, single_error
 from gradbus.runtime.testing.instrumentation import Probe
@@ -128,6 +127,7 @@ class Client:
     """
 
     _codecs_setting: ClassVar[str] = "client.codecs"  # which names the codecs that a controller may choose
+    _budget_kind: ClassVar[type[TrainingBudget]] = TrainingBudget
 
     def __init__(
         self, bus: Bus, task: FederatedTask, *, client_id: int | None = None, name: str = "",
@@ -169,9 +169,7 @@ class Client:
         self._leaving = "stopped"  # why it leaves, unless the run has ended
         shown = NamedModel(self._shown_model, lambda: self._model)
         self._observer = ClientObserver(callbacks, self._config.callbacks, shown, self._changed)
-        budget, wait = self._config.budget, lambda seconds: self._compute.wait_for_stop(seconds)
-        self._threads = ThreadFamily()
-        self._pacer = Pacer(budget, self._training_cpu_s, wait) if budget.is_set else None
+        self._budget = self._budget_kind(self._config.budget, wait=lambda seconds: self._compute.wait_for_stop(seconds))
         self._paused_in: TrainCmd | None = None  # the command whose training a pause has called off
         self._group: TaskGroup | None = None  # of the tasks of a run
         self._declined: tuple[JoinDeclined, int] | None = None  # why it does not take part in a run, and in which
@@ -218,8 +216,7 @@ class Client:
 
     def _build(self) -> None:
         """Build the model, off the loop: the Hello says what it is."""
-        self._enter_thread()
-        warn_of_threads(self._config.budget.cores)
+        self._budget.enter()
         self._bus.access_policy.check_client()
         self._model = self._flat_model()
 
@@ -239,7 +236,7 @@ class Client:
 
     def _open(self) -> None:
         """Open the directory of the state, and make the parts of this client, off the loop."""
-        self._enter_thread()
+        self._budget.enter()  # on another thread, where the id was assigned
         kept = ClientStateStore(self._config.state_dir, self.client_id)
         self._training = LocalTraining(
             self._task, self._identity, self._model, kept, self._bus.memory, self._probe,
@@ -254,15 +251,6 @@ class Client:
         self._answers = EvaluationAnswers(
             self._context, self._models, evaluation, self._training, self._sender, self._transfers
         )
-
-    def _enter_thread(self) -> None:
-        """Have what computes here keep to the budget. Called first of all on each thread that trains."""
-        if self._config.budget.is_set:
-            self._threads.enter(self._config.budget.cores)
-
-    def _training_cpu_s(self) -> float:
-        """Return the processor time of what trains, in seconds."""
-        return self._threads.cpu_s()
 
     def _flat_model(self) -> FlatModel:
         """Build the model and lay it out."""
@@ -707,7 +695,7 @@ class Client:
         inputs = RoundInputs(
             welcome=welcome, command=command, base=base, broadcast=self._models.replica.broadcast,
             buffers=self._models.replica.buffers, terms=self._session.terms, commanded_s=self._session.commanded_s,
-            spent=self._masking.turn_to(welcome.run_id, command.round_id), route=self._route, pacer=self._pacer,
+            spent=self._masking.turn_to(welcome.run_id, command.round_id), route=self._route, pacer=self._budget.pacer,
         )  # fmt: skip
         return await self._compute.run(self._training.train, inputs, next(self._transfers), self._compute.should_stop)
 

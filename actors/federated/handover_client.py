@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,10 +11,10 @@ from torch import Tensor, nn
 from gradbus.actors.federated.client import Client
 from gradbus.actors.federated.flat_model import FlatModel
 from gradbus.actors.federated.handover import RoundHandover, ScriptResult, TrainingRound
+from gradbus.actors.federated.pacing import ScriptBudget
 from gradbus.actors.federated.updates_out import EncodedUpdate
 from gradbus.runtime.bus.bus import Bus
-from gradbus.runtime.config.federated import BudgetSettings, ClientConfig
-from gradbus.runtime.errors import ConfigError
+from gradbus.runtime.config.federated import ClientConfig
 from gradbus.runtime.tasks import TaskGroup
 from gradbus.runtime.wire.control import Welcome
 from gradbus.runtime.wire.messages import TrainCmd
@@ -52,21 +51,14 @@ class HandoverTask:
         """Return None: the controller evaluates with a task of its own."""
 
 
-def check_budget(budget: BudgetSettings) -> None:
-    """Raises ConfigError: it is not for a script."""
-    if budget.cores:
-        raise ConfigError(
-            f"client.budget.cores is {sorted(budget.cores)}: a script trains on its own thread, which is not to be "
-            f"moved. Leave it out, and call os.sched_setaffinity(0, {{...}}) before the script makes its first tensor"
-        )
-
-
 class NotWanted(Exception):
     """The round is over before the script has asked for it."""
 
 
 class HandoverClient(Client):
     """Takes part in a run for a script, which trains whenever it comes to it."""
+
+    _budget_kind = ScriptBudget
 
     def __init__(
         self, bus: Bus, task: HandoverTask, handover: RoundHandover, *, client_id: int | None, name: str,
@@ -84,12 +76,6 @@ class HandoverClient(Client):
     def note_failure(self, error: Exception) -> None:
         """Take the error of the script as the reason why this client leaves."""
         self._leaving = f"failed: {self._early_failures.summary(error)}"
-
-    def _enter_thread(self) -> None:
-        """Do nothing: the script trains on a thread of its own."""
-
-    def _training_cpu_s(self) -> float:
-        return time.process_time()  # which threads of the process train is not known
 
     def _on_controller(self, session: int, body: Any, group: TaskGroup) -> None:
         try:

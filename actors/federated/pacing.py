@@ -8,28 +8,20 @@ step of an optimizer of torch; it can be slowed down there, but not ended.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from gradbus.runtime.config.federated import BudgetSettings
+from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.logs import get_logger
+from gradbus.runtime.native_threads import ThreadFamily
 
 CREDIT_S = 0.5  # of its share that a training may catch up on, of sleep that lasted too long for example
 SHORTEST_PAUSE_S = 0.002  # a shorter one waits for the next batch: the system does not sleep more exactly
 
 log = get_logger("client")
-
-
-def warn_of_threads(cores: Collection[int]) -> None:
-    """Log, on the thread that trains, that torch has more threads than cores to run them on."""
-    if cores and (threads := torch.get_num_threads()) > len(cores):
-        log.warning(
-            "more threads than cores", threads=threads, cores=sorted(cores),
-            effect="they take the cores from each other",
-            remedy=f"call torch.set_num_threads({len(cores)}) before the client runs, or set task.threads",
-        )  # fmt: skip
 
 
 class ShareLimit:
@@ -138,3 +130,60 @@ class PacedTraining:
     def overtime_s(self) -> float:
         """Return for how long training has gone on after its time, in seconds; 0: it has not."""
         return max(0.0, self._clock() - self._until_s)
+
+
+class TrainingBudget:
+    """The budget of one client, and the threads that keep it.
+
+    Attributes:
+        pacer: of its trainings; None: they have no budget.
+    """
+
+    def __init__(self, settings: BudgetSettings, wait: Callable[[float], object]) -> None:
+        """``wait``: as of a :class:`Pacer`."""
+        self._settings = settings
+        self._threads = ThreadFamily()
+        self._has_warned = False
+        self.pacer = Pacer(settings, self.cpu_s, wait) if settings.is_set else None
+
+    def cpu_s(self) -> float:
+        """Return the processor time of what trains, in seconds."""
+        return self._threads.cpu_s()
+
+    def enter(self) -> None:
+        """Have what computes on this thread keep to the budget. Called before anything is computed on it.
+
+        Raises:
+            ConfigError: it cannot run on the cores.
+        """
+        if not self._settings.is_set:
+            return
+        cores = self._settings.cores
+        self._threads.enter(cores)
+        if cores and (threads := torch.get_num_threads()) > len(cores) and not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "more threads than cores", threads=threads, cores=sorted(cores),
+                effect="they take the cores from each other",
+                remedy=f"call torch.set_num_threads({len(cores)}) before the client runs, or set task.threads",
+            )  # fmt: skip
+
+
+class ScriptBudget(TrainingBudget):
+    """The budget of a script, which trains on a thread of its own: all of its process counts, and stays where it is."""
+
+    @staticmethod
+    def check(settings: BudgetSettings) -> None:
+        """Raises ConfigError: it is not for a script."""
+        if settings.cores:
+            raise ConfigError(
+                f"client.budget.cores is {sorted(settings.cores)}: a script trains on its own thread, which is not to "
+                f"be moved. Leave it out, and call os.sched_setaffinity(0, {{...}}) before the script makes its first "
+                f"tensor"
+            )
+
+    def cpu_s(self) -> float:
+        return time.process_time()
+
+    def enter(self) -> None:
+        pass

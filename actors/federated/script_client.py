@@ -23,9 +23,10 @@ from torch import Tensor, nn
 
 from gradbus.actors.federated.client import checked_id
 from gradbus.actors.federated.handover import RoundHandover, ScriptResult, TrainingRound
-from gradbus.actors.federated.handover_client import HandoverClient, HandoverTask, check_budget
+from gradbus.actors.federated.handover_client import HandoverClient, HandoverTask
 from gradbus.actors.federated.local_evaluation import as_floats
 from gradbus.actors.federated.module_structure import misfit
+from gradbus.actors.federated.pacing import ScriptBudget
 from gradbus.actors.federated.report import ClientSummary
 from gradbus.actors.federated.sharing import TensorSpec, specs_of
 from gradbus.runtime import forks
@@ -68,8 +69,9 @@ def client(
     if name:
         check_name(name)
     job = default_job() if job is None else job
-    check_budget((config or ClientConfig()).budget)
-    return ScriptClient(job, Named(name, client_id), config or ClientConfig(), connect(job, **bus), callbacks)
+    config = config or ClientConfig()
+    ScriptBudget.check(config.budget)
+    return ScriptClient(job, Named(name, client_id), config, connect(job, **bus), callbacks)
 
 
 class Named(NamedTuple):

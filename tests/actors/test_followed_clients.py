@@ -103,7 +103,8 @@ class Scene:
     ) -> None:
         self._make, self.count, self._task = make, count, task or NetTask()
         self.job, self.domain = f"followed-{os.getpid()}-{next(_jobs)}", new_domain()
-        clients = {"num": count, "min": 1, "dead_after_s": PATIENT_S, "heartbeat_s": 0.1, **settings.pop("clients", {})}
+        clients = {"num": count, "min": 1, "dead_after_s": PATIENT_S, "heartbeat_s": 0.1, "start_grace_s": PATIENT_S}
+        clients |= settings.pop("clients", {})
         self.config = gradbus.FederatedConfig(**{"rounds": 3, "eval_every": 0, "clients": clients, **settings})
         self.clients: dict[int, Client] = {}
         self.results: dict[int, Any] = {}

@@ -8,6 +8,7 @@ import itertools
 import os
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,6 +26,8 @@ from gradbus.actors.federated.client import Client
 from gradbus.actors.federated.rounds import PAUSED, SAT_OUT, Outcome, Round, RoundRules
 from gradbus.actors.federated.selection import StartCondition
 from gradbus.actors.federated.session import ClientStatus
+from gradbus.experiments.history.invariants import check
+from gradbus.experiments.history.reader import read_history
 from gradbus.models import NoopTask, TrainingStopped
 from gradbus.models.task import EvalResult
 from gradbus.runtime.errors import BarrierTimeout
@@ -79,6 +82,7 @@ class Scene:
         self._make = make
         self.job, self.domain = f"pauses-{os.getpid()}-{next(_jobs)}", new_domain()
         clients = {"num": len(tasks), "min": 1, "dead_after_s": PATIENT_S, "heartbeat_s": 0.1}
+        clients["start_grace_s"] = PATIENT_S  # all join on one loop, which a busy machine holds up
         clients |= settings.pop("clients", {})
         self.config = gradbus.FederatedConfig(**{"rounds": 3, "eval_every": 0, "clients": clients, **settings})
         self.clients: list[Client] = []
@@ -172,6 +176,25 @@ def test_a_run_starts_without_a_client_that_is_paused_from_the_start_and_says_no
     assert scene.controller.progress.never_counted == {1: "it had paused"}
 
 
+def test_a_named_client_is_paused_before_it_has_an_id_and_takes_part_once_it_is_resumed() -> None:
+    def make(bus: gradbus.Bus, task: Any, *, client_id: int) -> Client:
+        return Client(bus, task, name=f"site-{client_id}")
+
+    scene = Scene(Held(2), Held(), make=make)
+
+    async def program(scene: Scene) -> None:
+        await eventually(lambda: 2 in scene.tasks[0].begun)
+        scene.clients[1].resume()
+        await eventually(lambda: not scene.controller._registry.paused_ids())  # noqa: SLF001 - no event tells of it
+        scene.tasks[0].held.clear()
+
+    logs = scene.play(program, before=lambda scene: scene.clients[1].pause())
+    assert [len(report.clients) for report in scene.reports] == [1, 1, 2]
+    assert scene.tasks[1].begun == [3]
+    assert warnings_in(logs) == []
+    assert {one["name"] for one in logs if one["event"] == "client resumed"} == {"site-1"}
+
+
 @pytest.mark.parametrize("least", [1, 2], ids=["both pause", "one of two that are needed"])
 def test_a_round_in_which_too_few_take_part_waits_for_them_and_goes_on(least: int) -> None:
     scene = Scene(Held(*([2] * (least == 1))), Held(2), rounds=3, clients={"min": least})
@@ -206,6 +229,28 @@ def test_a_round_for_which_too_few_clients_are_back_in_time_ends_as_the_settings
     with pytest.raises(ExceptionGroup) as caught:
         scene.play(program)
     assert caught.group_contains(BarrierTimeout, match=r"round 2 cannot start.*\[1\]")
+
+
+def test_the_checker_of_histories_computes_rounds_without_a_paused_client_again(tmp_path: Path) -> None:
+    history = {"dir": str(tmp_path), "payloads": True}
+
+    def make(bus: gradbus.Bus, task: Any, *, client_id: int) -> Client:
+        return Client(bus, task, client_id=client_id, config=gradbus.ClientConfig(history={"dir": str(tmp_path)}))
+
+    scene = Scene(Held(3), Held(2), make=make, rounds=4, history=history)
+
+    async def program(scene: Scene) -> None:
+        await eventually(lambda: 2 in scene.tasks[1].begun)
+        scene.clients[1].pause()
+        await eventually(lambda: 3 in scene.tasks[0].begun)
+        scene.clients[1].resume()
+        await eventually(lambda: not scene.controller._registry.paused_ids())  # noqa: SLF001 - no event tells of it
+        scene.tasks[0].held.clear()
+
+    scene.play(program)
+    found = {one.name: one for one in check(read_history(tmp_path))}
+    assert {name: one.violations for name, one in found.items() if one.violations} == {}
+    assert found["I3"].checked >= 4
 
 
 class PausesWhileSending(Client):
