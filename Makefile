@@ -247,7 +247,7 @@ format: $(STAMP)  ## format the code, mend what lint can mend
 # they see the packages through links laid out as they are installed: `runtime/_front` is `gradbus` itself, `runtime/_torch` is
 # `gradbus.torch`, and neither is part of `gradbus.runtime`. The programs in tests/tools stand beside it. mypy reads them, and editors
 # (pyproject.toml, [tool.pyright]; in PyCharm, mark build/tree as a sources root).
-links:
+links:  ## lay out the packages in build/tree as they are installed, for mypy and editors: make setup and make typecheck do it
 	@rm -rf build/tree && mkdir -p build/tree/gradbus && cd build/tree/gradbus && \
 		ln -s ../../../runtime/_front/* . && for name in $(CODE); do ln -s ../../../$$name $$name; done && \
 		ln -s ../../../runtime/_torch torch && cd .. && ln -s ../../tests/tools/* ../../tests/simulation/fault_simulation .

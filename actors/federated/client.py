@@ -828,7 +828,7 @@ class Client:
         self, welcome: Welcome, command: TrainCmd, base: Tensor, update: EncodedUpdate
     ) -> tuple[EncodedUpdate | None, str]:
         """Send an update. Returns it as it was sent, and why it does not count; None: no answer has come for it."""
-        current, session = self._session, self._session.incarnation
+        current = self._session
         try:
             delivered = await self._send_update(welcome, command, base, update)
         except TooLarge as error:

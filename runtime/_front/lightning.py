@@ -8,7 +8,7 @@ try:
     from gradbus.actors.trainers.lightning_callback import FederatedCallback
 except Exception as error:
     if text := explain(error):
-        raise ImportError(f"gradbus.lightning: {text}") from None
+        raise ImportError(f"gradbus.lightning: {text}", name=getattr(error, "name", None)) from None
     raise
 
 __all__ = ["FederatedCallback"]

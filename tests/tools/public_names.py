@@ -139,14 +139,20 @@ def _is_module(name: str) -> bool:
         return importlib.util.find_spec(name) is not None
     except ModuleNotFoundError:
         return False
+    except ImportError as error:  # the module above needs an extra
+        if missing_extra(error) is None:
+            raise
+        return False
 
 
 def _has(module: str, name: str) -> bool:
     """Whether a module has a name; one that needs an extra which is not installed is taken at its word."""
     try:
         return hasattr(importlib.import_module(module), name)
-    except ModuleNotFoundError as error:
-        return missing_extra(error) is not None
+    except ImportError as error:
+        if missing_extra(error) is None:
+            raise
+        return True
 
 
 def missing_extra(error: BaseException) -> str | None:
