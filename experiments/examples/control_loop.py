@@ -40,7 +40,7 @@ NICE = 10  # of the training: any thread of the loop that wakes is preferred to 
 HIDDEN = 32
 WEIGHTS = 3 * HIDDEN + 1  # of the model: velocity -> HIDDEN -> torque
 SAMPLES = 2048  # newest ones, of which a training takes some
-_STOP_S = 30.0
+_STOP_S = 5.0  # for a client to leave; one that still loads is killed
 
 Floats = NDArray[np.float32]
 _spawn = multiprocessing.get_context("spawn")  # a fork would take over locks that threads of the robot hold
