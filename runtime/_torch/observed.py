@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeVar
 R = TypeVar("R")
 
 
-class Observer(Protocol):
+class CollectiveObserver(Protocol):
     """Gets the times of collectives, by ``time.perf_counter``. Called on any thread; it must not wait."""
 
     def submitted(self) -> None:
@@ -33,7 +33,7 @@ class Observed:
     """
 
     def __init__(self) -> None:
-        self.observer: Observer | None = None
+        self.observer: CollectiveObserver | None = None
 
     def while_waiting(self, wait: Callable[..., R], *arguments: Any) -> R:
         """Call a function that waits for the others, and have that measured. Returns what it returns."""

@@ -40,6 +40,45 @@ def test_algorithms_and_distributed_optimizers_go_on_in_the_next_generation(tmp_
     assert sorted(end.split(" ", 2)[2] for end in ends) == ["[2, 1, 2] [1, 2]", "[2, 1, 2] []"]
 
 
+LEAVES = """
+import os, torch
+from torch import nn
+from gradbus.torch import elastic
+
+model = nn.Linear(2, 1)
+state = elastic.TorchState(model, torch.optim.SGD(model.parameters(), lr=0.1), worlds=[], step=0)
+
+
+@elastic.run
+def train(state):
+    ddp = nn.parallel.DistributedDataParallel(model)
+    state.worlds = [*state.worlds, torch.distributed.get_world_size()]
+    while state.step < 10 or len(state.worlds) < 2:
+        ddp(torch.ones(1, 2)).sum().backward()
+        state.optimizer.step()
+        state.step += 1
+        if state.step == 4 and os.environ["RANK"] == "1":
+            elastic.leave()
+        state.commit()
+
+
+train(state)
+print("END", state.worlds, state.commits == state.step)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_a_rank_that_leaves_ends_well_and_the_other_goes_on_without_a_lost_step(tmp_path: Path, domain: int) -> None:
+    (tmp_path / "leaves.py").write_text(LEAVES)
+    ended = launched(domain, tmp_path, "--elastic", "1:2", "--", "leaves.py")
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("END") == ended.stdout.count("[rank 0] END [2, 1] True") == 1, ended.stdout
+    assert "this process has left" in ended.stderr
+    assert "generation lost" not in ended.stderr
+    assert "starting it again" not in ended.stderr
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_the_script_of_the_page_trains(root: Path, tmp_path: Path, domain: int) -> None:

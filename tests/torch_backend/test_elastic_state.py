@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from doc_pages import rows, section
 from torch import nn
 
+import gradbus.torch as hvd
 from gradbus.runtime.errors import CheckpointError, ConfigError
 from gradbus.torch import elastic
-from gradbus.torch.elastic.launched import member_place
+from gradbus.torch.elastic.launched import ScriptElasticSettings, member_place
 
 
 def make(**values: Any) -> elastic.TorchState:
@@ -179,3 +181,23 @@ def test_a_script_that_nothing_has_launched_trains_alone() -> None:
         elastic.run(lambda state: None)(3)  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match=r"no function of elastic\.run is running"):
         elastic.leave()
+
+
+def test_the_settings_of_the_page_are_those_of_the_code(root: Path) -> None:
+    page = (root / "docs" / "elastic.md").read_text(encoding="utf-8")
+    told = {row[0]: row[1].strip("`") for row in rows(section(page, "A script of your own"), "variable")}
+    expected = {f"`GRADBUS_ELASTIC__{name.upper()}`": one for name, one in ScriptElasticSettings.model_fields.items()}
+    assert told.keys() - {"`RANK`, `WORLD_SIZE`"} == expected.keys()
+    for name, field in expected.items():
+        assert told[name] == ("" if field.default is None else str(field.default).lower().removesuffix(".0")), name
+
+
+def test_init_of_horovod_in_an_elastic_run_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRADBUS_ELASTIC__MIN_WORLD", "1")
+    with pytest.raises(RuntimeError, match=r"elastic\.run makes the process group.*leave init\(\) out"):
+        hvd.init()
+    model = nn.Linear(1, 1)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+    with pytest.raises(RuntimeError, match="there is no process group yet"):
+        model(torch.ones(1)).sum().backward()
+    elastic.TorchState(model, optimizer).restore()

@@ -12,7 +12,7 @@ import hashlib
 import os
 import threading
 import time
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, wait
 from datetime import timedelta
 from typing import Any
 
@@ -92,6 +92,7 @@ class ElasticMembership:
         self._bus_number = hashlib.blake2b(f"elastic {settings.job}".encode(), digest_size=8).hexdigest()
         self._thread = acquire_bus(self._bus_number, place.number)
         self._asked: asyncio.Queue[Future[Group] | None] = asyncio.Queue()
+        self._asking: Future[Group] | None = None
         self._generations: Generations | None = None
         self._hold: _Hold | None = None
         self._store: GenerationStore | None = None
@@ -122,7 +123,7 @@ class ElasticMembership:
             NoGeneration: the run has ended, or this process has left.
             ConfigError: it does not fit the members. WaitedInVain: no generation goes on with it in time.
         """
-        group: Future[Group] = Future()
+        group = self._asking = Future[Group]()
         self._thread.call(self._asked.put_nowait, group)
         either: list[Future[Any]] = [group, self._task]
         wait(either, return_when=FIRST_COMPLETED)
@@ -162,7 +163,9 @@ class ElasticMembership:
     def close(self) -> None:
         """Be a member no more."""
         self._thread.call(self._asked.put_nowait, None)
-        with contextlib.suppress(TimeoutError):
+        if self._asking is not None and not self._asking.done():
+            self._task.cancel()  # interrupted while it waited for a generation, which may take minutes
+        with contextlib.suppress(TimeoutError, CancelledError):
             self._task.exception(_LEAVE_S)
         background.release(self._thread)
 
