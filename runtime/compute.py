@@ -25,7 +25,7 @@ class ComputeThread:
     """
 
     def __init__(self, name: str = "compute") -> None:
-        self._executor = drive.executor(f"gradbus-{name}")
+        self._executor = drive.executor(name=f"gradbus-{name}")
         self._running = threading.Event()  # the stop flag of the function that runs
         self._closed = False
         self._latest = self._running  # of the one that was brought last

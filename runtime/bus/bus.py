@@ -376,7 +376,7 @@ class Bus:
             self._sender.stop()
             self._thread.stop()
             finished: asyncio.Future[int] = self._loop.create_future()
-            drive.later(partial(self._shut_down, finished, list(self._ports)), "gradbus-close")
+            drive.later(partial(self._shut_down, finished, list(self._ports)), name="gradbus-close")
             # A cancel does not stop the shutdown, which goes on in its thread; it only stops the wait for it.
             await asyncio.wait([finished], timeout=5.0)
 

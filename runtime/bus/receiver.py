@@ -239,7 +239,7 @@ class Receiver:
 
         # Not here: it takes up to some seconds, and this may be the thread of an event loop that waits inline.
         under_way = [one for one in self._deletions if one.is_running()]
-        self._deletions = [*under_way, drive.later(delete, "gradbus-delete")]
+        self._deletions = [*under_way, drive.later(delete, name="gradbus-delete")]
 
     def _refresh(self, endpoints: Collection[Channel | Writer]) -> Iterator[tuple[Channel, set[int]] | None]:
         """Ask DDS which matched endpoints have changed. Yields each channel that has, and its writers now; None for a

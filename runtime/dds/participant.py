@@ -542,7 +542,7 @@ def delete_together(readers: Sequence[Reader], writers: Sequence[Writer]) -> Non
 def _delete_at_once(endpoints: Sequence[Reader | Writer]) -> None:
     """Delete readers or writers, each on a thread of its own. No executor does it: that refuses work while the
     interpreter ends, which is when some programs close their last bus."""
-    for deletion in [drive.later(one.delete, "gradbus-delete") for one in endpoints]:
+    for deletion in [drive.later(one.delete, name="gradbus-delete") for one in endpoints]:
         deletion.join()
 
 

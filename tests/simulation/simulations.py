@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-LIMIT_S = 110.0
+LIMIT_S = 280.0
 
 
 def simulate(*arguments: str, hash_seed: int = 0) -> subprocess.CompletedProcess[str]:

@@ -10,7 +10,8 @@ from fault_simulation.flavours import FLAVOURS
 from fault_simulation.seeds import first_seed
 from simulations import simulate
 
-pytestmark = pytest.mark.slow
+# Each takes some seconds of one core, and minutes where other tests have the machine.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 def test_faults_that_were_found_do_not_come_back() -> None:
@@ -22,7 +23,7 @@ def test_a_seed_gives_the_same_digest_in_two_processes_whatever_has_run_before()
     """The second process has another hash seed, and has run other seeds before."""
     number = len(FLAVOURS)
     alone = simulate("--digests", "--first", str(number), "--seeds", str(number), "--jobs", "1")
-    after = simulate("--digests", "--first", "0", "--seeds", str(2 * number), "--jobs", "1", hash_seed=7)
+    after = simulate("--digests", "--first", str(number - 6), "--seeds", str(number + 6), "--jobs", "1", hash_seed=7)
     digests = [
         {line for line in done.stdout.splitlines() if re.fullmatch(r"\d+ \w+ [0-9a-f]{64}", line)}
         for done in (alone, after)
@@ -32,7 +33,7 @@ def test_a_seed_gives_the_same_digest_in_two_processes_whatever_has_run_before()
     assert {line.split()[1] for line in digests[0]} == set(FLAVOURS)
 
 
-@pytest.mark.parametrize("mutant", ["counted is forgotten", "receipt before the sum", "publish before commit"])
+@pytest.mark.parametrize("mutant", ["counted is not saved", "receipt before the sum"])
 def test_a_planted_fault_is_found_and_its_seed_shows_it_again(mutant: str) -> None:
     done = simulate(
         "--mutant", mutant, "--first", "0", "--seeds", "60", "--flavour", "s4", "--until-found", "--jobs", "1"
