@@ -34,7 +34,7 @@ REMEDY = "max_epochs=-1 and max_steps=-1 have the Trainer go on until the run en
 log = get_logger("client")
 
 
-class FederatedCallback(Callback):  # type: ignore[misc]  # a set-up need not have Lightning's types
+class LightningCallback(Callback):  # type: ignore[misc]  # a set-up need not have Lightning's types
     """Takes part in a federated run with a LightningModule.
 
     ``fit`` joins the run before its first batch. At the end of each round, which is an epoch unless the controller or
