@@ -90,6 +90,8 @@ class LightningCallback(Callback):  # type: ignore[misc]  # a set-up need not ha
         if trainer.fast_dev_run:
             log.warning("not joined", reason="fast_dev_run: the Trainer tries the code with a batch or two")
             return
+        # Lightning only notes SIGTERM, and ends at its next batch.
+        self._rounds.is_interrupted = partial(getattr, trainer, "received_sigterm", False)
         ranks, self._step = Ranks(trainer.global_rank, trainer.world_size), trainer.global_step
         if not self._rounds.begin(pl_module, trainer.optimizers, step=self._step, ranks=ranks):
             trainer.should_stop = True
