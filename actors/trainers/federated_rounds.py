@@ -16,6 +16,8 @@ the global model.
 from __future__ import annotations
 
 import copy
+import math
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -29,10 +31,11 @@ from gradbus.actors.federated.handover import TrainingRound
 from gradbus.actors.federated.script_client import ScriptClient
 from gradbus.actors.trainers.ranks import Ranks, Turn
 from gradbus.actors.trainers.round_counts import RoundCounts, distinct_samples
-from gradbus.runtime.errors import ConfigError, OutOfTurn
+from gradbus.runtime.errors import ConfigError, GradbusError, OutOfTurn
 from gradbus.runtime.logs import get_logger
 
 LAST_ROUND_S = 600.0  # for which a trainer that has come to its own end waits for the end of its last round
+_LOOK_S = 0.5  # how often a wait for a round looks whether the trainer is to end
 
 log = get_logger("client")
 
@@ -75,6 +78,7 @@ class FederatedRounds:
     Attributes:
         sent: updates since :meth:`begin` that count, of this process.
         has_ended: whether the run has ended.
+        is_interrupted: returns whether the trainer is to end as soon as it can, so that no round is waited for.
     """
 
     def __init__(
@@ -103,6 +107,7 @@ class FederatedRounds:
         self._round: TrainingRound | None = None
         self._optimizers: list[tuple[Optimizer, dict[Tensor, Any]]] = []
         self._first_step = 0
+        self.is_interrupted: Callable[[], bool] = lambda: False
         self.counts = RoundCounts()
         self.sent = 0
         self.has_ended = False
@@ -215,12 +220,15 @@ class FederatedRounds:
 
     def _receive(self, model: nn.Module, timeout_s: float | None) -> Turn:
         assert self._client is not None
-        try:
-            return Turn(self._client.round if self._client.receive(model, timeout_s=timeout_s) else None)
-        except TimeoutError as error:
-            if timeout_s is None:
-                raise
-            return Turn(None, str(error))
+        until_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            try:
+                return Turn(self._client.round if self._client.receive(model, timeout_s=_LOOK_S) else None)
+            except TimeoutError as error:
+                if isinstance(error, GradbusError):  # there is no controller
+                    raise
+                if self.is_interrupted() or time.monotonic() >= until_s:
+                    return Turn(None, str(error))
 
     def _take(self, turn: Turn, step: int) -> bool:
         self._round, self.has_ended = turn.round, turn.round is None and not turn.why

@@ -34,7 +34,7 @@ REMEDY = "max_epochs=-1 and max_steps=-1 have the Trainer go on until the run en
 log = get_logger("client")
 
 
-class FederatedCallback(Callback):  # type: ignore[misc]  # a set-up need not have Lightning's types
+class LightningCallback(Callback):  # type: ignore[misc]  # a set-up need not have Lightning's types
     """Takes part in a federated run with a LightningModule.
 
     ``fit`` joins the run before its first batch. At the end of each round, which is an epoch unless the controller or
@@ -90,6 +90,8 @@ class FederatedCallback(Callback):  # type: ignore[misc]  # a set-up need not ha
         if trainer.fast_dev_run:
             log.warning("not joined", reason="fast_dev_run: the Trainer tries the code with a batch or two")
             return
+        # Lightning only notes SIGTERM, and ends at its next batch.
+        self._rounds.is_interrupted = partial(getattr, trainer, "received_sigterm", False)
         ranks, self._step = Ranks(trainer.global_rank, trainer.world_size), trainer.global_step
         if not self._rounds.begin(pl_module, trainer.optimizers, step=self._step, ranks=ranks):
             trainer.should_stop = True

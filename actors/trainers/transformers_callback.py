@@ -29,7 +29,7 @@ from gradbus.runtime.errors import ConfigError
 REMEDY = "raise num_train_epochs, or max_steps, to as many as the rounds of the run need"
 
 
-class FederatedCallback(TrainerCallback):  # type: ignore[misc]  # a set-up need not have the types of transformers
+class TransformersCallback(TrainerCallback):  # type: ignore[misc]  # a set-up need not have the types of transformers
     """Takes part in a federated run with the model of a Trainer.
 
     ``train`` joins the run before its first batch. At the end of each round, which is an epoch unless the controller or

@@ -24,7 +24,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
-from doc_pages import python_blocks, section
+from doc_pages import fenced_blocks, python_blocks, section
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -226,9 +226,15 @@ def follow_the_page(job: str, pipe: Any, program: ModuleType, site: str) -> None
 
 def run_the_page(program: ModuleType, children: Sequence[tuple[Any, Any]]) -> dict[str, Any]:
     """The run of the page, with its two clients."""
+    page = (Path(__file__).parents[2] / "docs" / "trainers.md").read_text(encoding="utf-8")
+    (text,) = fenced_blocks(page, "json")
+    settings = json.loads(text)
+    assert settings["task"] == {"model": f"cells:{program.Classifier.__name__}"}
     for _, pipe in children:
         pipe.send("cells")
-    found = run(job="cells", clients=len(children), rounds=5, make_model=program.Classifier)
+    rules = {key: value for key, value in settings["federated"].items() if key != "clients"}
+    clients = settings["federated"]["clients"]["num"]
+    found = run(job=settings["bus"]["job"], clients=clients, make_model=program.Classifier, **rules)
     return {
         "clients": [one.clients for one in found.reports], "losses": [one.loss for one in found.reports],
         "samples": [one.num_samples for one in found.reports], "ended": [pipe.recv() for _, pipe in children],
