@@ -20,9 +20,9 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .SUFFIXES:
-.PHONY: help setup demo run-controller run-client run-ddp run-aggregator run-parameter-server report simulate doctor test test-again test-portable test-slice test-python test-oldest test-debian test-gpu setup-oldest nightly check lint format typecheck wheel smoke \
+.PHONY: help setup links demo run-controller run-client run-ddp run-aggregator run-parameter-server report simulate doctor test test-again test-portable test-slice test-python test-oldest test-debian test-gpu setup-oldest nightly check lint docs format typecheck wheel smoke \
 	fuzz setup-fuzz setup-integrations setup-flower setup-flower-simulation test-flower bench bench-quick bench-renew bench-scale bench-federated bench-ddp bench-collectives bench-codecs bench-parameter-server bench-privacy bench-sealing bench-profile bench-pauses \
-	bench-aggregation bench-attacks bench-compression bench-ladder bench-local bench-elastic bench-flower conformance figures faults soak simulate-faults lock clean distclean
+	bench-aggregation bench-attacks bench-compression bench-ladder bench-local bench-loop bench-elastic bench-flower conformance figures faults soak simulate-faults lock clean distclean
 
 # uv installs in seconds what takes pip minutes. It is taken from PATH, else fetched into .venv; NO_UV=1 (or UV=) keeps to pip.
 FETCH_UV :=
@@ -57,7 +57,7 @@ help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/\1|\2/p' Makefile | while IFS='|' read -r name text; do printf '  make %-17s %s\n' "$$name" "$$text"; done
 	@echo "  Set ARGS='...' to pass flags on, as in: make demo ARGS='--rounds 3'"
 
-setup: $(STAMP)  ## make .venv and install everything into it, again when the lists of packages have changed: TORCH=cpu or cuda chooses the build of PyTorch, LOCKED=1 takes known files alone
+setup: $(STAMP) links  ## make .venv and install everything into it, again when the lists of packages have changed: TORCH=cpu or cuda chooses the build of PyTorch, LOCKED=1 takes known files alone
 
 # A failing step ends in one line that says what to do. uv that cannot reach its registry leaves the work to pip and pip's configuration.
 $(STAMP): pyproject.toml constraints.txt $(if $(IS_LOCKED),requirements.lock) $(TORCH_CHOICE)
@@ -234,19 +234,27 @@ lint: $(STAMP)  ## formatting and lint alone
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
 
+docs: $(STAMP)  ## write the pages that are made from the code anew: settings, what works together, public names
+	@$(BIN)/gradbus config reference --markdown >build/settings.md && mv build/settings.md docs/settings.md
+	@$(BIN)/gradbus matrix --markdown >build/matrix.md && mv build/matrix.md docs/matrix.md
+	@$(TOOL) public_names --write
+
 format: $(STAMP)  ## format the code, mend what lint can mend
 	$(BIN)/ruff format
 	$(BIN)/ruff check --fix
 
-# mypy cannot follow the editable install's mapping, and from the root it would read ./codecs as the standard library's module.
-# It sees the packages through links laid out as they are installed: `runtime/_front` is `gradbus` itself, `runtime/_torch` is
-# `gradbus.torch`, and neither is part of `gradbus.runtime`. The programs in tests/tools stand beside it.
-typecheck: $(STAMP)  ## strict types
+# Tools cannot follow the editable install's mapping, and from the root they would read ./codecs as the standard library's module. So
+# they see the packages through links laid out as they are installed: `runtime/_front` is `gradbus` itself, `runtime/_torch` is
+# `gradbus.torch`, and neither is part of `gradbus.runtime`. The programs in tests/tools stand beside it. mypy reads them, and editors
+# (pyproject.toml, [tool.pyright]; in PyCharm, mark build/tree as a sources root).
+links:  ## lay out the packages in build/tree as they are installed, for mypy and editors: make setup and make typecheck do it
 	@rm -rf build/tree && mkdir -p build/tree/gradbus && cd build/tree/gradbus && \
 		ln -s ../../../runtime/_front/* . && for name in $(CODE); do ln -s ../../../$$name $$name; done && \
 		ln -s ../../../runtime/_torch torch && cd .. && ln -s ../../tests/tools/* ../../tests/simulation/fault_simulation .
+
+typecheck: $(STAMP) links  ## strict types
 	cd build/tree && ../../$(BIN)/mypy --config-file ../../pyproject.toml --cache-dir ../mypy --python-executable ../../$(PY) \
-		--exclude '/_(front|torch)/' -p gradbus -p conformance -p fuzz -p soak -p fault_simulation -m call_profile -m golden_runs -m nightly -m pauses -m torch_build
+		--exclude '/_(front|torch)/' -p gradbus -p conformance -p fuzz -p soak -p fault_simulation -m call_profile -m golden_runs -m mnist_example -m nightly -m pauses -m public_names -m torch_build
 
 # Stale build/lib and *.egg-info would carry removed files into the wheel. The build tools come from .venv: nothing is fetched here.
 wheel: $(STAMP)  ## build the sdist and the wheel into dist/
@@ -329,6 +337,9 @@ bench-flower: $(STAMP)  ## rounds of Flower apps over the bus and with Flower's 
 # As of bench-compression: what was trained before is kept in runs/.
 bench-local: $(STAMP)  ## local steps: accuracy, loss and bytes beside synchronous training; utilisation of slow links
 	@$(PY) -m gradbus.experiments.bench local $(ARGS)
+
+bench-loop: $(STAMP)  ## how long a host's event loop stands while gradbus starts and trains, and a control loop beside training
+	@$(PY) -m gradbus.experiments.bench loop $(ARGS)
 
 bench-elastic: $(STAMP)  ## elastic runs under faults: deaths known, a storm, false deaths, what a commit costs
 	@$(PY) -m gradbus.experiments.bench elastic $(ARGS)

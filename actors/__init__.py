@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from gradbus.actors.data_parallel.task import DataParallelTask, ShardCounts
     from gradbus.actors.data_parallel.worker import Worker
     from gradbus.actors.federated.client import Client
+    from gradbus.actors.federated.client_report import ClientReport
     from gradbus.actors.federated.controller import Controller
     from gradbus.actors.federated.report import ClientSummary, Progress, RoundReport
     from gradbus.actors.federated.site import Site
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 _WHERE = {
     "Client": "federated.client",
     "ClientOrder": "aggregation.orders",
+    "ClientReport": "federated.client_report",
     "ClientSummary": "federated.report",
     "Controller": "federated.controller",
     "CoordinateMedian": "aggregation.robust",
@@ -63,6 +65,7 @@ _WHERE = {
 __all__ = [
     "Client",
     "ClientOrder",
+    "ClientReport",
     "ClientSummary",
     "Controller",
     "CoordinateMedian",

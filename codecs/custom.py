@@ -18,6 +18,7 @@ and the body. A body describes itself: who decodes it does not know the options.
 
 from __future__ import annotations
 
+import operator
 from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ from gradbus.codecs.base import Codec, CodecOptions, DenseBlock, Parsed, SparseB
 from gradbus.codecs.errors import CodecError
 from gradbus.codecs.index_coding import check_ascending
 from gradbus.codecs.sparse import SparseVector
-from gradbus.codecs.wire import V2_HEADER, pack_header, unpack_header
+from gradbus.codecs.wire import V2_HEADER, as_view, pack_header, unpack_header
 
 
 @dataclass(frozen=True, init=False)
@@ -86,18 +87,38 @@ class CustomCodec(Codec):
             body: read-only where the message is. dim: D, from the receiver's own model.
 
         Returns:
-            float32, shape (D,), or the entries of a sparse vector, indices int64 and ascending; finite.
+            float32, shape (D,), or the entries of a sparse vector, indices int64 and ascending; finite. They may be
+            views of ``body``, but not of memory that another call writes to: they are read later.
 
         Raises:
             CodecError: they are no body of this codec, with what was expected and what is there.
         """
 
     def max_bytes(self, dim: int) -> int:
-        return V2_HEADER.size + self.max_body_bytes(dim)
+        return V2_HEADER.size + self._most_body_bytes(dim)
+
+    def _most_body_bytes(self, dim: int) -> int:
+        found: object = self.max_body_bytes(dim)
+        try:
+            most = operator.index(found)  # type: ignore[arg-type]  # a subclass may return anything
+        except TypeError:
+            most = -1
+        if most < 0:
+            raise TypeError(
+                f"{self.name}: max_body_bytes({dim}) returned {found!r:.80}, expected a whole number of bytes"
+            )
+        return most
 
     def _encode(self, vector: Tensor, version: int, is_delta: bool) -> bytes:
         check_finite(vector, "vector")
-        body, most = self.encode_body(vector), self.max_body_bytes(vector.numel())
+        found, most = self.encode_body(vector), self._most_body_bytes(vector.numel())
+        try:
+            body = as_view(found)  # in bytes: that of an array counts its items
+        except (TypeError, CodecError):
+            raise TypeError(
+                f"{self.name}: encode_body returned {_shown(found)}, expected bytes, or a contiguous buffer of them, "
+                f"as of array.tobytes()"
+            ) from None
         if len(body) > most:
             raise ValueError(
                 f"{self.name}: encode_body of {vector.numel()} elements has {len(body)} bytes, and max_body_bytes "

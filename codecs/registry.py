@@ -10,12 +10,13 @@ from __future__ import annotations
 import importlib
 import inspect
 import pkgutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from difflib import get_close_matches
 from typing import Any
 
 import torch
+from pydantic import BaseModel
 from torch import Tensor
 
 from gradbus.codecs import fp32
@@ -126,6 +127,12 @@ def check_codec_class(kind: type) -> None:
         raise ValueError(f"codec {kind.__name__} has no {', '.join(missing)}: write it")
     if not isinstance(getattr(kind, "name", None), str) or not kind.name:
         raise ValueError(f"codec {kind.__name__} has no name: set the class attribute name to a text")
+    if not (inspect.isclass(kind.Options) and issubclass(kind.Options, BaseModel)):
+        raise ValueError(
+            f"codec {kind.__name__}: Options is no pydantic model: inherit from gradbus.codecs.CodecOptions"
+        )
+    if "name" in kind.Options.model_fields:
+        raise ValueError(f"codec {kind.__name__}: an option cannot be called name, which names the codec: rename it")
     if not kind.formats:
         raise ValueError(
             f"codec {kind.__name__} has no magic: set the class attribute magic to {MAGIC_BYTES} bytes that no other "
@@ -136,6 +143,18 @@ def check_codec_class(kind: type) -> None:
             raise ValueError(f"codec {kind.__name__}: magic is {magic!r}, expected {MAGIC_BYTES} bytes")
         if _PARSERS.get(magic, parser) is not parser:
             raise ValueError(f"codec {kind.__name__}: messages of a built-in codec begin with {magic!r}; take another")
+
+
+def check_magics(own: Iterable[type[Codec]]) -> None:
+    """Raises ValueError: messages of two of these codecs begin with the same magic: which is which cannot be told."""
+    owners: dict[bytes, type[Codec]] = {}
+    for kind in own:
+        for magic, _ in kind.formats:
+            if (other := owners.setdefault(magic, kind)) is not kind and magic not in _PARSERS:
+                raise ValueError(
+                    f"messages of codecs {other.__name__} and {kind.__name__} both begin with {magic!r}: give each a "
+                    f"magic of its own"
+                )
 
 
 def _parser_of(magic: bytes, own: Sequence[type[Codec]]) -> Parser | None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import re
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -247,9 +248,9 @@ def _rounds_through_aggregator(world: int) -> int:
 # The table
 
 
-def count(world: int, *, domain: int = DOMAIN, job: str = "communication") -> dict[str, Counted]:
-    """Count all ways in one world, by their names."""
-    found = {}
+def count(world: int, *, domain: int = DOMAIN, job: str = "") -> dict[str, Counted]:
+    """Count all ways in one world, by their names. ``job``: begins the names of its jobs; empty: as of this process."""
+    job, found = job or f"communication-{os.getpid()}", {}
     for number, way in enumerate(WAYS):
         members = asyncio.run(_traffic_of(way, world, f"{job}-{world}-{number}", domain))
         sent, received = [one.sent for one in members], [one.received for one in members]

@@ -42,7 +42,8 @@ class TrainFn(Protocol):
 
         ``seed`` already differs between clients and rounds. Ask ``should_stop()`` between batches and raise
         :class:`TrainingStopped` when it is true. Where the controller names an optimizer, ``make_optimizer`` comes as
-        one more keyword: a function from parameters to that optimizer.
+        one more keyword: a function from parameters to that optimizer. One that has an argument ``round`` gets the
+        packets of the round, to send its update in several ones.
         """
 
 
@@ -239,14 +240,16 @@ class ClassificationTask(ShardedTraining):
         should_stop: Callable[[], bool],
         make_optimizer: MakeOptimizer | None = None,
         steps: int = 0,
+        **of_train_fn: Any,
     ) -> TrainResult:
         """Train in place, see :meth:`gradbus.models.Task.train`; ``subset_size`` is at most the size of the share.
 
         ``make_optimizer`` takes the parameters, in place of SGD; a ``train_fn`` must take it as a keyword then.
-        So must it take ``steps``: of the optimizer, in place of ``epochs``; 0: ``epochs`` holds.
+        So must it take ``steps``: of the optimizer, in place of ``epochs``; 0: ``epochs`` holds. ``of_train_fn``: what
+        else it has asked for: ``round``.
 
         Raises:
-            ValueError: an argument is out of range.
+            ValueError: an argument is out of range. TypeError: there is no such argument.
             TrainingStopped: ``should_stop`` was true.
         """
         if epochs < 1 or not lr > 0 or subset_size < 0:
@@ -258,12 +261,14 @@ class ClassificationTask(ShardedTraining):
         if self.train_fn is not None:
             own_seed = derive_seed("train_fn", seed, client_id, round_id)
             samples = self.data.train.subset(share)
-            own: Callable[..., TrainResult] = self.train_fn
+            own: Callable[..., TrainResult] = partial(self.train_fn, **of_train_fn)
             if make_optimizer is not None:
                 own = partial(own, make_optimizer=make_optimizer)
             if steps:
                 own = partial(own, steps=steps)
             return own(model, samples, epochs=epochs, lr=lr, seed=own_seed, should_stop=should_stop)
+        if of_train_fn:
+            raise TypeError(f"train takes no {', '.join(sorted(of_train_fn))}: a train_fn may")
         reseed_dropout(model, generator)
         if make_optimizer is None:
             make_optimizer = partial(

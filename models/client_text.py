@@ -81,7 +81,7 @@ class ClientTextTask(TextTask):
         model.train()
         for step in range(steps or epochs * each):
             if should_stop():
-                raise TrainingStopped(step)
+                raise TrainingStopped(step, TrainResult(min(samples, taken), loss_sum / taken) if taken else None)
             if step % each == 0:
                 starts = starts[torch.randperm(samples, generator=generator)]
             at = starts[(step % each) * self.batch_size :][: self.batch_size, None]

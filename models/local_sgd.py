@@ -68,17 +68,21 @@ def run_steps(
     should_stop: Callable[[], bool],
 ) -> TrainResult:
     """So many steps over the samples, pass after pass, each in an order of its own. ``amounts``: steps, and samples of
-    a step. Raises TrainingStopped."""
+    a step. Raises TrainingStopped, with the result so far."""
     most, batch_size = amounts
     device = next(model.parameters()).device
     loss_sum = torch.zeros((), device=device)  # stays on the device: reading it would wait for every step
     done = seen = 0
+
+    def result() -> TrainResult:
+        return TrainResult(min(seen, len(samples)), loss_sum.item() / seen)
+
     model.train()
     while done < most:
         order = samples[torch.randperm(len(samples), generator=generator)]
         for batch in itertools.islice(torch.split(order, batch_size), most - done):
             if should_stop():
-                raise TrainingStopped(done)
+                raise TrainingStopped(done, result() if done else None)
             optimizer.zero_grad()
             loss = loss_of(batch)
             torch.autograd.backward(loss)
@@ -86,4 +90,4 @@ def run_steps(
             loss_sum += loss.detach() * len(batch)
             done += 1
             seen += len(batch)
-    return TrainResult(min(seen, len(samples)), loss_sum.item() / seen)
+    return result()

@@ -96,11 +96,17 @@ class Metric:
 
 
 class TrainingStopped(Exception):
-    """``should_stop()`` was true after ``batches`` batches; the model is half trained, and to be thrown away."""
+    """``should_stop()`` was true after ``batches`` batches.
 
-    def __init__(self, batches: int) -> None:
+    Attributes:
+        result: of these batches, which counts where the time of a budget is over (``client.budget``); None: what was
+            done is thrown away then, too.
+    """
+
+    def __init__(self, batches: int, result: TrainResult | None = None) -> None:
         super().__init__(f"training stopped on request after {batches} batches")
         self.batches = batches
+        self.result = result
 
 
 @runtime_checkable

@@ -1,9 +1,9 @@
 """The user's own code at certain points of a run: objects with methods that the run calls by name.
 
 A callback is any object with some of the methods of its kind of run; what they get and when they are called stands with
-what calls them: :mod:`gradbus.actors.federated.early_stop` and :mod:`gradbus.actors.data_parallel.callbacks`. They may
-return True, which ends the run, but for ``on_end``. What they return is True, False or None, of Python or numpy, or one
-of these in a tensor; else the callback has failed.
+what calls them: :mod:`gradbus.actors.federated.early_stop`, :mod:`gradbus.actors.federated.client_observer` and
+:mod:`gradbus.actors.data_parallel.callbacks`. They may return True, which ends the run, but for ``on_end``. What they
+return is True, False or None, of Python or numpy, or one of these in a tensor; else the callback has failed.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from gradbus.runtime.nearest import nearest
 METHODS: Mapping[str, tuple[str, ...]] = {
     "federated": ("on_round", "on_update", "on_aggregate", "on_evaluation", "on_report", "on_end"),
     "parallel": ("on_step", "on_evaluation", "on_epoch", "on_end"),
+    "client": ("on_round", "on_model", "on_report", "on_end"),
 }
 """What is called, by the section of the settings that names callbacks."""
 
@@ -53,7 +54,7 @@ class Callbacks:
         """Return whether a callback has this method."""
         return any(callable(getattr(one, method, None)) for _, one in self._all)
 
-    def call(self, method: str, argument: Any) -> list[str]:
+    def call(self, method: str, *arguments: Any) -> list[str]:
         """Call this method of all that have it. Returns the names of those that want the run to end.
 
         Raises:
@@ -65,7 +66,7 @@ class Callbacks:
             if not callable(function):
                 continue
             try:
-                if _wants_end(function(argument)) and method != "on_end":
+                if _wants_end(function(*arguments)) and method != "on_end":
                     ending.append(name)
             except Exception as error:
                 raise CallbackFailed(name, method, error) from error

@@ -296,8 +296,13 @@ class CheckpointStore:
         except OSError as error:
             raise CheckpointError(f"{path} cannot be written: {error}. Make room and start again") from None
 
-    def load_document(self, name: str, max_bytes: int) -> dict[str, Any] | None:
+    def load_document(
+        self, name: str, max_bytes: int, remedy: str = "Restore it from a backup"
+    ) -> dict[str, Any] | None:
         """Return what :meth:`save_document` has written; None: there is nothing of this name.
+
+        Args:
+            remedy: what to do where it is damaged, for the text of the error.
 
         Raises:
             CheckpointError: it is damaged, or cannot be read.
@@ -311,7 +316,7 @@ class CheckpointStore:
         except FileNotFoundError:
             return None
         except (OSError, ValueError) as error:
-            raise CheckpointError(f"{self.directory / file} is damaged: {error}. Restore it from a backup") from None
+            raise CheckpointError(f"{self.directory / file} is damaged: {error}. {remedy}") from None
 
     def has_documents(self, prefix: str) -> bool:
         """Whether there are any whose names begin so."""

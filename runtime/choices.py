@@ -331,6 +331,26 @@ class LibraryChoices(Choices[T]):
         return whole
 
 
+def load_tables() -> None:
+    """Import what all settings may name. Else the first of each kind does so where it is used: on an event loop, too,
+    which waits for it."""
+    for one in _TABLES:
+        _ = one.table
+
+
+class AlgorithmChoices(Choices[T]):
+    """Algorithms, and codecs of the user's: gradients travel in the messages of a codec, with error feedback."""
+
+    def find(self, name: str) -> type[T]:
+        kind = super().find(name)
+        if ":" not in name or not issubclass(kind, importlib.import_module("gradbus.codecs").Codec):
+            return kind
+        try:
+            return cast("type[T]", importlib.import_module(f"{self._package}.codec_feedback").algorithm_of_codec(kind))
+        except ValueError as error:
+            raise ConfigError(f"{self.key} {name[:200]!r}: {error}") from None
+
+
 STRATEGIES: Choices[Any] = Choices(
     "gradbus.actors.aggregation", key="federated.strategy", what="aggregation strategy", default="fedavg"
 )
@@ -344,7 +364,7 @@ PRIVACY: Choices[Any] = Choices(
     "gradbus.actors.privacy", key="federated.privacy", what="privacy mechanism", default="none", own=False
 )
 CODECS: CodecChoices[Any] = CodecChoices("gradbus.codecs", key="federated.codec", what="codec", default="fp32")
-ALGORITHMS: Choices[Any] = Choices(
+ALGORITHMS: Choices[Any] = AlgorithmChoices(
     "gradbus.runtime.algorithms",
     key="parallel.algorithm",
     what="algorithm of data-parallel training",

@@ -40,6 +40,10 @@ class ComputeThread:
         """Whether the running function is no longer wanted."""
         return self._running.is_set()
 
+    def wait_for_stop(self, timeout_s: float) -> bool:
+        """Wait, on any thread but the event loop's, until the running function is asked to stop; whether it is."""
+        return self._running.wait(timeout_s)
+
     def stop_current(self) -> None:
         """Ask the function that runs, or is just about to, to give up. It does not concern those that follow."""
         self._running.set()

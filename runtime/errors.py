@@ -107,6 +107,9 @@ class RunOver(GradbusError):
     """There is no round left to order: all are done, or the run has ended early; the text says why."""
 
 
+_SHOWN = 20  # ids that a text lists
+
+
 class BarrierTimeout(GradbusError, TimeoutError):
     """Not everybody was there in time.
 
@@ -117,12 +120,14 @@ class BarrierTimeout(GradbusError, TimeoutError):
     """
 
     def __init__(
-        self, what: str, *, missing: Sequence[int], ready: int, needed: int, timeout_s: float,
+        self, what: str, *, missing: Sequence[int] | Mapping[int, str], ready: int, needed: int, timeout_s: float,
         misconfiguration: str = "", hint: str = "",
     ) -> None:  # fmt: skip
-        """``misconfiguration``: the likely reason, see ``Bus.misconfiguration``. ``hint``: what to do, see
-        ``Reach.advice``."""
-        names = f", missing {list(missing)}" if missing else ""
+        """``missing``: ids, or ids and what the text shows for them. ``misconfiguration``: the likely reason, see
+        ``Bus.misconfiguration``. ``hint``: what to do, see ``Reach.advice``."""
+        shown = list(missing.values() if isinstance(missing, Mapping) else map(str, missing))
+        more = f" and {len(shown) - _SHOWN:,} more" if len(shown) > _SHOWN else ""
+        names = f", missing [{', '.join(shown[:_SHOWN])}{more}]" if shown else ""
         super().__init__(
             f"{what}: {ready} of {needed} ready after {timeout_s:g} s{names}. "
             + (f"Likely reason: {misconfiguration}. " if misconfiguration else "")

@@ -16,9 +16,15 @@ def is_name(text: str) -> bool:
 
 
 def check_name(name: str) -> str:
-    """Return the name of a node or a client. Raises ConfigError: it is invalid."""
+    """Return the name of a node or a client. Raises ConfigError: it is invalid. TypeError: it is no text."""
+    if not isinstance(name, str):
+        raise TypeError(f"a name is a text, got {name!r:.80} ({type(name).__name__}): write it as in name='site-1'")
     if not is_name(name):
-        raise ConfigError(f"name {name[:80]!r}: expected 1 to 64 of A-Z a-z 0-9 . _ -, starting with a letter or digit")
+        # In ASCII, as other scripts have letters that look the same.
+        length = f" ({len(name):,} characters)" if len(name) > MAX_NAME_CHARS else ""
+        raise ConfigError(
+            f"name {name[:80]!a}{length}: expected 1 to 64 of A-Z a-z 0-9 . _ -, starting with a letter or digit"
+        )
     return name
 
 

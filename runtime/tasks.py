@@ -45,17 +45,24 @@ def _without_exit(traceback: TracebackType | None) -> TracebackType | None:
 
 
 async def items_of(
-    serve: Callable[[Callable[[T], object]], Coroutine[Any, Any, None]], *, name: str
+    serve: Callable[[Callable[[T], object]], Coroutine[Any, Any, None]], *, name: str, most: int = 0
 ) -> AsyncGenerator[T, None]:
     """Yield what a coroutine gives to the function that it is called with, as it comes. It runs as a task of this name,
-    and is cancelled when nobody takes them any more. The queue between the two has no bound: ``serve`` has one.
+    and is cancelled when nobody takes them any more. Of more than ``most`` items that wait the oldest are dropped; 0:
+    the queue has no bound, as ``serve`` has one.
 
     Raises:
         What ``serve`` raises, without groups around a single error.
     """
     items: asyncio.Queue[T | None] = asyncio.Queue()
-    running = asyncio.create_task(serve(items.put_nowait), name=name)
-    running.add_done_callback(lambda _: items.put_nowait(None))
+
+    def put(item: T | None) -> None:
+        if most and items.qsize() >= most:
+            items.get_nowait()
+        items.put_nowait(item)
+
+    running = asyncio.create_task(serve(put), name=name)
+    running.add_done_callback(lambda _: put(None))
     try:
         while (item := await items.get()) is not None:
             yield item
@@ -64,11 +71,17 @@ async def items_of(
         except BaseExceptionGroup as group:
             raise single_error(group) from None
     finally:
-        if not running.done():
-            running.cancel()
-            await asyncio.wait([running])  # and not "await running", which would absorb a cancellation of this task
-            if not running.cancelled():
-                running.exception()  # it was asked to stop: nobody waits for the error
+        await end(running)
+
+
+async def end(task: asyncio.Task[Any]) -> None:
+    """Cancel a task, if it still runs, and wait until it has ended. What it has raised is not raised here: whoever
+    waits for the task gets that."""
+    if not task.done():
+        task.cancel()
+        await asyncio.wait([task])  # and not "await task", which would absorb a cancellation of the task that waits
+    if not task.cancelled():
+        task.exception()  # else asyncio logs an error that nobody has asked for
 
 
 def single_error(group: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -8,8 +8,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
+from typing import TypeVar
 
 import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+T = TypeVar("T")
 
 HAS_STREAM_CONTEXT = hasattr(torch.Stream, "__enter__")  # torch 2.6 has no such method
 
@@ -24,6 +29,19 @@ def uncompiled_names(names: Iterable[str]) -> dict[str, str]:
     """
     found = {name: name.replace(_COMPILED, "") for name in names}
     return found if len(set(found.values())) == len(found) else {name: name for name in found}
+
+
+def unwrapped(module: T) -> T | nn.Module:
+    """Return the module within ``DistributedDataParallel``, ``DataParallel`` and ``torch.compile``, which add a prefix
+    to the names of its tensors; any other object as it is."""
+    found: T | nn.Module = module
+    while True:
+        if isinstance(found, DistributedDataParallel | nn.DataParallel):
+            found = found.module
+        elif isinstance(found, nn.Module) and isinstance(inner := getattr(found, "_orig_mod", None), nn.Module):
+            found = inner
+        else:
+            return found
 
 
 def available_accelerator() -> torch.device | None:

@@ -93,6 +93,9 @@ def user_error(error: BaseException) -> UserError:
         return UserError(type(error).__name__, message, f"{_shown(error.filename)}:{error.lineno}", True)
     frames = traceback.extract_tb(error.__traceback__)
     own = _innermost(frames)
+    cause = error.__cause__
+    while own is None and cause is not None:  # an error of gradbus that another one, of their code, has led to
+        own, cause = _innermost(traceback.extract_tb(cause.__traceback__)), cause.__cause__
     last = own or (frames[-1] if frames else None)
     place = "" if last is None else f"{_shown(last.filename)}:{last.lineno} in {last.name}"
     return UserError(type(error).__name__, message, place, own is not None)

@@ -134,7 +134,10 @@ import gradbus
 for layer in ("codecs", "runtime", "models", "actors", "torch"):
     package = importlib.import_module("gradbus." + layer)
     for found in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
-        for_those_who_have_it = ("torch.torchft", "actors.flower.apps", "actors.flower.grid", "actors.flower.payload")
+        for_those_who_have_it = (
+            "torch.torchft", "actors.flower.apps", "actors.flower.grid", "actors.flower.payload",
+            "actors.trainers.lightning_callback", "actors.trainers.transformers_callback",
+        )
         if "._" not in found.name and not found.name.endswith(for_those_who_have_it):
             importlib.import_module(found.name)
 for name in getattr(gradbus, "__all__", ()):

@@ -11,15 +11,17 @@ What has no earlier round waits for its own: the weights of every synchronous ro
 a first round for its updates, which are then measured before any is added (``held_updates.py``). Asynchronous rounds
 have the weights of the last committed buffer, too. With fewer liars than honest clients the median lies between two
 numbers of honest ones. Of an even number it is the lower one, so that even half of them cannot raise it. A norm of zero
-says nothing of what is typical, and is not counted.
+says nothing of what is typical, and is not counted; but where most updates of a round are zero, those that are not do
+not say what is typical of later rounds, if that is known.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,14 +30,15 @@ from gradbus.actors.aggregation.typical import lower_median
 from gradbus.actors.aggregation.updates import Facts
 from gradbus.runtime.errors import CheckpointError
 
-ENOUGH = 2  # clients that say what is typical of later rounds: one alone would say it of itself
+ENOUGH = 2  # clients that decide what is typical of later rounds: one alone would decide it by itself
 _WEIGHTS, _NORMS = "typical_weights", "typical_norms"  # in a checkpoint
 
 Norms = Mapping[str, float]
+T = TypeVar("T")
 
 
 class Weighing(Protocol):
-    """A strategy, as far as it says by what it weighs updates: see :class:`.strategies.Strategy`."""
+    """Names what :class:`Bounds` needs of a strategy: by what it weighs updates. See :class:`.strategies.Strategy`."""
 
     metrics: tuple[str, ...]
 
@@ -45,7 +48,7 @@ class Weighing(Protocol):
 
 
 class Bounds:
-    """The bounds of one round at a time, and what is typical of the last one. Pure.
+    """Keeps the bounds of one round at a time, and what is typical of the last one. Pure.
 
     The loop opens and settles a round before updates are added; what has counted is noted and committed from the
     compute thread, which is idle when a round is opened.
@@ -55,7 +58,7 @@ class Bounds:
         self, strategy: Weighing, *, times: float, sections: Sequence[str], fixed_samples: bool = False,
         by_rounds: bool = True,
     ) -> None:  # fmt: skip
-        """No round is open.
+        """Begin without an open round.
 
         Args:
             strategy: whose updates they are for. times: factor of all medians, 1 or more.
@@ -79,8 +82,8 @@ class Bounds:
         self._counted: dict[int, tuple[tuple[float, ...], Norms]] = {}  # by client, as of its newest update
 
     def _weights_of_all(self, number: int) -> tuple[float, ...] | None:
-        """The weights of a client all of whose figures are this; None: these are not what the strategy, one of the
-        user's own, can use."""
+        """Return the weights of a client all of whose figures are this; None: the strategy, one of the user's own,
+        cannot use such figures."""
         metrics = dict.fromkeys(self._strategy.metrics, float(number))
         try:
             return self._weights_of(Facts(client_id=0, num_samples=number, steps=number, metrics=metrics))
@@ -88,7 +91,20 @@ class Bounds:
             return None
 
     def _weights_of(self, facts: Facts) -> tuple[float, ...]:
-        return self._strategy.weights(dataclasses.replace(facts, num_samples=1) if self._fixed_samples else facts)
+        """Return the weights of an update. Raises ValueError: it cannot be used, which no median may suffer from."""
+        weights = usable(self._strategy.weights, self._of_one_sample(facts) if self._fixed_samples else facts)
+        if not all(0 < weight < math.inf for weight in weights):
+            raise ValueError(f"its weights are {weights}: expected finite numbers above 0")
+        return weights
+
+    @staticmethod
+    def _of_one_sample(facts: Facts) -> Facts:
+        return dataclasses.replace(facts, num_samples=1)
+
+    def check(self, facts: Facts) -> None:
+        """Raise ValueError if an update with these facts cannot be used, so that it has no part in a median."""
+        if self._weighs:
+            self._weights_of(facts)
 
     # The open round
 
@@ -103,29 +119,30 @@ class Bounds:
 
     @property
     def is_settled(self) -> bool:
-        """Whether updates may be added."""
+        """Return whether updates may be added."""
         return self._weights is not None and self._norms is not None
 
     @property
     def needs_norms(self) -> bool:
-        """Whether updates have to be measured before any is added, as nothing is known of an earlier round."""
+        """Return whether updates have to be measured before any is added, as nothing is known of an earlier round."""
         return self._norms is None
 
     def settle(self, announced: Iterable[Facts], measured: Iterable[Norms]) -> None:
-        """Say what is typical, where it is not known: by what has been announced, and by the norms of updates."""
+        """Decide what is typical, where it is not known: by what clients have announced, and by the norms of updates,
+        one of each client. Without one usable announcement nothing is decided."""
         if self._weights is None:
             self._weights = self._typical_weights(announced)
         if self._norms is None:
             self._norms = {**_typical_norms(self._sections, list(measured)), **self._last_norms}
 
-    def _typical_weights(self, announced: Iterable[Facts]) -> tuple[float, ...]:
+    def _typical_weights(self, announced: Iterable[Facts]) -> tuple[float, ...] | None:
         found = []
         for facts in announced:
             try:
                 found.append(self._weights_of(facts))
             except ValueError:  # it will be refused
                 continue
-        return tuple(_medians(found))
+        return tuple(_medians(found)) if found else None
 
     def in_force(self) -> dict[str, object]:
         """Return the medians of the open round, as JSON, for the journal."""
@@ -135,28 +152,29 @@ class Bounds:
         """Open a round by what :meth:`in_force` gave. Raises ValueError: it did not give this."""
         values = [*weights, *norms.values()] if isinstance(weights, list) and isinstance(norms, Mapping) else [None]
         if not all(isinstance(value, float) and 0 < value < math.inf for value in values):
-            raise ValueError(f"medians of round {round_id} that are none: expected positive numbers")
+            raise ValueError(f"medians of round {round_id} are {values}: expected positive numbers")
         self._round_id, self._weights, self._norms = round_id, tuple(weights), dict(norms)
 
     def believed(self, facts: Facts) -> Facts:
-        """What is believed of these facts. Raises ValueError: the update cannot be used."""
+        """Return what is believed of these facts. Raises ValueError: the update cannot be used."""
         if not self._weights:
             return facts
         most, given = tuple(self._times * typical for typical in self._weights), self._weights_of(facts)
         if all(one <= limit for one, limit in zip(given, most, strict=True)):
             return facts
+        believe = functools.partial(self._strategy.believed, most=most)
         if not self._fixed_samples:
-            return self._strategy.believed(facts, most)
-        found = self._strategy.believed(dataclasses.replace(facts, num_samples=1), most)
+            return usable(believe, facts)
+        found = usable(believe, self._of_one_sample(facts))
         return dataclasses.replace(found, num_samples=facts.num_samples)
 
     def most_norm(self, section: str) -> float:
-        """The largest norm that this section may have."""
+        """Return the largest norm that this section may have."""
         return self._times * (self._norms or {}).get(section, math.inf)
 
     @property
     def sections(self) -> Sequence[str]:
-        """The sections whose norms are bounded."""
+        """Return the sections whose norms are bounded."""
         return self._sections
 
     # What has counted
@@ -170,17 +188,20 @@ class Bounds:
         self._counted[facts.client_id] = self._weights_of(facts), norms
 
     def commit(self) -> None:
-        """The clients that have counted say what is typical, each once, if they are enough."""
+        """Let the clients that have counted decide what is typical of the next round, each once, if they are enough."""
         counted = self._counted.values()
         if len(counted) >= ENOUGH:
             if self._weighs and not self._by_rounds:
                 self._last_weights = tuple(_medians([weights for weights, _ in counted]))
-            found = _typical_norms(self._sections, [norms for _, norms in counted])
-            self._last_norms = {**self._last_norms, **found}
+            measured = [norms for _, norms in counted]
+            found = _typical_norms(self._sections, measured)
+            few = {name for name in found if 2 * sum(norms[name] > 0 for norms in measured) <= len(measured)}
+            # Where most are zero, the few others may be liars: they decide only what is not known at all.
+            self._last_norms = {**found, **self._last_norms, **{name: found[name] for name in found.keys() - few}}
         self._counted.clear()
 
     def state(self) -> dict[str, Tensor]:
-        """Tensors for a checkpoint: float64; NaN: not known."""
+        """Return tensors for a checkpoint: float64; NaN: not known."""
         norms = [self._last_norms.get(name, math.nan) for name in self._sections]
         return {
             _WEIGHTS: torch.tensor(self._last_weights or (), dtype=torch.float64),
@@ -198,8 +219,8 @@ class Bounds:
         weights, norms = given[_WEIGHTS], given[_NORMS]
         if not all(0 < one < math.inf for one in weights) or not all(0 < one < math.inf or one != one for one in norms):
             raise CheckpointError(
-                f"{_WEIGHTS} or {_NORMS} of the checkpoint has a median that is none: expected positive numbers. It is "
-                f"damaged: start from another one"
+                f"{_WEIGHTS} or {_NORMS} of the checkpoint holds {[*weights, *norms]}: expected positive numbers. "
+                f"It is damaged: start from another one"
             )
         is_ours = weights and self._num_weights in (None, len(weights))  # another strategy may have others
         self._last_weights = tuple(weights) if is_ours else None
@@ -207,16 +228,29 @@ class Bounds:
         self._last_norms = {name: norm for name, norm in pairs if norm == norm}
 
 
+def usable(compute: Callable[[Facts], T], facts: Facts) -> T:
+    """Return what a strategy computes of announced numbers.
+
+    Raises:
+        ValueError: it cannot be computed: a number is missing, or leads out of the range of floats.
+    """
+    try:
+        return compute(facts)
+    except (ArithmeticError, LookupError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise ValueError(f"the strategy cannot compute with the numbers that it announces ({reason})") from error
+
+
 def _is_vector(tensor: Tensor | None) -> bool:
     return tensor is not None and tensor.dtype == torch.float64 and tensor.dim() == 1
 
 
 def _medians(weights: Sequence[tuple[float, ...]]) -> list[float]:
-    """The median of each place."""
-    return [lower_median(place) or 0.0 for place in zip(*weights, strict=True)]
+    """Return the median of each place, of at least one update."""
+    return [sorted(place)[(len(place) - 1) // 2] for place in zip(*weights, strict=True)]
 
 
 def _typical_norms(sections: Sequence[str], measured: Sequence[Norms]) -> dict[str, float]:
-    """The median norm of each section of these updates; none of a section that is zero in all."""
+    """Return the median norm of each section of these updates; none of a section that is zero in all."""
     found = {name: lower_median(norms[name] for norms in measured if norms[name] > 0) for name in sections}
     return {name: typical for name, typical in found.items() if typical is not None}

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from gradbus.codecs import CodecError
 from gradbus.codecs.wire import Payload, as_view
+from gradbus.runtime.torch_compat import uncompiled_names
 
 MAGIC = b"GBXB"
 MERGEABLE = frozenset({
@@ -69,7 +70,8 @@ class BufferLayout:
     def __init__(self, buffers: Iterable[MergedBuffer] = ()) -> None:
         self.buffers = tuple(buffers)
         self._by_name = {one.name: (number, one) for number, one in enumerate(self.buffers)}
-        text = "\n".join(f"{one.name}:{one.dtype}:{one.shape}:{one.rule}" for one in self.buffers)
+        plain = uncompiled_names(self._by_name)  # equal whether the model is compiled
+        text = "\n".join(f"{plain[one.name]}:{one.dtype}:{one.shape}:{one.rule}" for one in self.buffers)
         digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") or 1
         self.digest = digest if self.buffers else 0
         self.max_bytes = sum(_NUMBER.size + one.num_bytes for one in self.buffers) + _END.size if self.buffers else 0

@@ -1,4 +1,4 @@
-"""Orders: how the clients are to train in one round, where that differs from the configuration.
+"""Orders of one round: how its clients are to train, where that differs from the configuration.
 
     RoundOrder(lr=0.05, epochs=2, clients=(0, 2), each={2: ClientOrder(epochs=1)})
 
@@ -28,7 +28,7 @@ def _ascending(ids: Any) -> Any:
 
 
 class RoundOrder(ClientOrder):
-    """How the clients are to train in a round, and which ones.
+    """Tells how the clients are to train in a round, and which ones.
 
     Attributes:
         clients: ids of those that are asked, ascending; None: as the configuration selects them.
@@ -64,7 +64,7 @@ class RoundOrder(ClientOrder):
 
     @property
     def is_plain(self) -> bool:
-        """Whether it orders nothing but what the configuration has."""
+        """Return whether it orders nothing but what the configuration has."""
         return not self.model_fields_set or self == RoundOrder()
 
     def merged(self, other: RoundOrder) -> RoundOrder:

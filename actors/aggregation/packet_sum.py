@@ -1,11 +1,12 @@
-"""The sum of the packets of one update: what several packets of a client in one round come to.
+"""Adding up the packets of one update, those that a client sends in one round.
 
 A packet is a message of any codec and version, recognised by its first bytes, of the whole vector: of a layer alone the
 other elements are 0, or not named where it is sparse. The decoded vectors are added element by element, in float32 and
 in the order of their numbers, so that the sum has the same bits in whatever order they came.
 
-It is a difference only if every packet is one; with weights among them it is weights. In version 1 a message says so by
-its format: ``s4`` and ``sq8`` are differences, ``fp32`` and ``q8`` weights. In version 2 it has a flag.
+A packet holds either weights or a difference to the global model. If all packets hold differences, the sum is a
+difference; one packet of weights makes the sum weights. In version 1 the format says what a message holds: ``s4`` and
+``sq8`` differences, ``fp32`` and ``q8`` weights. In version 2 a flag says it.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ _SPARSE_BYTES, _HEAD_BYTES = 8, 4096  # of one element with its index; of all el
 
 
 def max_packet_bytes(dim: int) -> int:
-    """Length of the longest packet: a sparse message of all ``dim`` elements with raw indices."""
+    """Return the length of the longest packet: a sparse message of all ``dim`` elements with raw indices."""
     return _SPARSE_BYTES * dim + _HEAD_BYTES
 
 
 def max_update_bytes(dim: int) -> int:
-    """Length of all packets of one update together, at most: that of 16 models in float32."""
+    """Return the largest length of all packets of one update together: that of 16 models in float32."""
     return 16 * (4 * dim + _HEAD_BYTES)
 
 

@@ -75,7 +75,7 @@ class QFedAvg(FedAvg):
             return facts
         loss = _loss_of(facts)
         least = most[1] ** (1 / (q - 1)) if q < 1 else 0.0
-        loss = min(max(loss, least), most[0] ** (1 / q))
+        loss = min(max(loss, least), _root(most[0], q))
         return dataclasses.replace(facts, metrics={**facts.metrics, LOSS_BEFORE: max(0.0, loss - _LEAST_LOSS)})
 
     def add(self, update: Update, facts: Facts) -> None:
@@ -96,6 +96,14 @@ class QFedAvg(FedAvg):
 
     def _step(self, place: slice, delta: Tensor, weights: Tensor) -> None:
         weights.copy_(delta.mul_(self._factor).add_(weights))
+
+
+def _root(weight: float, q: float) -> float:
+    """Return the loss whose power is ``weight``; infinite where that is beyond a float, as with a small q."""
+    try:
+        return float(weight ** (1 / q))
+    except OverflowError:
+        return math.inf
 
 
 def _loss_of(facts: Facts) -> float:

@@ -37,7 +37,7 @@ from torch import Tensor
 from gradbus.actors.aggregation.clipping import differences
 from gradbus.actors.aggregation.strategies import Strategy
 from gradbus.actors.federated.report import RoundReport
-from gradbus.actors.federated.rounds import REPEATED, STALE, Outcome, Round, RoundRules
+from gradbus.actors.federated.rounds import PAUSED, REPEATED, STALE, Outcome, Round, RoundRules
 from gradbus.codecs import Codec, Parsed
 from gradbus.codecs.base import Block
 from gradbus.runtime.config.federated import AsynchronousSettings, FederatedConfig
@@ -132,6 +132,11 @@ class BufferRound(Round):
     def is_full(self) -> bool:
         return self._full_at_s is not None and not self._grace_s
 
+    @property
+    def fewest_clients(self) -> int:
+        # A few clients, each of which may send several updates, fill a buffer as well.
+        return min(self.minimum, max(2, len(self.expected))) if self._settings.repeats else self.minimum
+
     def staleness(self, round_id: int) -> int:
         return self.round_id - round_id
 
@@ -163,8 +168,10 @@ class BufferRound(Round):
         self.failed.pop(client_id, None)
 
     def follow(self, present: Collection[int], silent: Collection[int]) -> tuple[list[int], list[int]]:
-        """As :meth:`.Round.follow`; clients that come take part at once."""
+        """As :meth:`.Round.follow`; clients that come, or that go on after a pause, take part at once."""
         lost, found = super().follow(present, silent)
+        for client_id in [one for one, why in self.failed.items() if why == PAUSED and one in present]:
+            del self.failed[client_id]
         self.expected.update(set(present) - set(silent))
         return lost, found
 

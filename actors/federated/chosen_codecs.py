@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from gradbus.codecs import Codec
+from gradbus.codecs.registry import check_magics
 from gradbus.runtime.choices import CODECS, Choice
 from gradbus.runtime.config.federated import FederatedConfig
 from gradbus.runtime.errors import ConfigError
@@ -20,10 +21,12 @@ _DENSITY, _CLIENTS = "density", "client.codecs"
 
 
 def check_codecs(config: FederatedConfig) -> None:
-    """Raises ConfigError: a codec that the configuration names cannot be made, or its options cannot be sent."""
+    """Raises ConfigError: a codec that the configuration names cannot be made, its options cannot be sent, or messages
+    of two of them cannot be told apart."""
     for choice in (config.codec, config.section_codec, config.downlink_codec, config.longest_codec):
         CODECS.make(choice)
         CODECS.to_json(choice)
+    own_codecs(names_in(config))
 
 
 def max_model_bytes(num_values: int) -> int:
@@ -47,7 +50,8 @@ def own_codecs(names: Iterable[str], setting: str = CODECS.key) -> tuple[type[Co
     """The classes that these names stand for, without those that are built in. Imports them.
 
     Raises:
-        ConfigError: there is no such class, or it is no codec; the text begins with ``setting``, which names it.
+        ConfigError: there is no such class, it is no codec, or the messages of two of them cannot be told apart; the
+            text begins with ``setting``, which names it.
     """
     found: dict[str, type[Codec]] = {}
     for name in names:
@@ -56,6 +60,10 @@ def own_codecs(names: Iterable[str], setting: str = CODECS.key) -> tuple[type[Co
                 found[name] = CODECS.find(name)
             except ConfigError as error:
                 raise ConfigError(str(error).replace(CODECS.key, setting, 1)) from None
+    try:
+        check_magics(found.values())
+    except ValueError as error:
+        raise ConfigError(f"{setting} {', '.join(found)}: {error}") from None
     return tuple(found.values())
 
 
@@ -116,8 +124,9 @@ def _made(
         codec: Codec = CODECS.make(Choice.model_validate({**given, "name": name}))
         return codec
     except ValueError as error:
+        advice = ". Use one version of its file on all nodes" if ":" in name else ""
         raise ConfigError(
-            f"the controller chose the codec {name!r} with options that cannot be used here: {error}"
+            f"the controller chose the codec {name!r} with options that cannot be used here: {error}{advice}"
         ) from None
 
 

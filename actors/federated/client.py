@@ -9,10 +9,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import math
 import operator
 import time
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
@@ -21,16 +20,20 @@ from torch import Tensor
 from gradbus.actors.federated.chosen_codecs import check_allowed, own_codecs
 from gradbus.actors.federated.client_models import ClientModels, FrozenParameters
 from gradbus.actors.federated.client_names import MAX_CLIENT_ID
-from gradbus.actors.federated.client_state import ClientStateStore
+from gradbus.actors.federated.client_observer import MAX_REPORTS, ClientObserver
+from gradbus.actors.federated.client_report import CALLED_OFF, ClientReport
+from gradbus.actors.federated.client_state import PERSONAL, ClientStateStore, part_of
 from gradbus.actors.federated.early_failures import EarlyFailures
 from gradbus.actors.federated.evaluation_answers import EvaluationAnswers
 from gradbus.actors.federated.flat_model import FlatModel
 from gradbus.actors.federated.id_request import request_id
 from gradbus.actors.federated.local_evaluation import LocalEvaluation
 from gradbus.actors.federated.local_training import Allowed, LocalTraining, NothingToTrain, RoundInputs, reason_of
+from gradbus.actors.federated.named_model import NamedModel
+from gradbus.actors.federated.pacing import TrainingBudget
 from gradbus.actors.federated.packets_out import PacketRoute, PacketSender
 from gradbus.actors.federated.report import ClientSummary
-from gradbus.actors.federated.rounds import SAT_OUT
+from gradbus.actors.federated.rounds import PAUSED, SAT_OUT
 from gradbus.actors.federated.session import (
     ClientContext,
     ClientHeartbeat,
@@ -50,12 +53,12 @@ from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.compute import ComputeThread
 from gradbus.runtime.config.federated import ClientConfig
 from gradbus.runtime.dds.missing_peers import EVERY_S, WaitLog
-from gradbus.runtime.errors import ConfigError, JoinDeclined, JoinRefused, RunAborted, TrainingFailed
+from gradbus.runtime.errors import BarrierTimeout, ConfigError, JoinDeclined, JoinRefused, RunAborted, TrainingFailed
 from gradbus.runtime.logs import get_logger, process_name
 from gradbus.runtime.misuse import awaited
 from gradbus.runtime.names import check_name
 from gradbus.runtime.plain_text import plain_line, plain_text
-from gradbus.runtime.tasks import TaskGroup, single_error
+from gradbus.runtime.tasks import TaskGroup, items_of, single_error
 from gradbus.runtime.testing.instrumentation import Probe
 from gradbus.runtime.user_errors import traceback_with_place, user_error
 from gradbus.runtime.wire.control import (
@@ -72,6 +75,7 @@ from gradbus.runtime.wire.control import (
     PacketsMissing,
     Receipt,
     Refused,
+    RepeatedCommand,
     RoundTerms,
     RunEnded,
     Status,
@@ -93,6 +97,7 @@ from gradbus.runtime.wire.messages import (
 NO_ROOM = "its update has no room in the sum of all members: see its log"
 
 NO_ID = -1
+LAST_MODEL_S = 30.0  # for which the end waits for the model after the last round
 
 log = get_logger("client")
 
@@ -122,10 +127,11 @@ class Client:
     """
 
     _codecs_setting: ClassVar[str] = "client.codecs"  # which names the codecs that a controller may choose
+    _budget_kind: ClassVar[type[TrainingBudget]] = TrainingBudget
 
     def __init__(
         self, bus: Bus, task: FederatedTask, *, client_id: int | None = None, name: str = "",
-        config: ClientConfig | None = None,
+        config: ClientConfig | None = None, callbacks: Sequence[Any] = (),
     ) -> None:  # fmt: skip
         """A client that has not started.
 
@@ -136,10 +142,11 @@ class Client:
             name: one for each client of the job: letters, digits and ``. _ -``, 64 at most. With security that knows
                 single nodes it is that of the node, or begins with it and a dot, and may be left out.
             config: settings.
+            callbacks: objects as :mod:`.client_observer` describes them, beside those that ``config.callbacks`` names.
 
         Raises:
             TypeError: there is neither an id nor a name, or the id is not a number. ValueError: it is out of range.
-            ConfigError: the name is not one.
+            ConfigError: the name is not one, or a callback is none.
         """
         self.client_id = NO_ID if client_id is None else checked_id(client_id)
         self.name = check_name(name) if name else ""
@@ -160,6 +167,11 @@ class Client:
         self._prepared = False  # the task has loaded its data: from then on the client may be ready
         self._failure = ""  # of the training here, the newest one
         self._leaving = "stopped"  # why it leaves, unless the run has ended
+        shown = NamedModel(self._shown_model, lambda: self._model)
+        self._observer = ClientObserver(callbacks, self._config.callbacks, shown, self._changed)
+        self._budget = self._budget_kind(self._config.budget, wait=lambda seconds: self._compute.wait_for_stop(seconds))
+        self._paused_in: TrainCmd | None = None  # the command whose training a pause has called off
+        self._group: TaskGroup | None = None  # of the tasks of a run
         self._declined: tuple[JoinDeclined, int] | None = None  # why it does not take part in a run, and in which
         self._context: ClientContext  # made by _open, as are models and answers
         self._models: ClientModels
@@ -176,7 +188,8 @@ class Client:
         self._early_packets = UpdateSender(self._bus, identity, self._probe)
         self._packets = PacketSender(self._early_packets, self._sender, self._transfers, self._probe)
         self._masking = ClientMasking(self._bus, identity, least_members=self._config.least_members)
-        self._early_failures = EarlyFailures(self._bus, identity, self._config)
+        unassigned = self.name if identity.sender == UNASSIGNED else ""
+        self._early_failures = EarlyFailures(self._bus, identity, self._config, unassigned)
         self._waiting = WaitLog(log, self._bus.reach, **self._facts)
 
     @property
@@ -203,6 +216,7 @@ class Client:
 
     def _build(self) -> None:
         """Build the model, off the loop: the Hello says what it is."""
+        self._budget.enter()
         self._bus.access_policy.check_client()
         self._model = self._flat_model()
 
@@ -222,6 +236,7 @@ class Client:
 
     def _open(self) -> None:
         """Open the directory of the state, and make the parts of this client, off the loop."""
+        self._budget.enter()  # on another thread, where the id was assigned
         kept = ClientStateStore(self._config.state_dir, self.client_id)
         self._training = LocalTraining(
             self._task, self._identity, self._model, kept, self._bus.memory, self._probe,
@@ -240,6 +255,10 @@ class Client:
     def _flat_model(self) -> FlatModel:
         """Build the model and lay it out."""
         return FlatModel(build_model(self._task), rebuild=partial(build_model, self._task))
+
+    def _shown_model(self) -> FlatModel:
+        """Make the model in which global models are shown to the program while the other one is trained."""
+        return self._flat_model()
 
     def _open_parts(self, frozen: FrozenParameters) -> None:
         """Make the parts of every client, also of one that has others train. ``frozen``: takes what no round changes.
@@ -262,6 +281,7 @@ class Client:
             frozen,
             own,
             wait=lambda timeout_s: self._wait(timeout_s),
+            follower=self._observer,
         )
         self._opened.callback(self._models.close)
 
@@ -280,6 +300,70 @@ class Client:
             name=self.name,
         )  # fmt: skip
 
+    @property
+    def is_paused(self) -> bool:
+        """Whether :meth:`pause` was called, and :meth:`resume` not yet."""
+        return self._status.is_paused
+
+    def pause(self) -> None:
+        """Take part in no round until :meth:`resume`; the controller learns of it at once, and does not wait.
+
+        A training that is under way is called off between two batches. An update that is made already is still sent,
+        and with secure aggregation this client goes on helping to unmask the sum that it is in. Models still arrive.
+        Called on the event loop; from another thread by ``loop.call_soon_threadsafe``.
+        """
+        if not self._status.is_paused:
+            self._status.is_paused = True
+            if not self._status.is_delivering:
+                self._paused_in = self._session.command
+                self._compute.stop_current()
+            self._announce_pause()
+
+    def resume(self) -> None:
+        """Take part again, from the next round on; in asynchronous runs at once."""
+        if self._status.is_paused:
+            self._status.is_paused = False
+            self._forget_pause()
+            self._announce_pause()
+
+    def _forget_pause(self) -> None:
+        """Report no more that the newest round is sat out: the controller may begin another attempt at it."""
+        failure = self._session.failure
+        if failure is not None and failure.reason == PAUSED:
+            self._session.failure = None
+
+    def _announce_pause(self) -> None:
+        log.info("paused" if self._status.is_paused else "resumed", **self._facts)
+        self._changed.set()
+        if self._group is not None:
+            self._group.create_task(self._heartbeat.send_hello(), name=f"client-{self.client_id}-hello")
+
+    async def state_dict(self) -> dict[str, Any]:
+        """Return the newest global model that has arrived: tensors by name, for ``model.load_state_dict``.
+
+        They are copies on the CPU, made off the event loop, at any time, also while this client trains and after the
+        end. What stays at this client is its own, as its newest update that counts has left it.
+
+        Raises:
+            RuntimeError: no model has arrived yet.
+        """
+        return await self._observer.state_dict()
+
+    def rounds(self) -> AsyncGenerator[ClientReport, None]:
+        """Take part as by :meth:`run`, and yield a report of each round that this client was asked for.
+
+        The client goes on meanwhile, whatever the caller does: of more than 1024 reports that wait the oldest are
+        dropped. Closing the iterator ends the client gracefully.
+
+        Raises:
+            As :meth:`run`.
+        """
+        return items_of(self._serve, name="client", most=MAX_REPORTS)
+
+    async def _serve(self, on_report: Callable[[ClientReport], object]) -> None:
+        self._observer.report_to(on_report)
+        await self.run()
+
     @awaited("client.run()")
     async def run(self) -> ClientSummary:
         """Take part until all rounds are done.
@@ -290,7 +374,7 @@ class Client:
             ConfigError: its settings do not fit the model.
             BarrierTimeout: no controller was received for ``controller_timeout_s``.
             TrainingFailed: the run has ended because training failed here. RunAborted: because it failed on the other
-                clients, or a setting of the controller is wrong.
+                clients, or a setting of the controller is wrong. CallbackFailed: a callback has raised.
         """
         try:
             await self._do_or_report(self._build)
@@ -307,14 +391,18 @@ class Client:
                     helpers = [
                         group.create_task(listening, name=f"client-{self.client_id}-listen"),
                         group.create_task(self._heartbeat.run(), name=f"client-{self.client_id}-heartbeat"),
+                        group.create_task(self._show_models(), name=f"client-{self.client_id}-show-models"),
                     ]
+                    self._group = group
                     try:
                         await self._work(group)
                         await self._models.settle()
+                        await self._end_well()
                     except Exception as error:
                         self._leaving = f"failed: {self._early_failures.summary(error)}"
                         raise
                     finally:
+                        self._group = None
                         self._models.receive(False)
                         if self._declined is not None:
                             await self._early_failures.report(*self._declined)
@@ -326,9 +414,41 @@ class Client:
         finally:
             self._compute.close()
             self._masking.close()
+            self._observer.close()
             self._opened.close()
             self._probe.end(rounds=self._rounds, refused=self._refused, rejected=dict(self._bus.rejected))
         return self.summary
+
+    async def _show_models(self) -> None:
+        try:
+            await self._observer.show_models()
+        except Exception as error:  # it ends this client, whose work is cancelled
+            self._leaving = f"failed: {self._early_failures.summary(error)}"
+            raise
+
+    async def _end_well(self) -> None:
+        """Give the program the model after the last round, and the end of the run, if that has ended well."""
+        if self._session.ended is not None:
+            await self._take_last_model()
+            await self._observer.show_newest()
+            await self._observer.run_ended(self.summary)
+
+    async def _take_last_model(self) -> None:
+        """Wait until the model after the last round is here, at most LAST_MODEL_S. Its controller waits as long."""
+        current, replica = self._session, self._models.replica
+        welcome, command = current.welcome, current.command
+        if welcome is None or command is None or not self._models.receives_all(welcome):
+            return
+        self._status.is_paused = False
+        until_s = time.monotonic() + LAST_MODEL_S
+
+        def superseded() -> bool:
+            return time.monotonic() >= until_s or not self._bus.matched_writers(TrainCmd)
+
+        with contextlib.suppress(BarrierTimeout):
+            await self._models.fetch_round(welcome, command.round_id, superseded)
+        if replica.round_id < command.round_id:
+            log.warning("last model not received", **self._facts, round=command.round_id, held=replica.round_id)
 
     async def _do_or_report(self, step: Callable[[], None]) -> None:
         try:
@@ -355,9 +475,7 @@ class Client:
     def _handle(self, message: Message, group: TaskGroup) -> None:
         match message:
             case TrainCmd():
-                if self._session.take(message) and self._session.repeats is None:
-                    self._compute.stop_current()  # what is being trained now is no longer wanted
-                self._interrupt_sending()
+                self._on_command(is_other=self._session.take(message))
             case Control(sender=sender, incarnation=session, body=body) if sender == CONTROLLER:
                 if not self._session.accepts_session(session):
                     return
@@ -365,6 +483,12 @@ class Client:
             case _:
                 return
         self._changed.set()
+
+    def _on_command(self, *, is_other: bool) -> None:
+        """Stop what the newest command makes superfluous."""
+        if is_other and self._session.repeats is None:
+            self._compute.stop_current()  # what is being trained now is no longer wanted
+        self._interrupt_sending()
 
     def _accept_welcome(self, session: int, welcome: Welcome) -> None:
         """Follow the controller. Raises JoinDeclined: it asks for what this client does not give."""
@@ -379,6 +503,7 @@ class Client:
             raise
         current.welcome = welcome
         self.name = welcome.name or self.name  # with identities the allow list's
+        self._interrupt_sending()  # a controller that had taken this client for dead holds nothing of its update
 
     def _start_session(self, session: int, welcome: Welcome) -> None:
         """Follow another controller, or another start of it: work for the one before is of no use."""
@@ -440,8 +565,8 @@ class Client:
             case _ if isinstance(body, (*ANSWERS, PacketsMissing)) and (body.to, body.incarnation) == me:
                 self._answered_by = session
                 self._on_answer(body, group)
-            case RoundTerms() if body.run_id == current.run_id and session == current.incarnation:
-                self._take_terms(body, group)
+            case RoundTerms() | RepeatedCommand() if body.run_id == current.run_id and session == current.incarnation:
+                self._take_round(body, group)
             case EvaluationRequest() | LocalModelRequest() if session == current.incarnation:
                 self._take_request(body)
             case MaskRoster() | MaskShares() | MaskSurvivors() if session == current.incarnation and current.welcome:
@@ -465,13 +590,22 @@ class Client:
         elif not self._sender.on_answer(body, group):
             self._early_packets.on_answer(body, group)
 
+    def _take_round(self, message: RoundTerms | RepeatedCommand, group: TaskGroup) -> None:
+        """Take what the controller repeats of the open round."""
+        if isinstance(message, RoundTerms):
+            self._take_terms(message, group)
+        elif self._session.take_repeated(message):
+            self._on_command(is_other=True)
+
     def _take_terms(self, terms: RoundTerms, group: TaskGroup) -> None:
         current = self._session
         if current.terms is not None and (terms.round_id, terms.attempt) < (
             current.terms.round_id, current.terms.attempt,
         ):  # fmt: skip
             return
-        current.terms = terms
+        before, current.terms = current.terms, terms
+        if terms.attempt and terms != before:
+            self._interrupt_sending()  # of the attempt before
         if terms.attempt and has_id(parse_ids(terms.participants), self.client_id):
             self._masking.begin(terms.run_id, current.incarnation, terms.round_id, terms.attempt, group)
         if current.command is not None and not current.takes_part(self.client_id, current.command):
@@ -497,18 +631,19 @@ class Client:
             self._changed.clear()
             if current.ended is not None:
                 return
+            if self._observer.ending:
+                self._leaving = self._observer.ending
+                return
             welcome, command = current.welcome, current.command
             if welcome is not None and not self._prepared:
-                self._status.set("preparing")
-                await self._heartbeat.send_hello()
-                try:
-                    await self._prepare(welcome, group)
-                except Exception as error:
-                    await self._report_unprepared(error, welcome.run_id)
-                    raise
-                self._status.set("idle")
-                self._prepared = True
-                await self._heartbeat.send_hello()  # ready only now: loading data is not part of the first round
+                await self._get_ready(welcome, group)
+                continue
+            if welcome is not None and self._observer.follows_models and await self._models.lacks_frozen(welcome):
+                await self._models.fetch_frozen(welcome)
+                self._observer.look_again()
+                continue
+            if self._status.is_paused or (command is not None and command is self._paused_in):
+                await self._sit_out(welcome, command)
                 continue
             if welcome is None or command is None or not current.is_for(self.client_id, welcome, command):
                 if welcome is None or not await self._answered(welcome, group):
@@ -522,16 +657,45 @@ class Client:
             else:
                 await self._fetch_for(welcome, command)
 
+    async def _get_ready(self, welcome: Welcome, group: TaskGroup) -> None:
+        """Do what has to be done once, and say so. What it fails with is reported."""
+        self._status.set("preparing")
+        await self._heartbeat.send_hello()
+        try:
+            await self._prepare(welcome, group)
+        except Exception as error:
+            await self._report_unprepared(error, welcome.run_id)
+            raise
+        self._status.set("idle")
+        self._prepared = True
+        await self._heartbeat.send_hello()  # ready only now: loading data is not part of the first round
+
+    async def _sit_out(self, welcome: Welcome | None, command: TrainCmd | None) -> None:
+        """Report that the round of a command has no update of this client, which is paused, or was in its midst; then
+        wait while it is. Asynchronous rounds go on with it whenever it is back."""
+        current = self._session
+        is_asked = welcome is not None and command is not None and current.is_for(self.client_id, welcome, command)
+        if is_asked and command is not None and current.repeats is None:
+            current.mark_handled(command)
+            current.failure = TrainingFailure(current.run_id, command.round_id, PAUSED, PAUSED)
+            await self._heartbeat.send_hello()
+        self._paused_in = None
+        if self._status.is_paused:
+            await self._wait(self._config.controller_timeout_s)
+        else:
+            self._forget_pause()
+
     async def _prepare(self, welcome: Welcome, group: TaskGroup) -> None:
         """Do what has to be done once, before this client is ready; tasks that it starts belong to ``group``."""
         await self._compute.run(self._training.prepare, welcome.num_clients)
+        self._observer.personal = await self._compute.run(self._training.kept_personal, welcome)
 
     async def _make_update(self, welcome: Welcome, command: TrainCmd, base: Tensor) -> EncodedUpdate:
         """Do what the command asks for, from ``base``, and encode it. Whatever is raised is reported as a failure."""
         inputs = RoundInputs(
             welcome=welcome, command=command, base=base, broadcast=self._models.replica.broadcast,
             buffers=self._models.replica.buffers, terms=self._session.terms, commanded_s=self._session.commanded_s,
-            spent=self._masking.turn_to(welcome.run_id, command.round_id), route=self._route,
+            spent=self._masking.turn_to(welcome.run_id, command.round_id), route=self._route, pacer=self._budget.pacer,
         )  # fmt: skip
         return await self._compute.run(self._training.train, inputs, next(self._transfers), self._compute.should_stop)
 
@@ -583,15 +747,51 @@ class Client:
         await self._answers.evaluate(welcome, request, group)
 
     async def _train_and_send(self, welcome: Welcome, command: TrainCmd, base: Tensor, group: TaskGroup) -> None:
-        current, round_id, session = self._session, command.round_id, self._session.incarnation
-        failure: Exception | None = None
         began_s, sent_before = time.monotonic(), self._uploaded_bytes
+        if not await self._may_begin(command.round_id):
+            return
+        update, reason = await self._train_update(welcome, command, base, group)
+        if update is not None:
+            self._status.is_delivering = True
+            try:
+                update, reason = await self._deliver_update(welcome, command, base, update)
+            finally:
+                self._status.is_delivering = False
+        seconds, sent_bytes = time.monotonic() - began_s, self._uploaded_bytes - sent_before
+        if update is None:
+            report = ClientReport(
+                round_id=command.round_id, counted=False, reason=reason, seconds=seconds, bytes_up=sent_bytes
+            )
+        else:
+            report = ClientReport.of_update(update.request, reason, bytes_up=sent_bytes, seconds=seconds)
+        if report.counted:
+            log.info(
+                "round done", **self._facts, round=report.round_id, samples=report.num_samples,
+                loss=None if report.loss is None else round(report.loss, 6), seconds=round(seconds, 3),
+                bytes=sent_bytes,
+            )  # fmt: skip
+        if self._status.is_paused:  # while it was sent: this is said only now
+            await self._heartbeat.send_hello()
+        await self._observer.round_done(report)
+
+    async def _may_begin(self, round_id: int) -> bool:
+        """Call the callbacks before a round; whether to train in it after that."""
+        await self._observer.round_begins(round_id)
+        return not (self._observer.ending or self._status.is_paused)
+
+    async def _train_update(
+        self, welcome: Welcome, command: TrainCmd, base: Tensor, group: TaskGroup
+    ) -> tuple[EncodedUpdate | None, str]:
+        """Make the update of a round; None: there is none, and why."""
+        current, session = self._session, self._session.incarnation
+        failure: Exception | None = None
         self._status.set("training")
         # It goes out as training starts: a later one may come late, as training may hold the interpreter.
         group.create_task(self._heartbeat.send_hello(), name=f"client-{self.client_id}-hello")
         self._route = partial(
             self._packets.begin, asyncio.get_running_loop(), group, partial(self._context.is_same_session, session)
         )
+        update: EncodedUpdate | None = None
         try:
             update = await self._make_update(welcome, command, base)
         except Exception as error:
@@ -605,33 +805,35 @@ class Client:
         if is_called_off or failure is not None:
             await self._packets.stop()
         if is_called_off:
-            log.info("training given up", round=round_id, newer=current.command.round_id if current.command else None)
-            return
+            newer = current.command.round_id if current.command else None
+            log.info("training given up", round=command.round_id, newer=newer)
+            return None, PAUSED if self._paused_in is command else CALLED_OFF
         if failure is not None:
-            await self._report_failure(welcome, command, failure)
-            return
+            return None, await self._report_failure(welcome, command, failure)
+        return update, ""
+
+    async def _deliver_update(
+        self, welcome: Welcome, command: TrainCmd, base: Tensor, update: EncodedUpdate
+    ) -> tuple[EncodedUpdate | None, str]:
+        """Send an update. Returns it as it was sent, and why it does not count; None: no answer has come for it."""
+        current = self._session
         try:
             delivered = await self._send_update(welcome, command, base, update)
         except TooLarge as error:
-            await self._report_failure(welcome, command, error)
-            return
+            return None, await self._report_failure(welcome, command, error)
         if delivered is None:
-            return
+            return None, CALLED_OFF
         update, receipt = delivered
         if receipt.accepted:
             self._rounds += 1
-            current.counted(round_id, self._answered_by)
-            request = update.request
-            log.info(
-                "round done", **self._facts, round=round_id, samples=request.num_samples,
-                loss=round(request.loss, 6) if math.isfinite(request.loss) else None,
-                seconds=round(time.monotonic() - began_s, 3), bytes=self._uploaded_bytes - sent_before,
-            )  # fmt: skip
+            self._observer.personal = part_of(update.state, PERSONAL)  # before the model of this round comes
+            current.counted(command.round_id, self._answered_by)
         else:
             self._refused += 1
             current.mark_handled(command)
-            log.warning("update refused", **self._facts, round=round_id, reason=receipt.reason)
+            log.warning("update refused", **self._facts, round=command.round_id, reason=receipt.reason)
         await self._compute.run(self._training.on_receipt, update, receipt)
+        return update, "" if receipt.accepted else f"refused: {plain_line(receipt.reason)}"
 
     async def _send_update(
         self, welcome: Welcome, command: TrainCmd, base: Tensor, update: EncodedUpdate
@@ -647,7 +849,9 @@ class Client:
             in_packets = isinstance(update.request, PacketRequest)
             deliver = self._packets.deliver if in_packets else self._sender.deliver
             # Another start of the controller is asked, too. It knows whether the update counts, as the residual must.
-            receipt = await deliver(update, check=lambda: self._context.is_same_run(welcome.run_id))
+            receipt = await deliver(
+                update, check=lambda: self._context.is_same_run(welcome.run_id), is_held=current.is_held(command)
+            )
             return None if receipt is None else (update, receipt)
 
         def is_wanted() -> bool:
@@ -674,7 +878,8 @@ class Client:
         newest = self._masking.attempt
         return newest is None or (newest.round_id == attempt.round_id and newest != attempt)
 
-    async def _report_failure(self, welcome: Welcome, command: TrainCmd, error: Exception) -> None:
+    async def _report_failure(self, welcome: Welcome, command: TrainCmd, error: Exception) -> str:
+        """Report to the controller why there is no update. Returns it, in one line."""
         current = self._session
         current.mark_handled(command)
         if isinstance(error, NothingToTrain):
@@ -682,7 +887,7 @@ class Client:
             if current.command is command:
                 current.failure = TrainingFailure(welcome.run_id, command.round_id, SAT_OUT, SAT_OUT)
                 await self._heartbeat.send_hello()
-            return
+            return SAT_OUT
         text = plain_text(traceback_with_place(error, full=self._config.full_traceback))
         summary = plain_line(str(user_error(error)))
         facts = {**self._facts, "round": command.round_id, "error": summary}
@@ -697,6 +902,7 @@ class Client:
         if current.command is command:
             current.failure = TrainingFailure(welcome.run_id, command.round_id, sent, reason_of(error))
             await self._heartbeat.send_hello()
+        return summary
 
     def _ended_by_failure(self, end: RunEnded) -> TrainingFailed:
         if not self._failure:

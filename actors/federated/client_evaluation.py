@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence, Set
 
 from gradbus.actors.federated.clients import ClientRegistry
 from gradbus.actors.federated.evaluation import ClientEvaluation, OpenEvaluation
+from gradbus.actors.federated.rounds import PAUSED
 from gradbus.actors.federated.selectors.base import ClientFacts, Draw, Selector
 from gradbus.actors.federated.selectors.uniform import Uniform
 from gradbus.actors.federated.state import RunContext
@@ -59,7 +60,7 @@ class ClientEvaluator:
         summary = await self._context.compute.run(
             found.summary, config.limits, config.evaluation.maximize, now_s=time.monotonic()
         )
-        if summary.missing:
+        if summary.missing.keys() - {PAUSED}:
             log.warning(
                 "evaluation without some clients", round=round_id, answered=summary.answered, asked=summary.asked,
                 missing=dict(summary.missing),
@@ -119,7 +120,7 @@ class ClientEvaluator:
         if self._open is None:
             return
         here = self._registry.taking_part(self._context.state.round_id + 1)
-        for client_id in self._open.follow(here):
+        for client_id in self._open.follow(here, self._registry.paused_ids()):
             log.warning(
                 "client lost to the evaluation", **self._context.client_facts(client_id), round=self._open.round_id
             )

@@ -15,13 +15,21 @@ from typing import Protocol
 from torch import Tensor
 
 from gradbus.actors.federated.global_model import ModelReplica, SharedModelReader, kind_of_model
+from gradbus.actors.federated.named_model import ArrivedModel
 from gradbus.actors.federated.session import ClientContext, listen
 from gradbus.actors.federated.sharing import Shape
 from gradbus.codecs import Codec
 from gradbus.runtime.compute import ComputeThread
 from gradbus.runtime.errors import BusError
 from gradbus.runtime.logs import get_logger
-from gradbus.runtime.wire.control import FROZEN_ROUND, EvaluationRequest, ModelAvailable, ModelRequest, Welcome
+from gradbus.runtime.wire.control import (
+    FETCHING_PHASE,
+    FROZEN_ROUND,
+    EvaluationRequest,
+    ModelAvailable,
+    ModelRequest,
+    Welcome,
+)
 from gradbus.runtime.wire.frames import FrameKey
 from gradbus.runtime.wire.messages import Message, ModelBlob
 
@@ -29,6 +37,17 @@ ASK_AFTER_S = 0.25  # without a frame of the model that is needed, ask for it
 FIRST_MODEL_S = 1.0  # so long a reader that was just made may take to be found, and to be sent what is kept for it
 
 log = get_logger("client")
+
+
+class ModelFollower(Protocol):
+    """Is given the models of a client, on the loop."""
+
+    @property
+    def follows_models(self) -> bool:
+        """Return whether it needs each of them, also those of rounds in which the client takes no part."""
+
+    def take_model(self, model: ArrivedModel) -> None:
+        """Take a model after a round; it may be the one that it has had last."""
 
 
 class FrozenParameters(Protocol):
@@ -51,6 +70,7 @@ class ClientModels:
     def __init__(
         self, context: ClientContext, dim: int, frozen_dim: int, frozen: FrozenParameters,
         own: Sequence[type[Codec]] = (), *, wait: Callable[[float], Awaitable[None]],
+        follower: ModelFollower | None = None,
     ) -> None:  # fmt: skip
         """No models yet.
 
@@ -58,6 +78,7 @@ class ClientModels:
             dim, frozen_dim: values that a model exchanges, and that it does not change, before a controller says more.
             frozen: takes the latter. own: codecs that are not built in, in which models may come.
             wait: waits until something has changed, at most for so many seconds; raises BarrierTimeout.
+            follower: is given each model after a round; None: nobody follows them.
         """
         self._context = context
         self._name = f"client-{context.client_id}"
@@ -66,6 +87,7 @@ class ClientModels:
         self._frozen_dim = frozen_dim
         self._dim = dim
         self._wait = wait
+        self._follower = follower
         self._decode = ComputeThread(f"{self._name}-decode")  # a model may come while the old one still trains
         policy, memory = context.bus.access_policy, context.bus.memory
         self.replica = ModelReplica(dim, probe=context.probe, access_policy=policy, own=own)
@@ -88,7 +110,7 @@ class ClientModels:
     def start(self, welcome: Welcome, shape: Shape, buffer_bytes: int) -> None:
         """Follow another controller, or another start of it. Drops the models so far. ``buffer_bytes``: the longest
         block of merged buffers that may end one; 0: none does."""
-        self.receive(not welcome.fetch_models)
+        self.receive(self.receives_all(welcome))
         self._dim, self._frozen_dim = shape.dim, shape.frozen_dim
         self.replica.start(welcome.run_id, shape.dim, welcome.broadcast, buffer_bytes=buffer_bytes)
         self._frozen.start(0)  # followed only once it is needed
@@ -129,7 +151,7 @@ class ClientModels:
 
     async def _adopt(self, key: FrameKey, payload: memoryview, replica: ModelReplica) -> None:
         if replica.adopt(key, await self._decode.run(replica.decode, key, payload)):
-            self._context.changed.set()
+            self._note_adopted(replica)
 
     def on_notice(self, session: int, notice: ModelAvailable) -> None:
         """A model can be read in memory: that is done now, or when it is needed."""
@@ -140,15 +162,25 @@ class ClientModels:
 
     async def _read(self, key: FrameKey, notice: ModelAvailable) -> None:
         await self._memory.take(key, notice)
-        self._context.changed.set()
+        self._note_adopted(self.replica)
         if not self._memory.here:
             await self._context.heartbeat.send_hello()  # so that it is not counted on
+
+    def _note_adopted(self, replica: ModelReplica) -> None:
+        vector, welcome = replica.vector, self._context.session.welcome
+        if self._follower is not None and replica is self.replica and vector is not None and welcome is not None:
+            self._follower.take_model(ArrivedModel(replica.round_id, vector, replica.buffers, welcome))
+        self._context.changed.set()
+
+    def receives_all(self, welcome: Welcome) -> bool:
+        """Whether models come by themselves, also those of rounds in which this client takes no part."""
+        return not welcome.fetch_models or (self._follower is not None and self._follower.follows_models)
 
     # What is needed
 
     async def fetch_round(self, welcome: Welcome, round_id: int, superseded: Callable[[], bool]) -> None:
         """Fetch the model after this round, or a later one, until it is here or superseded."""
-        if not welcome.fetch_models:
+        if self.receives_all(welcome):
             await self.fetch(welcome, self.replica, round_id, superseded)
             return
         if (newest := self._memory.expect_newest()) is not None:
@@ -184,7 +216,7 @@ class ClientModels:
         await self.fetch(
             welcome, self._frozen, FROZEN_ROUND, lambda: not session.is_current(incarnation), first_after_s=0.0
         )
-        self.receive(not welcome.fetch_models)
+        self.receive(self.receives_all(welcome))
         vector = self._frozen.vector
         if vector is not None:
             await self._context.compute.run(self._frozen_parameters.take_frozen, welcome, vector)
@@ -220,7 +252,7 @@ class ClientModels:
             return self._candidate.vector if self._candidate.round_id == round_id else None
         finally:
             self._candidate.start(0)
-            self.receive(not welcome.fetch_models)
+            self.receive(self.receives_all(welcome))
 
     async def fetch(
         self, welcome: Welcome, replica: ModelReplica, round_id: int, superseded: Callable[[], bool], *,
@@ -229,7 +261,7 @@ class ClientModels:
         """Wait until the replica has the model of this round, or that is superseded, and request it while nothing of
         it arrives, for the first time after so many seconds. Raises BarrierTimeout: no controller for too long."""
         context = self._context
-        context.status.set("fetching")
+        context.status.set(FETCHING_PHASE)
         ask_at_s = time.monotonic() + first_after_s
         while replica.round_id < round_id and not superseded():
             context.changed.clear()

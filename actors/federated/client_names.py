@@ -7,18 +7,22 @@ from checkpoints: they are checked where they come in, and their number is bound
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from difflib import get_close_matches
+from itertools import islice
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field
 
-from gradbus.runtime.names import check_name
+from gradbus.runtime.names import MAX_NAME_CHARS, check_name, is_name
 from gradbus.runtime.wire.control import ClientName
 from gradbus.runtime.wire.id_ranges import common_ids, format_ids, has_id, parse_ids
 
 MAX_NAMED_CLIENTS = 65_536  # as many as a run has clients
 MAX_CLIENT_ID = 0x7FFF_FFFE
 NAMES_FILE = "clients.json"  # of a run directory
+_MAX_SHOWN = 8  # names that an error lists
+_MAX_COMPARED = 2_000  # names that a wrong one is compared with: they take some 75 ms
 
 Pair = tuple[Annotated[ClientName, AfterValidator(check_name)], Annotated[int, Field(ge=0, le=MAX_CLIENT_ID)]]
 """A name in a checkpoint, and its id."""
@@ -42,6 +46,29 @@ class ClientNames:
         """Return the id of a name; None: it has none yet."""
         return self._ids.get(name)
 
+    def find(self, name: str) -> int:
+        """Return the id of the client with this name, also of a host's.
+
+        Raises:
+            ValueError: there is none; the text has the names that are near, or else the first ones.
+        """
+        host, _, number = name.rpartition(".")
+        ids = self._hosts.get(host, ())
+        known = self._ids.get(name)
+        if known is None and number.isdecimal() and has_id(tuple(ids), int(number)) and number == str(int(number)):
+            known = int(number)
+        if known is not None:
+            return known
+        names = [*self._ids, *(f"{host}.{ids[0].start}" for host, ids in self._hosts.items())]
+        near = get_close_matches(name[:MAX_NAME_CHARS], names[:_MAX_COMPARED], n=_MAX_SHOWN)
+        shown = ", ".join(near or names[:_MAX_SHOWN]) or "none"
+        own = self._hosts.get(name)
+        of_host = f". {name!r} is a host: name its clients, as in {name}.{own[0].start}" if own else ""
+        raise ValueError(
+            f"no client of this run is named {name[:MAX_NAME_CHARS]!a}{of_host}. "
+            f"{'Near names' if near else f'Of {len(names):,} names'}: {shown}. An id is a number, such as 0"
+        )
+
     def name_of(self, client_id: int) -> str:
         """Return the name of a client; empty: it has none."""
         name = self._names.get(client_id)
@@ -54,15 +81,17 @@ class ClientNames:
         """Return the name of a client that has it for itself, and not by its host; empty: it has none."""
         return self._names.get(client_id, "")
 
-    def label(self, client_id: int) -> str:
-        """Return id and name for people, as in ``0 (site-1)``."""
-        name = self.name_of(client_id)
-        return f"{client_id} ({name})" if name else str(client_id)
+    def label(self, client: int | str) -> str:
+        """Return id and name for people, as in ``0 (site-1)``; of a client without an id its name, which is given."""
+        name = "" if isinstance(client, str) else self.name_of(client)
+        return f"{client} ({name})" if name else str(client)
 
-    def facts(self, client_id: int) -> dict[str, Any]:
-        """Return id and name for a log event."""
-        name = self.name_of(client_id)
-        return {"client": client_id, "name": name} if name else {"client": client_id}
+    def facts(self, client: int | str) -> dict[str, Any]:
+        """Return id and name for a log event; of a client without an id its name, which is given."""
+        if isinstance(client, str):
+            return {"name": client}
+        name = self.name_of(client)
+        return {"client": client, "name": name} if name else {"client": client}
 
     def named(self, client_ids: Iterable[int]) -> dict[str, str]:
         """Return the names of those of these clients that have one, by id as text, for JSON."""
@@ -76,9 +105,10 @@ class ClientNames:
             return f"the name {name!r} belongs to client {known}: leave the id {client_id} out, or take another name"
         if other is not None and other != name:
             return f"client {client_id} is the one named {other!r}: start it with that name, or take another id"
-        return self._conflict_with_hosts(name)
+        return self.conflict_with_hosts(name)
 
-    def _conflict_with_hosts(self, name: str) -> str:
+    def conflict_with_hosts(self, name: str) -> str:
+        """Return why a name is of the clients of a host, as a sentence; empty: it is not."""
         host = name if name in self._hosts else name.rpartition(".")[0]
         if host in self._hosts:
             return f"the name {name!r} belongs to the host {host!r} of other clients: take another name"
@@ -97,6 +127,10 @@ class ClientNames:
             return f"the name {name!r} belongs to the host of clients {_text(other)[:40]}: take another name"
         return ""
 
+    def has_room_for(self, name: str, client_id: int) -> bool:
+        """Return whether :meth:`keep` can give a client this name: there is a bound on how many names there are."""
+        return len(self._ids) < MAX_NAMED_CLIENTS or name in self._ids or client_id in self._names
+
     def keep(self, name: str, client_id: int) -> None:
         """Give a client this name, in place of another one of it, and the name this id.
 
@@ -114,6 +148,8 @@ class ClientNames:
     def keep_host(self, name: str, ids: str) -> None:
         """Give the clients of a host the name of the host."""
         ranges = parse_ids(ids)
+        if name and self._hosts.get(name) == ranges:
+            return  # as with each heartbeat: files list the hosts in the order in which they came
         for other, theirs in list(self._hosts.items()):
             if next(common_ids(theirs, ranges), None) is not None:
                 del self._hosts[other]
@@ -121,8 +157,12 @@ class ClientNames:
             self._hosts[name] = ranges
 
     def lowest_free(self, among: Iterable[range], is_taken: Callable[[int], bool]) -> int | None:
-        """Return the lowest of these ids that is nobody's; None: there is none."""
-        free = (one for ids in among for one in ids if one not in self._names and not is_taken(one))
+        """Return the lowest of these ids that is nobody's, nor that of a host's client; None: there is none."""
+        hosts = tuple(sorted((ids for host in self._hosts.values() for ids in host), key=lambda ids: ids.start))
+        free = (
+            one for ids in among for one in ids
+            if one not in self._names and not has_id(hosts, one) and not is_taken(one)
+        )  # fmt: skip
         return next(free, None)
 
     def rows(self, here: Iterable[int] | None = None) -> list[tuple[str, str]]:
@@ -167,20 +207,27 @@ def _text(ranges: Iterable[range]) -> str:
 
 
 def names_of_rows(rows: Iterable[Any], most: int) -> Mapping[int, str]:
-    """Return names by id from what a file has of :meth:`ClientNames.rows`, at most so many; what is wrong is left out.
+    """Return names by id from what a file has of :meth:`ClientNames.rows`, of the first ``most`` ids in it; what is
+    wrong is left out.
 
     Args:
-        rows: objects with ``clients``, ids as text, and ``name``.
+        rows: objects with ``clients``, ids as text, and ``name``. An id that is in two of them has the first name.
     """
     found: dict[int, str] = {}
-    for row in rows:
-        try:
-            name, ranges = check_name(row["name"]), parse_ids(row["clients"])
-        except (ValueError, TypeError, KeyError):
-            continue
-        is_one = len(ranges) == 1 and len(ranges[0]) == 1
-        for client_id in (one for ids in ranges for one in ids):
-            if len(found) >= most:
-                return found
-            found.setdefault(client_id, name if is_one else f"{name}.{client_id}")
+    named = (pair for row in rows for pair in _names_of_row(row))
+    for client_id, name in islice(named, most):
+        found.setdefault(client_id, name)
     return found
+
+
+def _names_of_row(row: Any) -> Iterator[tuple[int, str]]:
+    name, ids = (row.get(key) for key in ("name", "clients")) if isinstance(row, Mapping) else (None, None)
+    if not (isinstance(name, str) and isinstance(ids, str) and is_name(name)):
+        return
+    try:
+        ranges = parse_ids(ids)
+    except ValueError:
+        return
+    is_one = len(ranges) == 1 and len(ranges[0]) == 1
+    for client_id in (one for each in ranges for one in each):
+        yield client_id, name if is_one else f"{name}.{client_id}"

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from gradbus.actors.federated.task import implementation
 from gradbus.runtime.choices import CLIENT_OPTIMIZERS, Choice
 from gradbus.runtime.config.federated import IN_TERMS
 from gradbus.runtime.errors import ConfigError
@@ -65,9 +66,9 @@ def optimizer_argument(task: Any, choice: Choice | None, lr: float) -> dict[str,
     """
     if choice is None:
         return {}
-    if not takes(task.train, "make_optimizer"):
+    if not _train_takes(task, "make_optimizer"):
         raise ConfigError(
-            f"federated.training.optimizer is {choice.name!r}, but train of {type(task).__name__} makes its own: let "
+            f"federated.training.optimizer is {choice.name!r}, but {_train_of(task)} makes its own: let "
             f"it take make_optimizer, a function from parameters to an optimizer, or set the optimizer to 'task'"
         )
     return {"make_optimizer": partial(_make, choice, lr)}
@@ -82,21 +83,35 @@ def steps_argument(task: Any, steps: int) -> dict[str, int]:
     """
     if not steps:
         return {}
-    if not takes(task.train, "steps"):
+    if not _train_takes(task, "steps"):
         raise ConfigError(
-            f"federated.training.steps is {steps}, but train of {type(task).__name__} counts epochs: let it take "
+            f"federated.training.steps is {steps}, but {_train_of(task)} counts epochs: let it take "
             f"steps, the number of optimizer steps to make, or set federated.training.epochs"
         )
     return {"steps": steps}
 
 
 def takes_round(task: Any) -> bool:
-    """Whether ``task.train`` has an argument ``round``. One that takes any keyword is not meant: it may hand them on to
-    a function that does not."""
+    """Whether the function that trains has an argument ``round``: ``train`` of the task, or its ``train_fn``. One that
+    takes any keyword is not meant: it may hand them on to a function that does not."""
     try:
-        return "round" in inspect.signature(task.train).parameters
+        return "round" in inspect.signature(implementation(task, "train")).parameters and takes(task.train, "round")
     except (TypeError, ValueError):  # of a builtin nothing is known
         return False
+
+
+def _train_takes(task: Any, name: str) -> bool:
+    """Whether ``train`` of a task, and the function behind it, have a keyword argument of this name."""
+    return takes(task.train, name) and takes(implementation(task, "train"), name)
+
+
+def _train_of(task: Any) -> str:
+    """Return the name of the function that trains, for errors."""
+    found = implementation(task, "train")
+    owner = getattr(found, "__self__", None)
+    if owner is not None:
+        return f"train of {type(owner).__name__}"
+    return f"train_fn {getattr(found, '__qualname__', type(found).__name__)}"
 
 
 def takes(function: Callable[..., Any], name: str) -> bool:

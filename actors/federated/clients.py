@@ -10,13 +10,13 @@ and silence are those of its clients; of each client of its own there is only wh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from typing import Literal
 
 from gradbus.actors.federated.participation import FOR_GOOD
-from gradbus.runtime.wire.control import PROTOCOL, Hello
+from gradbus.runtime.wire.control import FETCHING_PHASE, PAUSED_PHASE, PROTOCOL, Hello
 from gradbus.runtime.wire.frames import UNASSIGNED
 from gradbus.runtime.wire.id_ranges import parse_ids
 from gradbus.runtime.wire.messages import Identity, is_later
@@ -28,6 +28,7 @@ MAX_NEWCOMERS = 8  # processes with the id of one member that wait at the same t
 FIRST_HOST = 0x8000_0000
 _RELEASES = {3: ", as gradbus 0.1 does"}  # by the protocol that they speak
 DOUBT_S = 5.0  # so long a client that may be gone is waited for
+IDLE = "idle"
 BUSY_PHASES = frozenset(
     {"preparing", "training", "evaluating"}
 )  # the user's own code runs, which may hold the interpreter
@@ -84,6 +85,11 @@ class ClientRecord:
         return now_s - self.seen_s - self.excused_s
 
     @property
+    def is_paused(self) -> bool:
+        """Whether it last reported that it takes part in no round for now."""
+        return self.hello.phase == PAUSED_PHASE
+
+    @property
     def is_busy(self) -> bool:
         """Whether it last reported that it runs the user's own code, and is not suspected dead."""
         return self.hello.phase in BUSY_PHASES and not self.is_doubted
@@ -127,6 +133,11 @@ class HostedClient:
     def quiet(self) -> bool:
         """Whether its host is quiet."""
         return self.host.quiet
+
+    @property
+    def is_paused(self) -> bool:
+        """Return False: virtual clients are not paused."""
+        return False
 
     def observe(self, now_s: float) -> None:
         """Something came from it, and so from its host."""
@@ -439,25 +450,48 @@ class ClientRegistry:
             member.excused_s = min(member.excused_s + seconds, now_s - member.seen_s)
 
     def ready(self, round_id: int) -> list[int]:
-        """Ids of the clients that can take part in the round, ascending: neither silent ones, nor those without a
-        message since they began to train for an earlier round."""
+        """Ids of the clients that can take part in the round, ascending: neither silent ones, nor paused ones, nor
+        those without a message since they began to train for an earlier round."""
         return sorted(
             member.client_id
             for member in self._members.values()
             if self._may_take_part(member, round_id)
-            and not member.silent
+            and not (member.silent or member.is_paused)
             and not (member.quiet and member.hello.round_id < round_id)
         )
 
     def taking_part(self, round_id: int) -> set[int]:
-        """Ids of the members that were let into this round, and are not silent."""
-        return {m.client_id for m in self._members.values() if m.from_round <= round_id and not m.silent}
+        """Ids of the members that were let into this round, and are neither silent nor paused."""
+        members = self._members.values()
+        return {m.client_id for m in members if m.from_round <= round_id and not (m.silent or m.is_paused)}
+
+    def paused_ids(self) -> set[int]:
+        """Ids of the clients that are here and take part in no round for now."""
+        return {m.client_id for m in self._members.values() if m.is_paused}
+
+    def lacks_command(self, ids: Iterable[int], round_id: int, attempt: int) -> bool:
+        """Return whether one of these clients has not received the command of this attempt at a round, as its newest
+        Hello shows: it works on another round, or, in a further attempt, on nothing."""
+        lacking = {
+            record.client_id for record in self._records()
+            if record.hello.session == self._session
+            and (record.hello.round_id != round_id or (attempt > 1 and record.hello.phase == IDLE))
+        }  # fmt: skip
+        # Of a host there is one record, however many clients it has: as a rule none lacks the command.
+        return bool(lacking) and any(
+            _record(self._members[one]).client_id in lacking for one in ids if one in self._members
+        )
 
     def silent_ids(self, round_id: int) -> set[int]:
         """Ids of silent clients that could else take part in this round."""
         return {
             m.client_id for m in self._members.values() if (m.silent or m.quiet) and self._may_take_part(m, round_id)
         }
+
+    @property
+    def has_fetching(self) -> bool:
+        """Whether a client that is not silent waits for a model."""
+        return any(m.hello.phase == FETCHING_PHASE and not m.silent for m in self._members.values())
 
     def count_live(self) -> int:
         """Number of members that are not silent."""

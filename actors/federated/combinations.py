@@ -61,8 +61,8 @@ def _check_evaluation(config: FederatedConfig) -> None:
         return
     if config.clients.kind == "sites":
         raise ConfigError(
-            "federated.evaluation: with federated.clients.kind=sites the clients are behind sites, which pass on sums "
-            "alone. Leave it out in trees; this Controller evaluates on its own data (eval_every)"
+            "federated.evaluation: with federated.clients.kind=sites this Controller reaches no client: sites forward "
+            "sums of updates only. Leave it out in trees; this Controller evaluates on its own data (eval_every)"
         )
     if config.mode == "asynchronous":
         raise ConfigError(

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import math
 import os
 import time
 import zlib
@@ -49,6 +48,7 @@ from gradbus.actors.federated.masked_rounds import MaskedRounds
 from gradbus.actors.federated.model_evaluation import ModelEvaluation, check_evaluation
 from gradbus.actors.federated.order_book import OrderBook, check_order
 from gradbus.actors.federated.ordered_run import OrderedRun, RoundRequests, serving
+from gradbus.actors.federated.participation import HAS_PAUSED
 from gradbus.actors.federated.publish import ModelPublisher
 from gradbus.actors.federated.report import Progress, RoundReport, round_report
 from gradbus.actors.federated.round_losses import RoundLosses
@@ -76,7 +76,7 @@ from gradbus.runtime.misuse import awaited
 from gradbus.runtime.optimization.schedules import RoundRates
 from gradbus.runtime.tasks import TaskGroup
 from gradbus.runtime.testing.instrumentation import Probe
-from gradbus.runtime.wire.control import BEFORE_FIRST_ROUND, MaskAnswer, RoundTerms, TrainingFailure
+from gradbus.runtime.wire.control import BEFORE_FIRST_ROUND, MaskAnswer, RepeatedCommand, RoundTerms, TrainingFailure
 from gradbus.runtime.wire.frames import CONTROLLER
 from gradbus.runtime.wire.messages import ClientUpdate, Control, Identity, TrainCmd, new_incarnation
 
@@ -88,6 +88,13 @@ ALL_DONE = "all rounds are done"
 LINES_OF_A_ROUND = 20  # about how updates come in, however many clients there are
 
 log = get_logger("controller")
+
+
+def _repeated(command: TrainCmd, run_id: int, attempt: int) -> RepeatedCommand:
+    """Return what repeats the command of this attempt at a round."""
+    return RepeatedCommand(
+        run_id, command.round_id, command.subset_size, command.epochs, command.lr, command.seed, attempt
+    )
 
 
 class Controller:
@@ -362,7 +369,10 @@ class Controller:
         config, finished, final, linger = self._config, False, False, False
         stack.callback(self._close_state)
         stack.callback(self._compute.close)
-        log.info("rounds", rounds=config.rounds, strategy=config.strategy.name, trust=config.limits.trust)
+        log.info(
+            "run starts", job=self._bus.job, rounds=config.rounds, strategy=config.strategy.name,
+            trust=config.limits.trust,
+        )  # fmt: skip
         log_timeouts(log, federated_timeouts(config, lease_s=self._bus.remote_lease_s))
         await self._compute.run(self._open)
         state = self._state
@@ -390,6 +400,7 @@ class Controller:
             try:
                 await self._all_rounds(on_report)
                 finished, reason[0] = True, self._over()
+                self._dispatcher.is_ending = True
                 await self._monitor.announce_end(ok=True, reason=reason[0], linger=state.round_id == began_after)
             except Exception as error:
                 # After these, waiting for this controller is of no use. Clients that are about to join hear it, too.
@@ -398,6 +409,7 @@ class Controller:
                 raise
             finally:
                 if not finished:
+                    self._dispatcher.is_ending = True
                     await self._monitor.announce_end(ok=False, reason=reason[0], final=final, linger=linger)
                 for helper in helpers:
                     helper.cancel()
@@ -496,12 +508,12 @@ class Controller:
     def mask_answered(self, client_id: int, incarnation: int, answer: MaskAnswer) -> None:
         self._masked.on_answer(client_id, incarnation, answer)
 
-    def client_failed(self, client_id: int, report: TrainingFailure) -> None:
-        if report.round_id == BEFORE_FIRST_ROUND:
-            shown = client_id & ~FIRST_HOST  # of a host, the first one of its clients
+    def client_failed(self, client: int | str, report: TrainingFailure) -> None:
+        if isinstance(client, str) or report.round_id == BEFORE_FIRST_ROUND:
+            shown = client if isinstance(client, str) else client & ~FIRST_HOST  # of a host, the first of its clients
             self._selection.note_unprepared(shown, self._losses.note_unprepared(shown, report))
             return
-        if self._losses.note_failure(self._round, client_id, report):
+        if self._losses.note_failure(self._round, client, report):
             self._changed()
 
     def _changed(self) -> None:
@@ -576,7 +588,10 @@ class Controller:
         rules = RoundRules(
             minimum=config.clients.min,
             quorum=config.round.quorum,
-            deadline_s=min(self._time_left()[1], max(self._deadline.seconds(attempt), 1.1 * least_s)),
+            deadline_s=min(
+                self._time_left()[1],
+                max(self._deadline.seconds(self._book.round_work(round_id), attempt), 1.1 * least_s),
+            ),
             grace_s=config.round.grace_s,
         )
         round_ = self._new_round(round_id, rules, accepted)
@@ -599,7 +614,7 @@ class Controller:
                 await self._publish_terms(terms)
                 await self._bus.publish(self._identity, command)
             self._probe.reached("after_command", round_id)
-            outcome = await self._until_over(round_, terms)
+            outcome = await self._until_over(round_, terms, _repeated(command, self.run_id, attempt))
         finally:
             if masked is not None:
                 await masked.stop()
@@ -616,11 +631,11 @@ class Controller:
                 await self._publish_terms(self._round_terms(round_id, accepted))
         return round_, outcome
 
-    async def _until_over(self, round_: Round, terms: RoundTerms | None) -> Outcome:
-        """Wait until a commanded round is over, and repeat its terms meanwhile."""
+    async def _until_over(self, round_: Round, terms: RoundTerms | None, repeated: RepeatedCommand) -> Outcome:
+        """Wait until a commanded round is over. Meanwhile repeat its terms, and its command while a client lacks it."""
         masked, round_id = self._masked.attempt, round_.round_id
         reached, repeat_s = round_.ready, self._config.clients.heartbeat_s
-        repeat_at_s = math.inf if terms is None else time.monotonic() + repeat_s
+        repeat_at_s = time.monotonic() + repeat_s
         if masked is not None:
             masked.start(self._wakeup.set)
         while True:
@@ -637,6 +652,8 @@ class Controller:
                 repeat_at_s = time.monotonic() + repeat_s
                 with tolerate_write_timeout("terms", round_id):
                     await self._publish_terms(terms)
+                    if self._registry.lacks_command(round_.open, round_id, repeated.attempt):
+                        await self._context.publish(repeated)
 
     async def _call_on_update(self) -> None:
         """Call the callbacks for the updates that count by now."""
@@ -734,7 +751,7 @@ class Controller:
             await self._compute.run(self._stop.aggregated, report)
         state.participation.commit(round_id, totals.samples, self._losses.of(round_), totals.loss_of)
         if attempt == 1:  # of another one the time says little: some updates were there when it began
-            self._deadline.round_done(round_.answered_s)
+            self._deadline.round_done(round_.answered_s, self._book.round_work(round_id))
         self._losses.begin()
         # The message is made before the commit: what the clients will hold is part of the state.
         size = await self._publisher.prepare(round_id)
@@ -786,7 +803,9 @@ class Controller:
         never = participation.never_counted(self._ids_known_before())
         self.progress.never_counted = never
         for client_id, why in list(never.items())[:MAX_NAMED]:
-            log.warning("client never counted", **self._state.names.facts(client_id), reason=why)
+            (log.info if why == HAS_PAUSED else log.warning)(
+                "client never counted", **self._state.names.facts(client_id), reason=why
+            )
 
     def _weights_crc32(self) -> int:
         return zlib.crc32(self._state.weights.numpy().data)
@@ -798,6 +817,7 @@ class Controller:
 
     def _make_durable(self, report: RoundReport) -> None:
         self._state.commit(report, self._publisher.held_apart)
+        self._probe.reached("after_commit_before_note", report.round_id)
         self._publisher.note_commit(report)
 
     async def _amended(self, report: RoundReport | None) -> RoundReport | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import replace
@@ -94,8 +95,9 @@ class RoundEvents(Protocol):
     def membership_changed(self) -> None:
         """A client has come, gone, fallen silent or become ready."""
 
-    def client_failed(self, client_id: int, report: TrainingFailure) -> None:
-        """A client's training failed, or what it does before its first round."""
+    def client_failed(self, client: int | str, report: TrainingFailure) -> None:
+        """A client's training failed, or what it does before its first round. ``client``: its id, or the name of one
+        that has none yet."""
 
     def mask_answered(self, client_id: int, incarnation: int, answer: MaskAnswer) -> None:
         """A client's part in secure aggregation."""
@@ -106,6 +108,7 @@ class Dispatcher:
 
     Attributes:
         has_begun: the clients follow this controller: one that starts now stays away.
+        is_ending: the run is over: a new name gets its id at once, so that its client learns that.
         has_terms: each round has terms, as it may be ordered to have settings that its command has no field for.
         fetch_models: not all clients take part in a round, and those that do not are not sent its model.
         evaluator: takes results of evaluations. local_models: takes the models that clients show others.
@@ -128,7 +131,7 @@ class Dispatcher:
         self._duplicates = DuplicateControllers(context.bus.job, context.identity)
         self._speeds: dict[int, float] = {}
         self._steps: dict[int, int] = {}
-        self.has_begun = False
+        self.has_begun = self.is_ending = False
         self.fetch_models = False
         self.has_terms = False
         self.terms: Welcome | None = None
@@ -177,7 +180,7 @@ class Dispatcher:
                     await self._hello(Identity(sender, incarnation), message.body, message.number)
                     return
                 if isinstance(message.body, TrainingFailure) and message.body.run_id == NOT_WELCOMED:
-                    self._failed_unwelcomed(sender, message.body)
+                    self._failed_unwelcomed(Identity(sender, incarnation), message.body)
                     return
                 client_id = self._naming.id_of(sender, incarnation)
                 if self._mark_alive(client_id, incarnation) and (
@@ -193,14 +196,12 @@ class Dispatcher:
             case _:
                 pass  # own messages, or those of a controller that will give up
 
-    def _failed_unwelcomed(self, client_id: int, report: TrainingFailure) -> None:
+    def _failed_unwelcomed(self, sender: Identity, report: TrainingFailure) -> None:
         """A client that has not joined reports why it cannot."""
-        if client_id == UNASSIGNED:
-            log.warning("a client failed before it had an id", error=report.text.strip().splitlines()[-1:])
-            return
-        is_here = self._registry.incarnation_of(client_id) is not None  # then another process has its id
-        if report.round_id == BEFORE_FIRST_ROUND and not is_here:
-            self._events.client_failed(client_id, report)
+        client = self._naming.failed_client(sender, report.name) if sender.sender == UNASSIGNED else sender.sender
+        is_here = isinstance(client, int) and self._registry.incarnation_of(client) is not None  # then another process
+        if report.round_id == BEFORE_FIRST_ROUND and client != "" and not is_here:
+            self._events.client_failed(client, report)
 
     async def _on_client(self, client_id: int, incarnation: int, body: Body, group: asyncio.TaskGroup) -> None:
         match body:
@@ -240,13 +241,15 @@ class Dispatcher:
         return True
 
     async def _hello(self, sender: Identity, hello: Hello, number: int) -> None:
-        incarnation, found = sender.incarnation, self._naming.resolve(sender, hello, time.monotonic())
+        now_s = math.inf if self.is_ending else time.monotonic()
+        incarnation, found = sender.incarnation, self._naming.resolve(sender, hello, now_s)
         if found.waits:
             return
         client_id = sender.sender if found.refusal else found.client_id
         self._mark_alive(client_id, incarnation)
         before, earlier = self._registry.get(client_id, incarnation), self._registry.incarnation_of(client_id)
         was_ready = before is not None and self._is_ready(before)
+        was_paused = before is not None and before.is_paused
         answer, why = self._answer(found, Identity(client_id, incarnation), hello, number)
         if earlier is not None and self._registry.get(client_id, earlier) is None:
             self._receiver.forget(client_id, earlier)  # an older start of it, which is gone
@@ -260,6 +263,7 @@ class Dispatcher:
         if answer is HelloAnswer.WELCOME and client is not None:
             await self.welcome(client, to=sender.sender)
         if client is not None and (before is None or was_ready != self._is_ready(client)):
+            self._note_pause(client, was_paused)
             if before is None and hello.ids:
                 facts = {"name": hello.name} if hello.name else {}
                 log.info(
@@ -315,8 +319,17 @@ class Dispatcher:
             return _ROUNDS_TO_NO_GRID.format(codec=config.codec.name)
         return ""
 
+    def _note_pause(self, client: Member, was_paused: bool) -> None:
+        """Log that a client pauses, or goes on."""
+        if client.is_paused is not was_paused:
+            facts = self._context.client_facts(client.client_id)
+            log.info("client paused" if client.is_paused else "client resumed", **facts)
+        if client.is_paused:
+            self._context.state.participation.note_paused(client.client_id)
+
     def _is_ready(self, client: Member) -> bool:
-        return client.hello.ready and client.hello.session == self._context.identity.incarnation
+        is_welcomed = client.hello.session == self._context.identity.incarnation
+        return client.hello.ready and is_welcomed and not client.is_paused
 
     async def welcome(self, client: Member, *, to: int | None = None) -> None:
         """Send a client its Welcome. ``to``: as what it sends, where that is not its id."""

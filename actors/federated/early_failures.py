@@ -22,10 +22,12 @@ MAX_TEXT = 8000  # characters of a traceback, from its end
 class EarlyFailures:
     """Reports what a client fails with before its first round, as far as ``client.report_failures`` lets it leave."""
 
-    def __init__(self, bus: Bus, identity: Identity, config: ClientConfig) -> None:
+    def __init__(self, bus: Bus, identity: Identity, config: ClientConfig, name: str = "") -> None:
+        """``name``: of a client that has no id yet; else empty."""
         self._bus = bus
         self._identity = identity
         self._config = config
+        self._name = name
 
     def summary(self, error: Exception) -> str:
         """Return what of an error may leave this client, in one line."""
@@ -39,8 +41,9 @@ class EarlyFailures:
             text = self.summary(error)
             if is_own:
                 text = plain_text(traceback_with_place(error, full=self._config.full_traceback))
+        failure = TrainingFailure(run_id, BEFORE_FIRST_ROUND, text[-MAX_TEXT:], name=self._name)
         with contextlib.suppress(BusError):
-            await self._bus.publish(self._identity, TrainingFailure(run_id, BEFORE_FIRST_ROUND, text[-MAX_TEXT:]))
+            await self._bus.publish(self._identity, failure)
 
     async def report_unwelcomed(self, error: Exception) -> None:
         """Report the error to the controller of the job, if there is one: this client has not met it yet."""

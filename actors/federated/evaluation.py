@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from gradbus.actors.aggregation.typical import most_samples
+from gradbus.actors.federated.rounds import PAUSED
 from gradbus.runtime.config.federated import OF_CLIENTS, LimitSettings
 from gradbus.runtime.wire.control import EvaluationResult
 
@@ -174,8 +175,8 @@ class OpenEvaluation:
 
     def add(self, client_id: int, result: EvaluationResult) -> bool:
         """Take a result; whether it changes anything. The first one of a client counts, also of one that was taken for
-        lost."""
-        is_awaited = client_id in self.open or self.failures.get(client_id) == LOST
+        lost, or that had paused."""
+        is_awaited = client_id in self.open or self.failures.get(client_id) in (LOST, PAUSED)
         if result.round_id != self.round_id or not is_awaited or client_id in self.results:
             return False
         self.open.discard(client_id)
@@ -189,12 +190,13 @@ class OpenEvaluation:
             self.names.update(result.metrics)
         return True
 
-    def follow(self, present: Collection[int]) -> list[int]:
-        """Follow the registry: clients that are not ``present`` are not awaited. Returns them, ascending."""
-        lost = sorted(self.open.difference(present))
-        self.open.difference_update(lost)
-        self.failures.update(dict.fromkeys(lost, LOST))
-        return lost
+    def follow(self, present: Collection[int], paused: Collection[int] = ()) -> list[int]:
+        """Follow the registry: clients that are not ``present`` are not awaited. Returns those that are not ``paused``
+        either, ascending: they are lost."""
+        away = self.open.difference(present)
+        self.open -= away
+        self.failures.update({one: PAUSED if one in paused else LOST for one in away})
+        return sorted(away.difference(paused))
 
     def is_over(self, now_s: float) -> bool:
         """Whether nothing more is awaited."""

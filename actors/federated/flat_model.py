@@ -33,7 +33,8 @@ class FlatModel:
 
     Attributes:
         dim: number of exchanged elements. frozen_dim: of the others.
-        layout: 64-bit hash over names, shapes and dtypes: equal on nodes whose vectors mean the same.
+        layout: 64-bit hash over names, shapes and dtypes: equal on nodes whose vectors mean the same. layouts: that,
+            and the one that gradbus 0.1 has written into a checkpoint of a compiled model.
         frozen: 64-bit hash over the frozen values as float32; 0: there are none.
         table: name, dtype and shape of each exchanged tensor, in the order of the vector. frozen_table: of the others.
         sharing: what decides that.
@@ -121,6 +122,7 @@ class FlatModel:
         self.buffers = layout_of(self.specs, sharing)
         self._note_names(state)
         self.layout = shape_of(self.specs, division).layout
+        self.layouts = frozenset({self.layout, shape_of(self.specs, division, as_named=True).layout})
         self._initial = self._initial_values()
         self._vector: Tensor | None = None
         kinds = {(state[name].dtype, state[name].device) for name in self._places}

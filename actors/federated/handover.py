@@ -68,7 +68,9 @@ class RoundHandover:
         self._changed = threading.Condition()
         self._turn: _Turn | None = None
         self._is_waiting = False
+        self._is_claimed = False  # by the client, which writes to the model and then offers a round
         self._is_open = False  # the bus is
+        self._has_taken = False  # a round that the script has neither given a result for nor passed over
         self._is_over = self._has_left = False
 
     # The script
@@ -96,20 +98,25 @@ class RoundHandover:
             turn = self._turn
             if turn is not None and turn.is_taken and turn.result is None:
                 turn.result = NOTHING
+            self._has_taken = False
             self._is_waiting = True
             self._changed.notify_all()
 
-    def take(self) -> TrainingRound | None:
-        """Wait for the next round; None: there is none any more."""
+    def take(self, timeout_s: float | None = None) -> TrainingRound | None:
+        """Wait for the next round; None: there is none any more. Raises TimeoutError: there is none after so long."""
         with self._changed:
             try:
-                self._changed.wait_for(lambda: self._is_over or self._offered is not None)
+                is_known = self._changed.wait_for(lambda: self._is_over or self._offered is not None, timeout_s)
+                if not is_known:  # the model is the script's again only when the client does not write to it
+                    self._changed.wait_for(lambda: self._is_over or not self._is_claimed)
             finally:
                 self._is_waiting = False
             turn = self._offered
+            if turn is None and not self._is_over:
+                raise TimeoutError(f"no round has begun within {timeout_s:g} s, and the run has not ended")
             if turn is None or self._is_over:
                 return None
-            turn.is_taken = True
+            turn.is_taken = self._has_taken = True
             return turn.round
 
     def give(self, result: ScriptResult) -> bool:
@@ -120,8 +127,9 @@ class RoundHandover:
         """
         with self._changed:
             self.check_taken()
-            turn = self._turn
-            assert turn is not None
+            turn, self._has_taken = self._turn, False
+            if turn is None or self._is_over:  # the client has ended while the script trained
+                return False
             turn.result = result
             self._changed.notify_all()
             self._changed.wait_for(lambda: turn.accepted is not None or self._is_over)
@@ -130,13 +138,14 @@ class RoundHandover:
     def check_taken(self) -> None:
         """Raises OutOfTurn: the script has no round to give a result for."""
         with self._changed:
-            if not self._is_over and (self._turn is None or not self._turn.is_taken or self._turn.result is not None):
-                raise OutOfTurn(
-                    "send was called without a round: each receive that returns True is followed by one send. Call "
-                    "receive(model) first, and train from the weights that it has loaded"
-                )
-            if self._is_over and self._turn is None:
+            if self._has_taken:
+                return
+            if self._is_over:
                 raise OutOfTurn("send was called after the end of the run: leave the loop when receive returns False")
+            raise OutOfTurn(
+                "send was called without a round: each receive that returns True is followed by one send. Call "
+                "receive(model) first, and train from the weights that it has loaded"
+            )
 
     def should_stop(self) -> bool:
         """Whether the result of the round that was taken is no longer wanted."""
@@ -155,10 +164,12 @@ class RoundHandover:
             self._is_open = True
             self._changed.notify_all()
 
-    @property
-    def is_waiting(self) -> bool:
-        """Whether the script waits for a round, so that the model may be written to."""
-        return self._is_waiting
+    def claim(self) -> bool:
+        """Claim the model, to write to it, until :meth:`train` or :meth:`answer`. Returns whether the script waits for
+        a round, so that this may be."""
+        with self._changed:
+            self._is_claimed = self._is_waiting
+            return self._is_claimed
 
     @property
     def is_over(self) -> bool:
@@ -173,7 +184,7 @@ class RoundHandover:
         """
         turn = _Turn(offered, should_stop)
         with self._changed:
-            self._turn = turn
+            self._turn, self._is_claimed = turn, False
             self._changed.notify_all()
             self._changed.wait_for(lambda: turn.result is not None or self._is_over)
             if turn.result is None:
@@ -185,7 +196,8 @@ class RoundHandover:
         with self._changed:
             if self._turn is not None:
                 self._turn.accepted, self._turn = accepted, None
-                self._changed.notify_all()
+            self._is_claimed = False
+            self._changed.notify_all()
 
     def end(self) -> None:
         """Say that the client has ended: there are no more rounds."""

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch import Tensor, nn
 
 from gradbus.actors.federated.client import Client
 from gradbus.actors.federated.flat_model import FlatModel
 from gradbus.actors.federated.handover import RoundHandover, ScriptResult, TrainingRound
+from gradbus.actors.federated.pacing import ScriptBudget
 from gradbus.actors.federated.updates_out import EncodedUpdate
 from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.config.federated import ClientConfig
@@ -55,13 +58,16 @@ class NotWanted(Exception):
 class HandoverClient(Client):
     """Takes part in a run for a script, which trains whenever it comes to it."""
 
+    _budget_kind = ScriptBudget
+
     def __init__(
         self, bus: Bus, task: HandoverTask, handover: RoundHandover, *, client_id: int | None, name: str,
-        config: ClientConfig,
+        config: ClientConfig, callbacks: Sequence[Any] = (),
     ) -> None:  # fmt: skip
-        super().__init__(bus, task, client_id=client_id, name=name, config=config)
+        super().__init__(bus, task, client_id=client_id, name=name, config=config, callbacks=callbacks)
         self._handover = handover
         self._is_unwanted = False
+        self._copy: nn.Module  # of the script's, where a callback takes models
 
     def wake(self) -> None:
         """Look again at whether the script waits for a round."""
@@ -71,8 +77,31 @@ class HandoverClient(Client):
         """Take the error of the script as the reason why this client leaves."""
         self._leaving = f"failed: {self._early_failures.summary(error)}"
 
+    def _on_controller(self, session: int, body: Any, group: TaskGroup) -> None:
+        try:
+            super()._on_controller(session, body, group)
+        except Exception:  # what ends this client: the script may train for long, and is not waited for
+            self._handover.end()
+            raise
+
     def _flat_model(self) -> FlatModel:
         return FlatModel(self._task.build_model())  # which cannot be built again
+
+    def _build(self) -> None:
+        super()._build()
+        if self._observer.follows_models:  # now, as the script waits: later on it may be in the midst of a step
+            self._copy = copy.deepcopy(self._model.module)
+
+    def _shown_model(self) -> FlatModel:
+        return FlatModel(self._copy)
+
+    def load_newest(self) -> int:
+        """Load the newest global model into the script's own, once the client has ended. Called on the thread of the
+        script. Returns its round; -1: none has arrived."""
+        if (newest := self._observer.newest) is None:
+            return -1
+        self._model.hold(newest.vector, self._model.buffers.unpack(newest.buffers))
+        return newest.round_id
 
     async def _train_and_send(self, welcome: Welcome, command: TrainCmd, base: Tensor, group: TaskGroup) -> None:
         before = self._rounds
@@ -90,13 +119,14 @@ class HandoverClient(Client):
     async def _wait_for_script(self, command: TrainCmd) -> bool:
         """Wait until the script has done with the model; whether the round is still wanted then."""
         current, session = self._session, self._session.incarnation
-        while not self._handover.is_waiting:
+        while not self._handover.claim():
             self._changed.clear()
-            is_same = session == current.incarnation and not current.superseded(command)
+            is_same = session == current.incarnation and not current.superseded(command) and not self.is_paused
             if not is_same or not current.takes_part(self.client_id, command):
                 return False
-            if not self._handover.is_waiting:
-                await self._wait(self._config.controller_timeout_s)
+            if self._handover.claim():
+                break
+            await self._wait(self._config.controller_timeout_s)
         return True
 
     def _is_called_off(self) -> bool:

@@ -146,6 +146,7 @@ async def claim_job(bus: Bus, identity: Identity, heartbeat_s: float, *, hangs_a
 
 
 BYE_S = 2.0  # how long the end waits for clients to leave
+LAST_MODEL_S = 30.0  # and for those of them that fetch the last model
 
 log = get_logger("controller")
 
@@ -250,19 +251,24 @@ class LivenessMonitor:
         """Announce the end of the run to the clients.
 
         If all is done, or ``final``, it is repeated until they have left, as a client that misses it would go on
-        waiting. Else it is sent once: they are to wait. With ``linger`` it is repeated for a while also without known
-        clients, for a controller that has just started: those that come meanwhile get their Welcome, and then this.
+        waiting. Clients that still fetch the last model have LAST_MODEL_S for it. Else it is sent once: they are to
+        wait. With ``linger`` it is repeated for a while also without known clients, for a controller that has just
+        started: those that come meanwhile get their Welcome, and then this.
         """
-        until_s = time.monotonic() + (BYE_S if ok or final else 0.0)
+        now_s = time.monotonic()
+        until_s, fetching_until_s = now_s + (BYE_S if ok or final else 0.0), now_s + (LAST_MODEL_S if ok else 0.0)
         while True:
             with contextlib.suppress(BusError, JobInUse):  # a job with another controller has not ended
                 await self._context.publish(RunEnded(self._context.run_id, ok, plain_line(reason[:4096]), final))
-            if (not self._registry.count_live() and not linger) or time.monotonic() >= until_s:
+            if not self._registry.count_live() and not linger:
+                return
+            wait_until_s = fetching_until_s if self._registry.has_fetching else until_s
+            if time.monotonic() >= wait_until_s:
                 return
             self._left.clear()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(
-                    min(self._context.config.clients.heartbeat_s, max(0.0, until_s - time.monotonic()))
+                    min(self._context.config.clients.heartbeat_s, max(0.0, wait_until_s - time.monotonic()))
                 ):
                     await self._left.wait()
 

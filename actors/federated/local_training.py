@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -36,13 +37,21 @@ from gradbus.actors.federated.client_state import (
 from gradbus.actors.federated.flat_model import FlatModel
 from gradbus.actors.federated.kept_optimizer import KeptOptimizer
 from gradbus.actors.federated.local_evaluation import as_floats, described, sendable
+from gradbus.actors.federated.pacing import PacedTraining, Pacer
 from gradbus.actors.federated.packets_out import PacketRoute, RoundPackets
 from gradbus.actors.federated.rounds import NON_FINITE_LOSS, NON_FINITE_MODEL, SAT_OUT, TRAINING_FAILED
-from gradbus.actors.federated.rules.base import ClientRule, PersonalTraining, RoundEnd, RoundStart, make_rule
+from gradbus.actors.federated.rules.base import (
+    ClientRule,
+    PersonalTraining,
+    RoundEnd,
+    RoundStart,
+    after_steps_of,
+    make_rule,
+)
 from gradbus.actors.federated.sharing import Sharing
 from gradbus.actors.federated.task import FederatedTask, TrainOutcome, implementation
 from gradbus.actors.federated.unsent_residuals import UnsentResiduals
-from gradbus.actors.federated.updates_out import EncodedUpdate
+from gradbus.actors.federated.updates_out import EncodedUpdate, note_receipt
 from gradbus.actors.privacy.client import ClientPrivacy, privacy_of, without_privacy
 from gradbus.actors.secure_aggregation import masked_values
 from gradbus.codecs import Codec, NonFiniteError
@@ -61,6 +70,8 @@ from gradbus.runtime.wire.control import Receipt, RoundTerms, UploadRequest, Wel
 from gradbus.runtime.wire.frames import FrameKey, Kind
 from gradbus.runtime.wire.messages import Identity, TrainCmd
 
+MUCH_OVERTIME_S = 1.0
+SHARE_OF_OWN_MODEL = 0.5  # of the time of a round, for the model that a rule keeps at this client
 _MUCH_UNSENT = 5.0  # times an update
 _OF_RULE, _OF_OPTIMIZER, _OF_OWN_OPTIMIZER = "rule.", "optimizer.", "own_optimizer."  # in the names of kept tensors
 
@@ -109,6 +120,7 @@ class RoundInputs:
         spent: with secure aggregation: rounds whose sum may be known, with this client's update in it, and the terms on
             which it was masked.
         route: opens the way by which packets of the update leave while it is trained; None: they are added here.
+        pacer: holds the training to the budget of this client; None: there is none.
     """
 
     welcome: Welcome
@@ -120,6 +132,7 @@ class RoundInputs:
     commanded_s: float = 0.0
     spent: Mapping[int, Hashable] = field(default_factory=dict)
     route: Callable[[], PacketRoute] | None = None
+    pacer: Pacer | None = None
 
     def options(self) -> dict[str, object]:
         """Options of the rule and of the optimizer in this round."""
@@ -139,13 +152,14 @@ class RoundInputs:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Training:
-    """One training of a round. ``chosen``: the optimizer; None: the task's. ``terms``: how the round is counted."""
+    """One training of a round. ``chosen``: the optimizer; None: the task's. ``terms``: how the round is counted.
+    ``paced``: says when to stop."""
 
     inputs: RoundInputs
     rule: ClientRule
     chosen: Choice | None
     terms: Mapping[str, Any]
-    should_stop: Callable[[], bool]
+    paced: PacedTraining
 
     @property
     def steps(self) -> int:
@@ -176,6 +190,7 @@ class LocalTraining:
         self._number = 0  # of the newest training: that of its round, or, where many are of one round, counted on
         self._counted = 0  # the newest one that counts
         self._has_warned = self._has_warned_of_unsent = False
+        self._warned_of_budget: set[str] = set()
         self._buffers_before: dict[str, Tensor] = {}
         self._local_model: tuple[int, Tensor] | None = None  # by its run, float32, shape (D,)
         self.keeps_local_model = False
@@ -236,13 +251,15 @@ class LocalTraining:
         started_s = time.perf_counter()
         options, chosen = split_options(sent)
         rule = make_rule(welcome.rule, options, allowed=self._allowed.rule)
-        training = _Training(inputs, rule, chosen, terms, should_stop)
+        paced = PacedTraining(None, should_stop) if inputs.pacer is None else inputs.pacer.begin(should_stop)
+        training = _Training(inputs, rule, chosen, terms, paced)
         key = FrameKey(
             Kind.UPDATE, welcome.run_id, command.round_id, identity.sender, identity.incarnation, transfer
         )  # fmt: skip
         in_one_piece = welcome.masked or privacy is not None or bool(rule.sections or self._model.buffers)
         own = self._train_own(training, rule.personal(), kept)
         self._begin(inputs, kept)
+        paced.use(1.0)
         outcome, packets, optimizer_state = self._run(
             training, kept, partial(self._open_packets, inputs, key, in_one_piece)
         )
@@ -392,9 +409,54 @@ class LocalTraining:
         """
         self._check_loss(outcome.loss)
         if (made := training.rule.steps) != training.steps and training.steps:
+            self._check_time(training, made)
             raise ValueError(f"training made {made} optimizer steps, the controller asked for {training.steps}")
         self._model.check_frozen()
         self._model.unexchanged.warn(self._identity.sender, training.inputs.welcome)
+
+    @contextlib.contextmanager
+    def _paced_steps(self, training: _Training) -> Iterator[None]:
+        """Keep the budget after each step of an optimizer, too, as training need not ask whether to stop."""
+        if training.inputs.pacer is None:
+            yield
+            return
+        with after_steps_of(self._model.module, training.paced.pause):
+            yield
+        if (over_s := training.paced.overtime_s) > MUCH_OVERTIME_S and not training.paced.is_out_of_time:
+            self._warn_of_budget(
+                "training took longer than its budget", seconds_over=round(over_s, 1),
+                remedy="let train ask should_stop() between two batches",
+            )  # fmt: skip
+
+    def _outcome_so_far(self, error: Exception) -> TrainOutcome:
+        """What training has done that has ended with this error, as its time is over. Raises NothingToTrain: it has
+        kept nothing."""
+        outcome: TrainOutcome | None = getattr(error, "result", None)
+        if outcome is None:
+            self._warn_of_budget(
+                "nothing was trained within the budget", error=f"{type(error).__name__}: {error}",
+                effect="this client sits the round out",
+                remedy="raise client.budget.seconds_per_round; let train return what it has done once should_stop() is "
+                "true",
+            )  # fmt: skip
+            raise NothingToTrain from error
+        return outcome
+
+    def _check_time(self, training: _Training, made: int) -> None:
+        """Raises NothingToTrain: there was no time for the steps of a round that counts them."""
+        if training.paced.is_out_of_time:
+            self._warn_of_budget(
+                "too few steps within the budget", steps=made, asked=training.steps,
+                effect="this client sits the round out",
+                remedy="raise client.budget.seconds_per_round, or set federated.training.epochs in place of steps",
+            )  # fmt: skip
+            raise NothingToTrain
+
+    def _warn_of_budget(self, event: str, **facts: Any) -> None:
+        """Log, once each, that a training does not fit its budget."""
+        if event not in self._warned_of_budget:
+            self._warned_of_budget.add(event)
+            log.warning(event, client=self._identity.sender, round=self._number, **facts)
 
     def _changed_buffers(self) -> bytes:
         """Return the block of the merged buffers that training has changed; b"": the model has none."""
@@ -421,16 +483,21 @@ class LocalTraining:
             parameters=self._model.parameters(), broadcast=inputs.broadcast, local_loss=self._local_loss,
             state=part_of(kept, _OF_RULE),
         )  # fmt: skip
-        with rule.attached(begin):
-            outcome = self._task.train(
-                self._model.module, client_id=self._identity.sender, round_id=self._number, epochs=command.epochs,
-                lr=command.lr, seed=command.seed, subset_size=command.subset_size, should_stop=training.should_stop,
-                **own,
-            )  # fmt: skip
+        with rule.attached(begin), self._paced_steps(training):
+            try:
+                outcome: TrainOutcome = self._task.train(
+                    self._model.module, client_id=self._identity.sender, round_id=self._number, epochs=command.epochs,
+                    lr=command.lr, seed=command.seed, subset_size=command.subset_size,
+                    should_stop=training.paced.should_stop, **own,
+                )  # fmt: skip
+            except Exception as error:
+                if not training.paced.is_out_of_time:
+                    raise
+                outcome = self._outcome_so_far(error)
             if packets is None and getattr(outcome, "parts", None) is not None:
                 packets = open_packets()
             if packets is not None:
-                outcome = packets.take(outcome, training.should_stop)
+                outcome = packets.take(outcome, training.paced.should_stop)
             self._check_result(outcome)  # before the rule misses the steps of a training that there was not
         packets = packets if packets is not None and packets.count else None
         return outcome, packets, {} if optimizer is None else _named(optimizer_part, optimizer.state())
@@ -470,6 +537,7 @@ class LocalTraining:
         command = training.inputs.command
         command = replace(command, epochs=how.epochs or command.epochs, lr=how.lr or command.lr)
         self._begin(training.inputs, kept)
+        training.paced.use(SHARE_OF_OWN_MODEL)
         if before := part_of(kept, OWN_MODEL):
             self._model.write_own(before)
         # As a plain round, with nothing behind the model and no state: these are of the rule that keeps this one.
@@ -632,10 +700,7 @@ class LocalTraining:
 
     def on_receipt(self, update: EncodedUpdate, receipt: Receipt) -> None:
         """Keep the state after an update that counts."""
-        self._probe.note(
-            "receipt", run=f"{receipt.run_id:016x}", round=receipt.round_id, transfer=receipt.transfer,
-            accepted=receipt.accepted, reason=receipt.reason,
-        )  # fmt: skip
+        note_receipt(self._probe, receipt)
         if not receipt.accepted:
             return
         self._counted = self._number
@@ -654,6 +719,14 @@ class LocalTraining:
                 "tensors of the model are kept in memory alone", client=self._identity.sender, tensors=len(own),
                 first=own[:5], effect="a restart loses them", remedy="set client.state_dir",
             )  # fmt: skip
+
+    def kept_personal(self, welcome: Welcome) -> dict[str, Tensor]:
+        """Return the personal tensors of this client after its newest update that counts, by name."""
+        self.arrange(welcome)
+        if not self._model.sharing.keeps_some:
+            return {}
+        self._kept.start_run(welcome.run_id, self._model.dim)
+        return part_of(self._kept.after_newest(), PERSONAL)
 
     def close(self) -> None:
         """Let another process use the directory of the state."""

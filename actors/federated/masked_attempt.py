@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from gradbus.actors.aggregation.common_grid import CommonGrid
 from gradbus.actors.aggregation.partial_sum import PartialSum
 from gradbus.actors.aggregation.sum_summary import SumSummary, ranges_of
-from gradbus.actors.federated.rounds import SAT_OUT, UNMASKED, Outcome, Round
+from gradbus.actors.federated.rounds import PAUSED, SAT_OUT, UNMASKED, Outcome, Round
 from gradbus.actors.federated.state import RunContext
 from gradbus.actors.federated.updates_out import REPEAT_AFTER_S
 from gradbus.actors.secure_aggregation.keys import SEALED_BYTES, Attempt, Dishonest, NotInProtocol, TooFewMembers
@@ -154,11 +154,12 @@ class MaskedAttempt:
             )
 
     def _helpers(self) -> set[int]:
-        """Clients that have shared, and then had nothing to train: with their shares they can help to unmask."""
+        """Clients that have shared, and then had nothing to train or paused: with their shares they can help to
+        unmask."""
         return self._that_sat_out().intersection(self._server.senders) - self._ready
 
     def _that_sat_out(self) -> set[int]:
-        return {client_id for client_id, reason in self._round.failed.items() if reason == SAT_OUT}
+        return {client_id for client_id, reason in self._round.failed.items() if reason in (SAT_OUT, PAUSED)}
 
     def _shares_for(self, client_id: int) -> MaskShares:
         sealed = b"".join(self._server.sealed_for(client_id))

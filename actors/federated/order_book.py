@@ -13,8 +13,9 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from gradbus.actors.aggregation.orders import RoundOrder
+from gradbus.actors.aggregation.orders import ClientOrder, RoundOrder
 from gradbus.actors.aggregation.strategies import Strategy
+from gradbus.actors.federated.deadline import AskedWork, work_of
 from gradbus.actors.federated.state import RunState
 from gradbus.runtime.config.federated import IN_COMMAND, IN_TERMS, FederatedConfig
 from gradbus.runtime.errors import CheckpointError, ConfigError
@@ -97,7 +98,7 @@ class OrderBook:
 
     @property
     def is_unwritten(self) -> bool:
-        """Whether there is an order for :meth:`write`."""
+        """Return whether there is an order for :meth:`write`."""
         return self._unwritten is not None
 
     def recorded(self, round_id: int) -> RoundOrder | None:
@@ -112,7 +113,8 @@ class OrderBook:
         try:
             return RoundOrder.from_json(values)
         except ConfigError as error:
-            raise CheckpointError(f"the order of round {round_id} in the state directory: {error}") from None
+            file, remedy = self._state.order_file(round_id), self._state.order_remedy(round_id)
+            raise CheckpointError(f"{file} in the state directory: {error}. {remedy}") from None
 
     def _confirmed(self, round_id: int, found: RoundOrder, wanted: RoundOrder) -> RoundOrder:
         """Return the order that holds for a round that a crash has cut off, whatever is wanted now."""
@@ -142,7 +144,7 @@ class OrderBook:
 
     @property
     def _window(self) -> int:
-        """How many rounds before the open one updates may be of."""
+        """Return how many rounds before the open one updates may be of."""
         config = self._config
         return config.asynchronous.max_staleness if config.mode == "asynchronous" else 0
 
@@ -183,6 +185,18 @@ class OrderBook:
             of_some = [{**of_all, **one.changes()} for one in self._orders[round_id].each.values()]
             found += [(one["epochs"], one["steps"]) for one in (of_all, *of_some)]
         return found
+
+    def round_work(self, round_id: int) -> AskedWork | None:
+        """Return the most work that a round asks of a client; None: it cannot be compared, as some clients are to count
+        epochs and others steps."""
+        training, each = self._config.training, self.order(round_id).each.values()
+        of_all = {
+            "epochs": training.epochs, "steps": training.steps, "subset_size": training.subset_size,
+            **self._changes(round_id),
+        }  # fmt: skip
+        asked = [{**of_all, **one.changes()} for one in (ClientOrder(), *each)]
+        found = [work_of(one["epochs"], one["steps"], one["subset_size"]) for one in asked]
+        return max(found) if len({one.unit for one in found}) == 1 else None
 
     def _changes(self, round_id: int) -> dict[str, Any]:
         """Return the settings of a round that differ from those of all rounds."""

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 from gradbus.actors.aggregation.orders import RoundOrder
 from gradbus.actors.federated.report import Progress, RoundReport
-from gradbus.runtime.errors import RunOver
+from gradbus.runtime.errors import ConfigError, RunOver
 from gradbus.runtime.misuse import awaited
-from gradbus.runtime.tasks import single_error
+from gradbus.runtime.tasks import end, single_error
 from gradbus.runtime.wire.client_orders import ClientOrder
 
 
@@ -162,8 +162,8 @@ class OrderedRun:
     @awaited("run.round(...)")
     async def round(
         self, *, lr: float | None = None, epochs: int | None = None, steps: int | None = None,
-        subset_size: int | None = None, seed: int | None = None, clients: Iterable[int] | None = None,
-        each: Mapping[int, ClientOrder | Mapping[str, Any]] | None = None,
+        subset_size: int | None = None, seed: int | None = None, clients: Iterable[int | str] | None = None,
+        each: Mapping[int | str, ClientOrder | Mapping[str, Any]] | None = None,
     ) -> RoundReport:  # fmt: skip
         """Have the clients train a round, and return its report: the new model is committed and published.
 
@@ -175,20 +175,40 @@ class OrderedRun:
             epochs: passes over their samples. steps: optimizer steps, instead of epochs.
             subset_size: samples that each of them trains on; 0: all of its own.
             seed: of their random numbers.
-            clients: ids of those that train in this round; the others sit it out.
-            each: what single clients are to do differently, by id, such as ``{2: {"epochs": 1}}``.
+            clients: ids or names of those that train in this round; the others sit it out.
+            each: what single clients are to do differently, by id or name, such as ``{2: {"epochs": 1}}``.
 
         Raises:
             ConfigError: such an order is not possible; nothing was sent, and another one may be given.
             RunOver: there is no round left.
             And what :meth:`.Controller.run` raises.
         """
+        if clients is not None and not isinstance(clients, str | bytes):
+            clients = [self._id_of("clients", one) for one in clients]
         order = RoundOrder.of(
             lr=lr, epochs=epochs, steps=steps, subset_size=subset_size, seed=seed, clients=clients,
-            **({} if each is None else {"each": each}),
+            **({} if each is None else {"each": self._by_id(each)}),
         )  # fmt: skip
         self._check(order)
         return await self._requests.order(order)
+
+    def _id_of(self, where: str, client: int | str) -> int:
+        """Return the id of a client that is named in an order; what is no name is checked with the order."""
+        if not isinstance(client, str):
+            return client
+        try:
+            return self._progress.names.find(client)
+        except ValueError as error:
+            raise ConfigError(f"order of a round, {where}: {error}") from None
+
+    def _by_id(self, each: Mapping[int | str, Any]) -> Mapping[int, Any]:
+        found: dict[int, Any] = {}
+        for client, order in each.items():
+            if (client_id := self._id_of("each", client)) in found:
+                label = self._progress.names.label(client_id)
+                raise ConfigError(f"order of a round, each: client {label} has two orders: give it by name or by id")
+            found[client_id] = order
+        return found
 
 
 @contextlib.asynccontextmanager
@@ -212,9 +232,5 @@ async def serving(
         except BaseExceptionGroup as group:
             raise single_error(group) from None
     finally:
-        if not running.done():
-            running.cancel()
-            await asyncio.wait([running])  # and not "await running", which would absorb a cancellation of this task
-        if not running.cancelled():
-            running.exception()  # it was asked to stop, or what it raised has been raised: nobody waits for the error
+        await end(running)
         requests.forget()

@@ -5,12 +5,14 @@ bytes, by their numbers, so that any order will do and a packet that comes twice
 of each client, the one that it began last: with a later one, or a later start of the client, the packets before go.
 
 What is forgotten here is not lost: the client keeps all packets until the update counts, and is asked for those that
-are missing when its last packet is here.
+are missing when its last packet is here. So packets are kept where there is room. An update that is announced, in one
+piece or by its last packet, takes the place of packets whose clients still train: else one client could keep all others
+out until the round is over. One of which nothing has come for some time gives up its place, too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -24,23 +26,26 @@ class CompleteUpdate(NamedTuple):
     """An update all of whose packets are in.
 
     Attributes:
-        source: the last packet, with the bytes of all. packets: their payloads, by number.
+        source: the last packet, with the bytes of all. last: the last packet as it was requested. packets: the payloads
+            of all, by number.
     """
 
     source: RequestedUpload
+    last: RequestedUpload
     packets: Sequence[memoryview]
 
 
 @dataclass(slots=True)
 class _Incomplete:
     """The packets of one update that have come. ``last``: the number of the last one; 0: not known yet. ``num_bytes``:
-    of all that are here."""
+    of all that are here. ``progress_s``: when the newest of them came."""
 
     key: FrameKey
     payloads: dict[int, memoryview] = field(default_factory=dict)
     sources: dict[int, RequestedUpload] = field(default_factory=dict)
     last: int = 0
     num_bytes: int = 0
+    progress_s: float = 0.0
 
     @property
     def missing(self) -> list[int]:
@@ -72,27 +77,49 @@ class PacketCollector:
         held = self._of.get(update.client_id)
         return held is not None and _age(update.whole_key) < _age(held.key)
 
-    def fault(self, update: RequestedUpload) -> str:
-        """The reason why no honest client sends this packet, as others of the same update are here; empty: none."""
+    @property
+    def announced(self) -> list[RequestedUpload]:
+        """Return the last packets of the updates of which others are missing: they have the figures of training."""
+        return [held.sources[held.last] for held in self._of.values() if held.last]
+
+    def fault(self, update: RequestedUpload, under_way: Iterable[RequestedUpload] = ()) -> str:
+        """Return the reason why no honest client sends this packet beside others of the same update; empty: none.
+
+        Args:
+            under_way: uploads of the same client that are requested or granted.
+        """
         request = update.request
         assert isinstance(request, PacketRequest)
         if not 0 < request.total_bytes <= self._max_packet_bytes:
             return f"a packet of {request.total_bytes} bytes, at most {self._max_packet_bytes} with this model"
         if request.memory:
             return "a packet in shared memory, from where only updates in one piece are read"
-        held = self._of.get(update.client_id)
-        if held is None or held.key != update.whole_key:
-            return ""
-        if request.packet in held.payloads:
-            known = held.sources[request.packet]
-            return "" if known.repeats(update) else f"packet {request.packet} comes again with other content"
-        highest = max(held.payloads, default=0)
-        if (held.last and request.packet > held.last) or (request.last and request.packet < highest):
-            last = held.last or request.packet
-            return f"packets {request.packet} and {highest}: the last one is number {last}"
-        if (num_bytes := held.num_bytes + request.total_bytes) > self._max_bytes:
+        known = self._known(update, under_way)
+        if (same := known.get(request.packet)) is not None:
+            is_same = same.repeats(update) and _is_last(same) == request.last
+            return "" if is_same else f"packet {request.packet} comes again with other content"
+        if any(other.key == update.key for other in known.values()):
+            return f"packet {request.packet} has the number of an upload of another one, {request.transfer}"
+        highest = max(known, default=0)
+        last = next((number for number, other in known.items() if _is_last(other)), 0)
+        if (last and request.packet > last) or (request.last and (last or request.packet < highest)):
+            return f"packets {request.packet} and {highest}: the last one is number {last or request.packet}"
+        num_bytes = request.total_bytes + sum(other.request.total_bytes for other in known.values())
+        if num_bytes > self._max_bytes:
             return f"packets of {num_bytes} bytes in all, at most {self._max_bytes} with this model"
         return ""
+
+    def _known(
+        self, update: RequestedUpload, under_way: Iterable[RequestedUpload]
+    ) -> dict[int, RequestedUpload]:  # fmt: skip
+        """The packets of the same update by number, those that are here and those that are ``under_way``."""
+        held = self._of.get(update.client_id)
+        here = () if held is None else held.sources.values()
+        return {
+            one.request.packet: one
+            for one in (*under_way, *here)
+            if isinstance(one.request, PacketRequest) and one.whole_key == update.whole_key
+        }
 
     def follow(self, update: RequestedUpload) -> None:
         """The client requests this upload: packets of any other update of it are of no more use."""
@@ -111,9 +138,9 @@ class PacketCollector:
             and request.packet in held.payloads
         )
 
-    def add(self, update: RequestedUpload, payload: memoryview) -> CompleteUpdate | None:
-        """Take a packet, in which :meth:`fault` finds none. Returns the update that is complete with it, which is
-        forgotten here; None: packets are missing, or this one is here already."""
+    def add(self, update: RequestedUpload, payload: memoryview, now_s: float = 0.0) -> CompleteUpdate | None:
+        """Take a packet, in which :meth:`fault` finds none, at ``now_s``. Returns the update that is complete with it,
+        which is forgotten here; None: packets are missing, or this one is here already."""
         self.follow(update)
         request = update.request
         assert isinstance(request, PacketRequest)
@@ -122,6 +149,7 @@ class PacketCollector:
             return None
         held.payloads[request.packet], held.sources[request.packet] = payload, update
         held.num_bytes += len(payload)
+        held.progress_s = now_s
         if request.last:
             held.last = request.packet
         if not held.last or held.missing:
@@ -129,7 +157,7 @@ class PacketCollector:
         del self._of[update.client_id]
         last = held.sources[held.last]
         whole = last._replace(request=replace(last.request, total_bytes=held.num_bytes))
-        return CompleteUpdate(whole, [held.payloads[number] for number in range(1, held.last + 1)])
+        return CompleteUpdate(whole, last, [held.payloads[number] for number in range(1, held.last + 1)])
 
     def missing(self, update: RequestedUpload) -> PacketsMissing | None:
         """The answer to the last packet of an update of which others are missing; None: it is not the last, or there is
@@ -149,9 +177,28 @@ class PacketCollector:
         del self._of[client_id]
         return True
 
+    def discard(self, client_id: int) -> None:
+        """Forget the packets of a client whose update is refused."""
+        self._of.pop(client_id, None)
+
+    def make_room(self, update: RequestedUpload, *, stalled_at_s: float) -> int | None:
+        """Forget the packets of one other client: where this update is announced, of the youngest one that is not; else
+        of one of which nothing has come since ``stalled_at_s``. Returns the client; None: all have to be kept."""
+        others = [(client_id, held) for client_id, held in self._of.items() if client_id != update.client_id]
+        in_training = [client_id for client_id, held in others if update.is_announced and not held.last]
+        stalled = [client_id for client_id, held in others if held.progress_s < stalled_at_s]
+        found = next(iter([*reversed(in_training), *stalled]), None)
+        if found is not None:
+            del self._of[found]
+        return found
+
     def keep(self, is_wanted: Callable[[int], bool]) -> None:
         """Forget the updates of all rounds but those that are wanted."""
         self._of = {client_id: held for client_id, held in self._of.items() if is_wanted(held.key.round_id)}
+
+
+def _is_last(update: RequestedUpload) -> bool:
+    return isinstance(update.request, PacketRequest) and update.request.last
 
 
 def _age(key: FrameKey) -> tuple[int, int]:

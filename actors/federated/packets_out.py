@@ -277,9 +277,9 @@ class PacketSender:
             task.cancel()
             await asyncio.wait([task])
 
-    async def deliver(self, last: EncodedUpdate, *, check: Callable[[], bool]) -> Receipt | None:
+    async def deliver(self, last: EncodedUpdate, *, check: Callable[[], bool], is_held: bool = False) -> Receipt | None:
         """Deliver the last packet, and those before it that the controller lacks, until there is a receipt for the
-        update.
+        update. Arguments are those of :meth:`.UpdateSender.deliver`.
 
         Returns:
             The receipt; None: there will be none.
@@ -289,7 +289,7 @@ class PacketSender:
             while outgoing.refused is None:
                 self._missing = None
                 receipt = await self._last.deliver(
-                    last, check=lambda: self._missing is None and outgoing.refused is None and check()
+                    last, check=lambda: self._missing is None and outgoing.refused is None and check(), is_held=is_held
                 )
                 missing = self._lacked(outgoing)
                 if receipt is not None or not missing:

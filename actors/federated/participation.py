@@ -15,12 +15,15 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from gradbus.actors.federated.rounds import PAUSED
+
 FOR_GOOD = 0x7FFF_FFFF  # no round has this number
 MAX_TEXT = 300  # characters of a reason that are kept: part of it comes from the wire
 MAX_REPORTED_STRIKES = 64  # strikes of a round that its report names
 MAX_KNOWN = 65_536  # clients of a table: any process can make up ids
 MAX_REFUSED = 1024  # of them, those that were never let in
 PREPARING_FAILED = "preparing failed"
+HAS_PAUSED = "it had paused"  # why an update of a client never counted
 NO_UPDATE = "no update came before the round ended"
 
 
@@ -186,6 +189,10 @@ class Participation:
         if participant is not None and not participant.counted:
             participant.reason, participant.round_id = reason[:MAX_TEXT], 0
 
+    def note_paused(self, client_id: int) -> None:
+        """Note a client that has paused, which is the reason if none of its updates ever counts."""
+        self.note_refused(client_id, PAUSED)
+
     def _participant(self, client_id: int, at_most: int = MAX_KNOWN) -> ParticipationRecord | None:
         if client_id not in self._known and len(self._known) >= at_most:
             return None
@@ -207,6 +214,8 @@ class Participation:
 
     def _why(self, client_id: int) -> str:
         participant = self._known.get(client_id)
+        if participant is not None and participant.reason == PAUSED:
+            return HAS_PAUSED
         if participant is None:
             return "it was expected and never took part in a round"
         if not participant.missed:

@@ -22,11 +22,13 @@ from gradbus.actors.federated.clients import ClientRegistry
 from gradbus.actors.federated.report import RoundReport
 from gradbus.actors.federated.resend_queue import RESEND_FRAMES, RESEND_TIMES, ResendQueue
 from gradbus.actors.federated.state import RunContext
-from gradbus.codecs import Codec, add_into, residual_step
-from gradbus.runtime.errors import BusError
+from gradbus.codecs import Codec, NonFiniteError, add_into, residual_step
+from gradbus.codecs.registry import TABLE
+from gradbus.runtime.errors import BusError, ConfigError
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.shm.shared_payload import SHARED_BYTES, SharedPayload
 from gradbus.runtime.testing.journal import model_name
+from gradbus.runtime.user_errors import user_error
 from gradbus.runtime.wire.control import FROZEN_ROUND, ModelAvailable, ModelRequest
 from gradbus.runtime.wire.frames import CONTROLLER, Flags, FrameKey, Kind, chunk_count
 from gradbus.runtime.wire.messages import ModelBlob
@@ -220,9 +222,18 @@ class ModelPublisher:
 
     @torch.no_grad()
     def _next_difference(self) -> bytes:
-        payload, residual = residual_step(self._weights - self.held, None, self._codec)
-        self.residual_norm = l2_norm(residual)
-        add_into(self.held, payload, (type(self._codec),))
+        """Encode what the clients lack. Raises ConfigError: a codec of the user's cannot do so: no restart helps."""
+        try:
+            payload, residual = residual_step(self._weights - self.held, None, self._codec)
+            self.residual_norm = l2_norm(residual)
+            add_into(self.held, payload, (type(self._codec),))
+        except Exception as error:
+            if type(self._codec) in TABLE.values() or isinstance(error, NonFiniteError):
+                raise
+            raise ConfigError(
+                f"federated.downlink_codec: the codec {self._codec.name} cannot send the model: {user_error(error)}. "
+                f"gradbus.testing.check_codec tests it"
+            ) from error
         return payload
 
     async def _sign(self, message: _OutgoingModel) -> None:

@@ -17,12 +17,13 @@ from gradbus.actors.federated.rounds import (
     CLIENT_LOST,
     CLIENT_SILENT,
     FAILURES,
+    PAUSED,
     SAT_OUT,
     SURPLUS,
     TRAINING_FAILED,
     Round,
 )
-from gradbus.actors.federated.updates_in import ALONE, UpdateReceiver
+from gradbus.actors.federated.updates_in import UNCOMPARED, UpdateReceiver
 from gradbus.runtime.errors import GradbusError, RoundTimeout, TrainingFailed
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.plain_text import plain_text
@@ -43,11 +44,11 @@ class TrainingFailureLog:
     def __init__(self, names: ClientNames | None = None) -> None:
         self._names = ClientNames() if names is None else names
         self._seen: Counter[str] = Counter()
-        self._newest: dict[int, str] = {}
-        self._last: dict[int, str] = {}  # by client, without what differs from one time to the next
+        self._newest: dict[int | str, str] = {}  # by client: its id, or its name if it has no id yet
+        self._last: dict[int | str, str] = {}  # by client, without what differs from one time to the next
 
     def note(
-        self, client_id: int, round_id: int, text: str, reason: str = TRAINING_FAILED, what: str = "training"
+        self, client: int | str, round_id: int, text: str, reason: str = TRAINING_FAILED, what: str = "training"
     ) -> None:
         """Log that a client's training failed; ``text`` is the traceback. ``what``: in place of training."""
         text = plain_text(text[-MAX_TEXT:]).strip()
@@ -56,21 +57,21 @@ class TrainingFailureLog:
             key = ""
         self._seen[key] += 1
         error = text.rpartition("\n")[2][:MAX_LINE]
-        repeated = bool(key) and self._last.get(client_id) == key  # in the next attempt, or in the next round
+        repeated = bool(key) and self._last.get(client) == key  # in the next attempt, or in the next round
         for known, value in ((self._last, key), (self._newest, error)):
-            if client_id not in known and len(known) >= MAX_KNOWN:
+            if client not in known and len(known) >= MAX_KNOWN:
                 del known[next(iter(known))]
-            known[client_id] = value
+            known[client] = value
         is_first = bool(key) and self._seen[key] == 1
         (log.info if repeated and not is_first else log.error)(
-            f"{what} failed {'again ' * (repeated and not is_first)}on a client", **self._names.facts(client_id),
+            f"{what} failed {'again ' * (repeated and not is_first)}on a client", **self._names.facts(client),
             round=round_id, reason=reason, error=error, times=self._seen[key],
             **({"traceback": text} if is_first else {}),
         )  # fmt: skip
 
-    def newest(self, client_id: int) -> str:
+    def newest(self, client: int | str) -> str:
         """The last line of this client's newest traceback."""
-        return self._newest.get(client_id, "for a reason that it did not report")
+        return self._newest.get(client, "for a reason that it did not report")
 
 
 class RoundLosses:
@@ -89,7 +90,9 @@ class RoundLosses:
 
     def follow(self, round_: Round, registry: ClientRegistry) -> None:
         """Follow the registry in the open round. A client that died and is back already takes part from the next round
-        on: to this one it is lost."""
+        on: to this one it is lost. One that has paused sits it out."""
+        for client_id in sorted(round_.open.intersection(registry.paused_ids())):
+            self._sit_out(round_, client_id, PAUSED)
         silent = registry.silent_ids(round_.round_id)
         lost, found = round_.follow(registry.taking_part(round_.round_id), silent)
         for client_id in lost:
@@ -107,10 +110,8 @@ class RoundLosses:
         round."""
         if round_ is None or round_.staleness(report.round_id) < 0 or client_id not in round_.open:
             return False  # known already: it is repeated until the next command
-        if report.reason == SAT_OUT:
-            log.info("client sits out", **self._names.facts(client_id), round=report.round_id, reason=SAT_OUT)
-            round_.fail(client_id, SAT_OUT)
-            self._receiver.dropped[SAT_OUT] += 1
+        if report.reason in (SAT_OUT, PAUSED):
+            self._sit_out(round_, client_id, report.reason)
             return True
         reason = report.reason if report.reason in FAILURES else TRAINING_FAILED
         self._failures.note(client_id, report.round_id, report.text, reason)
@@ -118,10 +119,16 @@ class RoundLosses:
         self._receiver.dropped[reason] += 1
         return True
 
-    def note_unprepared(self, client_id: int, report: TrainingFailure) -> str:
+    def _sit_out(self, round_: Round, client_id: int, reason: str) -> None:
+        """Note that a client gives no update in the open round, which is no failure."""
+        log.info("client sits out", **self._names.facts(client_id), round=round_.round_id, reason=reason)
+        round_.fail(client_id, reason)
+        self._receiver.dropped[reason] += 1
+
+    def note_unprepared(self, client: int | str, report: TrainingFailure) -> str:
         """Log that a client could not get ready for its first round. Returns why, in one line."""
-        self._failures.note(client_id, report.round_id, report.text, PREPARING_FAILED, what="preparing")
-        return self._failures.newest(client_id)
+        self._failures.note(client, report.round_id, report.text, PREPARING_FAILED, what="preparing")
+        return self._failures.newest(client)
 
     def note_attempt(self, round_: Round) -> None:
         """An attempt at the round had too few updates, and another one follows."""
@@ -149,7 +156,9 @@ class RoundLosses:
         by_reason: dict[str, list[int]] = {}
         for client_id, reason in sorted(round_.failed.items()):
             by_reason.setdefault(TRAINING_FAILED if reason in FAILURES else reason, []).append(client_id)
-        failed, sat_out, alone = (by_reason.get(reason, []) for reason in (TRAINING_FAILED, SAT_OUT, ALONE))
+        no_fault = {SAT_OUT: "had nothing to train", PAUSED: "paused"}
+        failed, alone = (by_reason.get(reason, []) for reason in (TRAINING_FAILED, UNCOMPARED))
+        sat_out = [client_id for reason in no_fault for client_id in by_reason.get(reason, [])]
         would_do = len(round_.accepted) + len(failed) + len(alone) >= round_.minimum  # else others are missing as well
         if failed and would_do and round_.expected == round_.accepted.union(failed, sat_out, alone):
             return TrainingFailed(
@@ -159,9 +168,9 @@ class RoundLosses:
         reasons = [why] if why else []
         if failed:
             reasons.append(self._describe(failed))
-        if sat_out:
-            reasons.append(f"{self._named(sat_out)} had nothing to train")
-        others = [] if why else [reason for reason in by_reason if reason not in (TRAINING_FAILED, SAT_OUT, ALONE)]
+        reasons += [f"{self._named(by_reason[one])} {did}" for one, did in no_fault.items() if one in by_reason]
+        known = (TRAINING_FAILED, UNCOMPARED, *no_fault)
+        others = [] if why else [reason for reason in by_reason if reason not in known]
         reasons += [f"updates of {self._named(by_reason[one])}: {one}, see the log" for one in others[:MAX_NAMED]]
         why = "; ".join(reasons)
         return RoundTimeout(round_.round_id, len(round_.accepted), round_.minimum, attempts, why)

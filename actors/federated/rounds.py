@@ -20,6 +20,7 @@ TRAINING_FAILED = "training failed"
 NON_FINITE_LOSS = "non-finite loss"
 NON_FINITE_MODEL = "non-finite model"
 SAT_OUT = "nothing to train"  # as the client itself reports; not a failure
+PAUSED = "paused"  # the same of a client whose program wants no training for now; it may be back at any time
 FAILURES = (TRAINING_FAILED, NON_FINITE_LOSS, NON_FINITE_MODEL)  # as the clients themselves report
 
 
@@ -137,7 +138,7 @@ class Round:
         if self.is_full:
             return SURPLUS
         # A reported failure may be of the attempt before: an update outweighs it.
-        return "failed" if self.failed.get(client_id, TRAINING_FAILED) not in (*FAILURES, SAT_OUT) else None
+        return "failed" if self.failed.get(client_id, TRAINING_FAILED) not in (*FAILURES, SAT_OUT, PAUSED) else None
 
     def accept(self, client_id: int, now_s: float) -> None:
         """An update counts, also if its client was lost or failed while it was being added."""
@@ -208,11 +209,16 @@ class Round:
         """Why the round is over once no client is left that could answer, with so many updates."""
         if updates < self.minimum:
             return self.without_enough()
-        return Outcome.SOME_FAILED if set(self.failed.values()) - {SAT_OUT} else Outcome.ALL
+        return Outcome.SOME_FAILED if set(self.failed.values()) - {SAT_OUT, PAUSED} else Outcome.ALL
 
     def time_at_s(self, share: float) -> float:
         """The time at which this share of the round's is over."""
         return self.opened_at_s + share * (self.deadline_at_s - self.opened_at_s)
+
+    @property
+    def fewest_clients(self) -> int:
+        """Number of clients below which what they announce decides nothing: with fewer the round fails anyway."""
+        return self.minimum
 
     @property
     def fewest_requests(self) -> int:

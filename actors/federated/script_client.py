@@ -13,17 +13,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import operator
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, NamedTuple, NoReturn, Self, SupportsFloat
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from gradbus.actors.federated.client import checked_id
 from gradbus.actors.federated.handover import RoundHandover, ScriptResult, TrainingRound
 from gradbus.actors.federated.handover_client import HandoverClient, HandoverTask
+from gradbus.actors.federated.local_evaluation import as_floats
 from gradbus.actors.federated.module_structure import misfit
+from gradbus.actors.federated.pacing import ScriptBudget
 from gradbus.actors.federated.report import ClientSummary
 from gradbus.actors.federated.sharing import TensorSpec, specs_of
 from gradbus.runtime import forks
@@ -34,6 +37,7 @@ from gradbus.runtime.errors import ConfigError, OutOfTurn
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.loop_thread import LoopThread
 from gradbus.runtime.names import check_name
+from gradbus.runtime.torch_compat import unwrapped
 
 LEAVE_S = 30.0  # for which the end of the block waits for the client and its bus
 
@@ -42,7 +46,7 @@ log = get_logger("client")
 
 def client(
     job: str | None = None, *, name: str = "", client_id: int | None = None, config: ClientConfig | None = None,
-    **bus: Any,
+    callbacks: Sequence[Any] = (), **bus: Any,
 ) -> ScriptClient:  # fmt: skip
     """Take part in a federated run from a script that has a training loop of its own.
 
@@ -51,6 +55,7 @@ def client(
         name: one for each client of the job; the controller assigns an id to it. client_id: an id in place of that, 0
             or more. With security that knows single nodes both may be left out.
         config: settings of the client.
+        callbacks: objects as :class:`gradbus.Client` takes them.
         bus: settings of the bus by keyword, as :func:`gradbus.connect` has them: ``network``, ``peers``, ``security``.
 
     Returns:
@@ -64,7 +69,9 @@ def client(
     if name:
         check_name(name)
     job = default_job() if job is None else job
-    return ScriptClient(job, Named(name, client_id), config or ClientConfig(), connect(job, **bus))
+    config = config or ClientConfig()
+    ScriptBudget.check(config.budget)
+    return ScriptClient(job, Named(name, client_id), config, connect(job, **bus), callbacks)
 
 
 class Named(NamedTuple):
@@ -78,13 +85,16 @@ class ScriptClient(contextlib.AbstractContextManager["ScriptClient"]):
     """A client of a federated run, for a script. Made by :func:`gradbus.client`."""
 
     def __init__(
-        self, job: str, named: Named, config: ClientConfig, opening: contextlib.AbstractAsyncContextManager[Bus]
-    ) -> None:
+        self, job: str, named: Named, config: ClientConfig, opening: contextlib.AbstractAsyncContextManager[Bus],
+        callbacks: Sequence[Any] = (),
+    ) -> None:  # fmt: skip
         """A client that has not been entered. ``opening``: gives the bus."""
         self.job = job
         self._named = named
         self._config = config
         self._opening = opening
+        self._callbacks = callbacks
+        self._paused_by: int | None = None  # the thread that has paused it; None: it is not paused
         self._handover = RoundHandover()
         self._round: TrainingRound | None = None
         self._task: HandoverTask | None = None  # from the first receive on
@@ -93,6 +103,7 @@ class ScriptClient(contextlib.AbstractContextManager["ScriptClient"]):
         self._client: HandoverClient | None = None
         self._thread: LoopThread[ClientSummary | None] | None = None
         self._made_in = forks.generation
+        self._in_use = threading.Lock()
 
     def __enter__(self) -> Self:
         """Join the job. Raises ConfigError, BusError: the bus cannot be opened."""
@@ -120,6 +131,12 @@ class ScriptClient(contextlib.AbstractContextManager["ScriptClient"]):
             self._thread.call_soon(self._client.note_failure, error)
         self._leave(self._thread)
 
+    def abandon(self) -> None:
+        """Leave the run without waiting until that is done, on any thread, as a finalizer has to."""
+        if self._thread is not None and self._made_in == forks.generation and not self._handover.is_over:
+            self._handover.leave()
+            self._thread.cancel()
+
     async def __aenter__(self) -> NoReturn:
         raise TypeError(
             "gradbus.client(...) is for scripts without asyncio: write 'with gradbus.client(...) as fed:'. On an event "
@@ -143,35 +160,46 @@ class ScriptClient(contextlib.AbstractContextManager["ScriptClient"]):
         :meth:`receive` then."""
         return self._handover.should_stop()
 
-    def receive(self, model: nn.Module) -> bool:
+    def receive(self, model: nn.Module, *, timeout_s: float | None = None) -> bool:
         """Wait for the next round and load the global model into ``model``.
 
-        A round that was received and not sent counts as one in which there was nothing to train.
+        A round that was received and not sent counts as one in which there was nothing to train. At the end of the run
+        ``model`` has the last global model. While the client is paused this waits for another thread to resume it.
 
         Args:
             model: on any device; the same one in each call, or one with tensors of the same names and shapes. Its
-                trained parameters become views of one vector, and stay the objects that they are.
+                trained parameters become views of one vector, and stay the objects that they are. Of a model within
+                ``DistributedDataParallel``, ``DataParallel`` or ``torch.compile`` the inner one is meant.
+            timeout_s: for how long to wait; None: until there is a round, or the run has ended.
 
         Returns:
-            False when the run has ended well.
+            False when the run has ended well. The model then holds the last global model, if that has arrived.
 
         Raises:
+            TimeoutError: no round has begun within ``timeout_s``. Call it again to go on waiting.
             JoinRefused: the controller has refused this client. JoinDeclined: it asks for what this client does not
                 give. BarrierTimeout: there was no controller for ``controller_timeout_s``. RunAborted: the run has
-                failed. ConfigError: the model does not fit. OutOfTurn: outside of the ``with`` block. ForkedProcess.
+                failed. ConfigError: the model does not fit. OutOfTurn: outside of the ``with`` block, or this thread
+                has paused the client. ForkedProcess.
         """
-        thread = self._entered("receive")
-        task = self._checked(model)
-        self._handover.begin_wait()
-        thread.call_soon(self._wake)
-        found = self._handover.take()
-        if found is None:
-            thread.result()
-            return False
-        self._round = found
-        if model is not task.model:
-            self._copy(task.model, model)
-        return True
+        with self._used_by("receive") as thread:
+            if self._paused_by == threading.get_ident():
+                raise OutOfTurn(
+                    "receive was called while the client is paused by this same thread: call resume() first"
+                )
+            model = unwrapped(model)
+            task = self._checked(model)
+            self._handover.begin_wait()
+            thread.call_soon(self._wake)
+            found = self._handover.take(timeout_s)
+            if found is None:
+                thread.result()
+                self._load_last(task, model)
+                return False
+            self._round = found
+            if model is not task.model:
+                self._copy(task.model, model)
+            return True
 
     def send(
         self, model: nn.Module, *, samples: int, loss: SupportsFloat | None = None,
@@ -182,26 +210,40 @@ class ScriptClient(contextlib.AbstractContextManager["ScriptClient"]):
         Args:
             model: as after training.
             samples: distinct samples trained on, >= 1: the weight in the mean of all clients.
-            loss: mean training loss. metrics: more numbers by name, at most 32.
+            loss: mean training loss, a number or a tensor of one value. metrics: more numbers by name, at most 32.
 
         Returns:
             Whether it counts. False: the round was over, or the update cannot be used, which the log explains.
 
         Raises:
-            OutOfTurn: a second send for one receive, or none was there. ValueError: there are no samples, or the loss
-                is not a number. ConfigError: the model does not fit. ForkedProcess. And what has ended the client, as
-                of :meth:`receive`.
+            OutOfTurn: a second send for one receive, or none was there. ValueError, TypeError: there are no samples, or
+                the loss or a metric is not a number. ConfigError: the model does not fit. ForkedProcess. And what has
+                ended the client, as of :meth:`receive`.
         """
-        thread = self._entered("send")
-        self._handover.check_taken()
-        task = self._checked(model)
-        result = ScriptResult(_checked_samples(samples), None if loss is None else float(loss), dict(metrics or {}))
-        if model is not task.model:
-            self._copy(model, task.model)
-        counts = self._handover.give(result)
-        if not counts and self._handover.is_over:
-            thread.result()
-        return counts
+        with self._used_by("send") as thread:
+            self._handover.check_taken()
+            model = unwrapped(model)
+            task = self._checked(model)
+            if isinstance(loss, Tensor):
+                loss = loss.detach()  # a tensor with a graph is no number, by torch's own warning
+            result = ScriptResult(
+                _checked_samples(samples), None if loss is None else float(loss), _checked_metrics(metrics)
+            )
+            if model is not task.model:
+                self._copy(model, task.model)
+            counts = self._handover.give(result)
+            if not counts and self._handover.is_over:
+                thread.result()
+            return counts
+
+    def pause(self) -> None:
+        """Take part in no round until :meth:`resume`: the controller does not wait for this client. A round that was
+        received is over, as :attr:`should_stop` says. May be called by any thread."""
+        self._set_paused(self._entered("pause"), threading.get_ident())
+
+    def resume(self) -> None:
+        """Take part again, from the next round on. May be called by any thread."""
+        self._set_paused(self._entered("resume"), None)
 
     @property
     def client_id(self) -> int | None:
@@ -215,6 +257,20 @@ class ScriptClient(contextlib.AbstractContextManager["ScriptClient"]):
     @property
     def _shown(self) -> str:
         return self._named.name or str(self._named.client_id)
+
+    @contextlib.contextmanager
+    def _used_by(self, call: str) -> Iterator[LoopThread[ClientSummary | None]]:
+        """The client's thread, for one call at a time. Raises OutOfTurn, ForkedProcess."""
+        thread = self._entered(call)
+        if not self._in_use.acquire(blocking=False):
+            raise OutOfTurn(
+                f"{call} was called while another thread is in a call of this client: one thread receives, trains and "
+                f"sends. Give each thread a client of its own, with its own model"
+            )
+        try:
+            yield thread
+        finally:
+            self._in_use.release()
 
     def _entered(self, call: str) -> LoopThread[ClientSummary | None]:
         if self._thread is None:
@@ -243,6 +299,20 @@ class ScriptClient(contextlib.AbstractContextManager["ScriptClient"]):
         for spec in self._specs:
             into[spec.name].copy_(tensors[spec.name])
 
+    def _set_paused(self, thread: LoopThread[ClientSummary | None], paused_by: int | None) -> None:
+        self._paused_by = paused_by
+        thread.call_soon(self._apply_pause)
+
+    def _apply_pause(self) -> None:
+        """On the loop: pass on whether the client is paused."""
+        if self._client is not None:
+            (self._client.resume if self._paused_by is None else self._client.pause)()
+
+    def _load_last(self, task: HandoverTask, model: nn.Module) -> None:
+        """Load the last global model into the script's. The client has ended."""
+        if self._client is not None and self._client.load_newest() >= 0 and model is not task.model:
+            self._copy(task.model, model)
+
     def _leave(self, thread: LoopThread[ClientSummary | None]) -> None:
         if not self._handover.is_over:
             thread.cancel()
@@ -265,14 +335,27 @@ class ScriptClient(contextlib.AbstractContextManager["ScriptClient"]):
                 assert self._task is not None
                 self._client = HandoverClient(
                     bus, self._task, self._handover, client_id=self._named.client_id, name=self._named.name,
-                    config=self._config,
+                    config=self._config, callbacks=self._callbacks,
                 )  # fmt: skip
+                self._apply_pause()
                 try:
                     return await self._client.run()
                 finally:
                     self._handover.end()
         finally:
             self._handover.end()
+
+
+def _checked_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
+    """The metrics as numbers. Raises ValueError: one is none."""
+    try:
+        return as_floats(
+            {name: one.detach() if isinstance(one, Tensor) else one for name, one in (metrics or {}).items()}
+        )
+    except Exception as error:
+        raise ValueError(
+            f"metrics: expected single numbers by name, such as {{'accuracy': 0.9}}, got {metrics!r:.200} ({error})"
+        ) from error
 
 
 def _checked_samples(samples: Any) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from gradbus.actors.federated.clients import MAX_MEMBERS, ClientRegistry
@@ -29,38 +29,52 @@ _MEND = "Mend it there and start the client again"
 log = get_logger("controller")
 
 
+class StartTrouble(NamedTuple):
+    """What the error says of a round that cannot start.
+
+    Attributes:
+        what: cannot start. misconfiguration: the likely reason. hint: what to do. label: returns what is shown for an
+            id.
+    """
+
+    what: str
+    misconfiguration: str = ""
+    hint: str = ""
+    label: Callable[[int], str] = str
+
+
 class StartCondition:
     """Allows the start at once when all expected clients are ready, with at least ``minimum`` of them ``grace_s``
     later, and gives up ``timeout_s`` after ``now_s``. A pure decision."""
 
     def __init__(
         self, *, minimum: int, expected: Collection[int], now_s: float, timeout_s: float, grace_s: float,
-        excused: Collection[int] = (), describe: Callable[[], tuple[str, str, str]] = lambda: ("start", "", ""),
+        excused: Collection[int] = (), describe: Callable[[], StartTrouble] = lambda: StartTrouble("start"),
     ) -> None:  # fmt: skip
         """Begin to wait.
 
         Args:
             minimum: clients that suffice after the grace. expected: ids of those that are waited for at most.
             excused: ids of expected clients that are not waited for.
-            describe: gives for the error what cannot start, a likely misconfiguration, and a hint.
+            describe: returns what the error says.
         """
         self._minimum = minimum
         self._expected = expected
         self._excused = excused
-        self._wanted = max(len(self._expected) - sum(one in self._expected for one in excused), minimum)
+        self._wanted = max(len(self._expected) - self._count(excused), minimum)
         self._timeout_s = timeout_s
         self._deadline_at_s = now_s + timeout_s
         self._grace_s = grace_s
         self._grace_until_s: float | None = None
         self._describe = describe
 
-    def may_start(self, ready: Sequence[int], now_s: float) -> bool:
-        """Whether to start with these clients now.
+    def may_start(self, ready: Sequence[int], now_s: float, paused: Collection[int] = ()) -> bool:
+        """Whether to start with these clients now. ``paused``: ids of clients that are here and not waited for.
 
         Raises:
             BarrierTimeout: the deadline has passed with fewer than ``minimum``; it names the missing clients.
         """
-        if len(ready) >= self._wanted:
+        if len(ready) >= max(self._minimum, self._wanted - self._count(paused)):
             return True
         if len(ready) >= self._minimum:
             if self._grace_until_s is None:
@@ -68,12 +82,17 @@ class StartCondition:
             return now_s >= self._grace_until_s
         self._grace_until_s = None
         if now_s >= self._deadline_at_s:
-            what, misconfiguration, hint = self._describe()
+            found = self._describe()
             raise BarrierTimeout(
-                what, missing=self.missing(ready), ready=len(ready), needed=self._minimum, timeout_s=self._timeout_s,
-                misconfiguration=misconfiguration, hint=hint,
+                found.what, missing={one: found.label(one) for one in self.missing(ready)}, ready=len(ready),
+                needed=self._minimum, timeout_s=self._timeout_s, misconfiguration=found.misconfiguration,
+                hint=found.hint,
             )  # fmt: skip
         return False
+
+    def _count(self, clients: Collection[int]) -> int:
+        """How many of these are expected."""
+        return sum(one in self._expected for one in clients)
 
     def missing(self, ready: Sequence[int]) -> list[int]:
         """Ids of expected clients that are not among these."""
@@ -124,6 +143,12 @@ def check_selection(config: FederatedConfig, selector: Selector) -> None:
         )
 
 
+def _have_reported(missing: Collection[int], failed: Mapping[int | str, str]) -> bool:
+    """Whether all of these clients may be among those that have failed. One that has failed before it had an id may be
+    any of them."""
+    return bool(failed) and len({*missing} - failed.keys()) <= sum(isinstance(one, str) for one in failed)
+
+
 class ParticipantSelection:
     """Waits for clients, selects those of a round, and puts those with too many strikes in quarantine."""
 
@@ -139,9 +164,8 @@ class ParticipantSelection:
         self._progress = progress
         self._sleep_until = sleep_until
         self._changed = changed
-        self._unprepared: dict[
-            int, str
-        ] = {}  # clients that could not get ready, and why, in the order of their reports
+        # Clients that could not get ready, by their ids, or by the names of those without one, and why.
+        self._unprepared: dict[int | str, str] = {}
 
     async def wait_for_start(
         self, round_id: int, accepted: Collection[int] = (), *, timeout_s: float, named: Collection[int] | None = None
@@ -162,21 +186,20 @@ class ParticipantSelection:
         condition = StartCondition(
             minimum=config.clients.min, expected=expected, now_s=time.monotonic(), timeout_s=timeout_s,
             grace_s=config.clients.start_grace_s, excused=out,
-            describe=lambda: (
+            describe=lambda: StartTrouble(
                 f"round {round_id} cannot start{kept_out}: clients", bus.misconfiguration,
                 " ".join([*(f"{text}. {_MEND}." for text in failed().values()), bus.reach.advice()]),
+                names.label,
             ),
         )  # fmt: skip
         waiting = WaitLog(log, bus.reach, job=bus.job, round=round_id)
         while not self._may_start(condition, ready := sorted({*accepted, *self.ready(round_id, named)}), round_id):
             missing = condition.missing(ready)
-            only_failed = bool(failed()) and set(missing) <= failed().keys()
-            waiting.look(
-                self._absent(missing), misconfiguration=bus.misconfiguration, hint=_MEND if only_failed else ""
-            )
+            hint = _MEND if _have_reported(missing, failed()) else ""
+            waiting.look(self._absent(missing), misconfiguration=bus.misconfiguration, hint=hint)
             # There is no event for the matching of this side, which may come after the client's last message.
             await self._sleep_until(min(condition.next_check_s(), time.monotonic() + config.clients.heartbeat_s))
-        if len(ready) < len(expected) - sum(one in expected for one in out):
+        if len(ready) < len(expected) - sum(one in expected for one in {*out, *self._registry.paused_ids()}):
             log.warning("starting without all clients", ready=ready, expected=len(expected))
 
     def _may_start(self, condition: StartCondition, ready: Sequence[int], round_id: int) -> bool:
@@ -187,40 +210,43 @@ class ParticipantSelection:
         """
         for client_id in ready:
             self._unprepared.pop(client_id, None)
+            self._unprepared.pop(self._context.state.names.own_name_of(client_id), None)
         try:
-            return condition.may_start(ready, time.monotonic())
+            return condition.may_start(ready, time.monotonic(), self._registry.paused_ids())
         except BarrierTimeout as error:
             failed = self._failed()
             would_do = len({*ready, *failed}) >= error.needed
-            if not failed or not would_do or not set(error.missing) <= failed.keys():
+            if not would_do or not _have_reported(error.missing, failed):
                 raise
             raise TrainingFailed(
                 f"round {round_id} cannot start, as {error.ready} of {error.needed} clients are ready: "
-                f"{'; '.join(failed.values())}. {_MEND}, and then the controller", sorted(failed),
-            ) from error  # fmt: skip
+                f"{'; '.join(failed.values())}. {_MEND}, and then the controller",
+                [client for client in failed if isinstance(client, int)],
+            ) from error
 
-    def note_unprepared(self, client_id: int, why: str) -> None:
-        """Note that a client could not get ready, and leaves. It may come back."""
-        self._unprepared[client_id] = why
+    def note_unprepared(self, client: int | str, why: str) -> None:
+        """Note that a client, by its id or its name, could not get ready, and leaves. It may come back."""
+        self._unprepared[client] = why
         if len(self._unprepared) > _MAX_UNPREPARED:
             del self._unprepared[next(iter(self._unprepared))]
-        self._context.state.participation.note_unprepared(client_id, why)
+        if isinstance(client, int):
+            self._context.state.participation.note_unprepared(client, why)
 
-    def _failed(self) -> dict[int, str]:
-        """Why clients that are not here could not get ready, in words, by id."""
-        here = {client.client_id for client in self._registry}
-        gone = [one for one in sorted(self._unprepared) if one not in here][:_SHOWN]
+    def _failed(self) -> dict[int | str, str]:
+        """Why clients that are not here could not get ready, in words, by id, and by name where they have no id."""
+        names = self._context.state.names
+        here = {one for client in self._registry for one in (client.client_id, names.own_name_of(client.client_id))}
+        gone = sorted((one for one in self._unprepared if one not in here), key=lambda one: (isinstance(one, str), one))
+        gone = gone[:_SHOWN]
         label = self._context.state.names.label
         return {one: f"client {label(one)} failed before its first round: {self._unprepared[one]}" for one in gone}
 
     def _absent(self, missing: Collection[int]) -> list[str]:
         """Names of missing clients, for the log."""
         here, failed = {client.client_id for client in self._registry}, self._failed()
-        label = self._context.state.names.label
-        named = [
-            failed.get(number, f"client {label(number)}{' (is here, not ready yet)' * (number in here)}")
-            for number in missing
-        ]
+        paused, label = self._registry.paused_ids(), self._context.state.names.label
+        states = {**dict.fromkeys(here, " (is here, not ready yet)"), **dict.fromkeys(paused, " (paused)")}
+        named = [failed.get(number, f"client {label(number)}{states.get(number, '')}") for number in missing]
         named += [text for number, text in failed.items() if number not in missing]
         return named[:_SHOWN] or ["some client"]
 

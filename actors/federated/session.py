@@ -17,11 +17,13 @@ from gradbus.runtime.errors import BarrierTimeout, BusClosed, BusError, GradbusE
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.testing.instrumentation import Probe
 from gradbus.runtime.wire.control import (
+    PAUSED_PHASE,
     Body,
     EvaluationRequest,
     Hello,
     Leave,
     LocalModelRequest,
+    RepeatedCommand,
     RoundTerms,
     RunEnded,
     TrainingFailure,
@@ -78,6 +80,8 @@ class ControllerSession:
     def __init__(self, controller_timeout_s: float) -> None:
         self.controller_timeout_s = controller_timeout_s
         self._handled = False  # the command has been answered, without success
+        self._attempt = 0  # at the round of the command, as far as this client can count
+        self._is_early = False  # a repetition has come before the command itself, which is not another attempt
         self._session_seen_s = 0.0
         self._turn_s = LISTENED_S
         self._seen_s = self._listened_s = time.monotonic()
@@ -149,12 +153,29 @@ class ControllerSession:
         if is_earlier and time.perf_counter() - self.commanded_s < OVERTAKEN_S:
             return False
         other = command != self.command
+        if self._is_early and not other:
+            self._is_early = False
+            return False
+        self._attempt, self._is_early = 1 if other else self._attempt + 1, False
         if other or self._handled:
             self.commanded_s = time.perf_counter()
         self.command, self._handled, self.failure = command, False, None
         if self.evaluation is not None and self.evaluation.round_id < command.round_id:
             self.evaluation = None  # its round is over
         return other
+
+    def take_repeated(self, repeated: RepeatedCommand) -> bool:
+        """Take the command that its controller repeats because some client lacks it, as :meth:`take`. One that is here
+        changes nothing, unless this client has answered it in an earlier attempt: then it is given again."""
+        command = TrainCmd(repeated.round_id, repeated.subset_size, repeated.epochs, repeated.lr, repeated.seed)
+        is_known = command == self.command
+        if is_known and repeated.attempt <= self._attempt:
+            return False
+        self._is_early = False
+        is_other = self.take(command)
+        if is_known or is_other:  # else it is of an earlier round
+            self._attempt, self._is_early = repeated.attempt, True
+        return is_other
 
     def wanted(self, welcome: Welcome, command: TrainCmd) -> bool:
         """Whether to train: DDS may repeat a command, and the controller may give one again."""
@@ -188,6 +209,10 @@ class ControllerSession:
         if self.welcome is None or self.command is None or not self.welcome.has_terms:
             return True
         return self.terms is not None and self.terms.round_id == self.command.round_id
+
+    def is_held(self, command: TrainCmd) -> bool:
+        """Whether no update of the round of this command is added before all are announced."""
+        return self.terms is not None and self.terms.held and self.terms.round_id == command.round_id
 
     def evaluates(self, client_id: int, request: EvaluationRequest) -> bool:
         """Whether a client is asked to evaluate."""
@@ -252,9 +277,15 @@ class ControllerSession:
 
 
 class ClientStatus:
-    """The phase that the heartbeat reports: idle, preparing, fetching or training, or that of an upload."""
+    """The phase that the heartbeat reports: idle, preparing, fetching or training, or that of an upload; or paused.
+
+    Attributes:
+        is_paused: the program that this client is part of wants no training for now.
+        is_delivering: an update is made and its receipt has not come: a client that is to pause does that first.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.is_paused = self.is_delivering = False
         self._clock = clock
         self._name = "idle"
         self._reported = ""
@@ -267,7 +298,8 @@ class ClientStatus:
 
     def reported(self, upload: str) -> tuple[str, float]:
         """The phase to report, and the seconds since it began. ``upload``: the phase of the update sender."""
-        self._note(self._name if upload == "idle" else upload)
+        name = self._name if upload == "idle" else upload
+        self._note(PAUSED_PHASE if self.is_paused and not self.is_delivering else name)
         return self._reported, self._clock() - self._since_s
 
     def _note(self, name: str) -> None:

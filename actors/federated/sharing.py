@@ -20,6 +20,7 @@ from gradbus.runtime.complex_pairs import count_floats, is_inexact, shape_in_flo
 from gradbus.runtime.config.federated import FederatedConfig, ShareSettings
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.saved_state import Row
+from gradbus.runtime.torch_compat import uncompiled_names
 from gradbus.runtime.wire.control import Welcome
 
 Exchange = Literal["trained", "all"]
@@ -117,11 +118,6 @@ class TensorSpec(NamedTuple):
     def shape_in_floats(self) -> tuple[int, ...]:
         """Return the shape of its floats: of a complex tensor with 2 at the end."""
         return shape_in_floats(self.dtype, self.shape)
-
-    @property
-    def line(self) -> str:
-        """Return the text by which this tensor enters the hash of a layout."""
-        return f"{self.name}:{self.dtype}:{self.shape}"
 
 
 class Division(NamedTuple):
@@ -223,14 +219,19 @@ def _matches(name: str, patterns: Iterable[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def shape_of(specs: Sequence[TensorSpec], division: Division) -> Shape:
-    """Sizes and layout of a division. Tied weights count once, by their first name."""
+def shape_of(specs: Sequence[TensorSpec], division: Division, *, as_named: bool = False) -> Shape:
+    """Sizes and layout of a division. Tied weights count once, by their first name.
+
+    The layout is the same whether the model, or a part of it, is compiled; ``as_named``: as gradbus 0.1 had it, with
+    the prefixes that ``torch.compile`` adds to names.
+    """
+    plain = {spec.name: spec.name for spec in specs} if as_named else uncompiled_names(spec.name for spec in specs)
     lines: tuple[list[str], list[str]] = ([], [])
     sizes = [0, 0]
     for spec in specs:
         for part, names in enumerate((division.shared, division.constant)):
             if spec.name in names and spec.first == spec.name:
-                lines[part].append(spec.line)
+                lines[part].append(f"{plain[spec.name]}:{spec.dtype}:{spec.shape}")
                 sizes[part] += count_floats(spec.dtype, spec.shape)
     text = "\n".join([*lines[0], *(f"frozen {line}" for line in lines[1])])
     return Shape(sizes[0], int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little"), sizes[1])

@@ -196,6 +196,9 @@ class SiteMember(Client):
         if self.followed is not None:
             self.followed = self.followed._replace(round_id=round_id, base=vector, buffers=buffers)
 
+    async def _take_last_model(self) -> None:
+        """Do nothing: the site's clients have got it already, before they ended."""
+
     def _layout(self) -> BufferLayout:
         """The merged buffers of the level above: this site's clients may keep some of them."""
         assert self._session.welcome is not None, "a site that is not welcomed has nothing of the level above"

@@ -194,7 +194,7 @@ class SiteController(RelayingController):
 
     def _open(self) -> None:
         super()._open()
-        self._state.run_id = self.terms.run_id
+        self._state.run_id, self._state.adopts = self.terms.run_id, True
 
     def _wire(self) -> None:
         self.progress.reports = []  # those of the checkpoint follow

@@ -233,11 +233,12 @@ class RunState:
         history: reports of the committed rounds, without timelines, as a checkpoint has them. As that is written in
             every round it is bounded: of all but the newest rounds it has the figures, of those long past nothing.
         incarnation: of the controller that saved the state last, then of the one that holds it; 0 if there was none.
+        adopts: the level above commits the rounds, some of which this site may miss.
     """
 
     def __init__(self, config: FederatedConfig, model: FlatModel, strategy: Strategy) -> None:
         """Raises CheckpointError: the state directory cannot be used, or has the state of another run."""
-        self._layout, self._table = model.layout, model.table
+        self._layout, self._layouts, self._table = model.layout, model.layouts, model.table
         self.model = model
         self._strategy = strategy
         self._downlink_codec = config.downlink_codec.name
@@ -251,6 +252,7 @@ class RunState:
         self.run_id = int.from_bytes(os.urandom(8), "little") or 1
         self.round_id = 0
         self.incarnation = 0
+        self.adopts = False
         self.history: list[RoundReport] = []
         self._orders_from = 1  # orders of earlier rounds are removed
         self.quarantine = Quarantine(config.limits.max_strikes, config.limits.quarantine_rounds)
@@ -313,7 +315,7 @@ class RunState:
         store = CheckpointStore.to_read(path.parent)
         checkpoint = store.load(int(place[1]), SavedRun.of)
         saved = SavedRun.of(checkpoint)
-        if saved.layout != self._layout:
+        if saved.layout not in self._layouts:
             raise CheckpointError(
                 f"{where} are of a model with other names, shapes or frozen parts. Use the model of that run, or named "
                 f"tensors (gradbus export)"
@@ -341,7 +343,7 @@ class RunState:
 
     def _restore(self, checkpoint: Checkpoint) -> None:
         saved, where = SavedRun.of(checkpoint), f"checkpoint of round {checkpoint.round_id}"
-        if saved.layout != self._layout:
+        if saved.layout not in self._layouts:
             raise CheckpointError(
                 f"{where} is of a model with other names or shapes, or other tensors of it were shared. Use the same "
                 f"model and the same federated.share, or another state directory"
@@ -391,7 +393,7 @@ class RunState:
         history.note(
             "started", run=f"{self.run_id:016x}", incarnation=self.incarnation, round=self.round_id,
             crc32=crc32, held_crc32=held_crc32, dim=self.weights.numel(), has_buffers=bool(self.buffers),
-            federated=self._config.model_dump(mode="json"),
+            federated=self._config.model_dump(mode="json"), **({"adopts": True} if self.adopts else {}),
         )  # fmt: skip
 
     def buffer_block(self) -> bytes:
@@ -427,18 +429,32 @@ class RunState:
         """Return the name of the file of an order."""
         return f"{_order_name(round_id)}.json"
 
+    @staticmethod
+    def order_remedy(round_id: int) -> str:
+        """Return what to do with a damaged order, and what that costs."""
+        return (
+            f"Restore it from a backup, or remove it: round {round_id} is then done by the order that it gets next, "
+            f"and not as it was ordered before the crash"
+        )
+
     @property
     def has_orders(self) -> bool:
-        """Whether there are orders on the disk, which may be of rounds that are to be repeated."""
+        """Return whether there are orders on the disk, which may be of rounds that are to be repeated."""
         return self._store is not None and self._store.has_documents(_ORDER)
 
     def load_order(self, round_id: int) -> dict[str, Any] | None:
         """Return what :meth:`save_order` has written in this run; None: nothing. Raises CheckpointError: it is
         damaged."""
-        found = None if self._store is None else self._store.load_document(_order_name(round_id), MAX_ORDER_BYTES)
+        if self._store is None:
+            return None
+        remedy = self.order_remedy(round_id)
+        found = self._store.load_document(_order_name(round_id), MAX_ORDER_BYTES, remedy)
         if found is None:
             return None
-        saved = SavedOrder.read(found, _order_name(round_id))
+        try:
+            saved = SavedOrder.read(found, _order_name(round_id))
+        except CheckpointError as error:
+            raise CheckpointError(f"{error}. {remedy}") from None
         return saved.order if (saved.run_id, saved.round_id) == (f"{self.run_id:016x}", round_id) else None
 
     @property

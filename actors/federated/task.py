@@ -56,7 +56,8 @@ class FederatedTask(Protocol):
 
         One more keyword comes where ``federated.training.optimizer`` names an optimizer: ``make_optimizer``, a function
         from parameters to an optimizer with the learning rate of this round. And with ``federated.training.steps``:
-        ``steps``, the number of optimizer steps to make, in place of ``epochs``.
+        ``steps``, the number of optimizer steps to make, in place of ``epochs``. A ``train`` that has an argument
+        ``round`` gets the packets of its round there.
         """
 
     def evaluate(self, model: nn.Module) -> EvalOutcome | None:

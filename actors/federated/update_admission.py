@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Container
 from typing import NamedTuple
 
 from gradbus.actors.aggregation.partial_sum import CountedTwice
@@ -15,7 +15,7 @@ from gradbus.codecs import CodecError, NonFiniteError
 from gradbus.runtime.wire.control import PacketRequest, UploadRequest
 
 MAX_STEPS = 0xFFFF_FFFF
-_NO_STRIKE = {CountedTwice: "counted twice", BaseGone: STALE, NoRoom: "no room"}
+_NO_STRIKE: dict[type[Exception], str] = {CountedTwice: "counted twice", BaseGone: STALE, NoRoom: "no room"}
 
 
 class UpdateRefusal(NamedTuple):
@@ -26,7 +26,7 @@ class UpdateRefusal(NamedTuple):
     is_strike: bool = False
 
 
-def unusable(error: ValueError) -> UpdateRefusal:
+def unusable(error: ValueError | ArithmeticError) -> UpdateRefusal:
     """The refusal of an update that could not be added."""
     if (reason := _NO_STRIKE.get(type(error))) is not None:
         return UpdateRefusal(reason, str(error))
@@ -79,7 +79,7 @@ class UpdateAdmission:
             return UpdateRefusal("oversized", text, True)
         return None
 
-    def has_room(self, request: UploadRequest, granted: Iterable[UploadRequest], kept_bytes: int = 0) -> bool:
-        """Whether an update may be granted beside the granted ones. ``kept_bytes``: of packets that are here."""
-        in_flight = kept_bytes + sum(other.total_bytes for other in granted)
-        return not in_flight or in_flight + request.total_bytes <= self.budget_bytes
+    def has_room(self, request: UploadRequest, in_flight_bytes: int) -> bool:
+        """Return whether an update may be granted beside ``in_flight_bytes`` of granted ones and of packets that are
+        here."""
+        return not in_flight_bytes or in_flight_bytes + request.total_bytes <= self.budget_bytes

@@ -35,6 +35,7 @@ from gradbus.actors.aggregation.sum_summary import SumSummary
 from gradbus.actors.aggregation.updates import Facts, Update
 from gradbus.actors.aggregation.updates import parse as parse_update
 from gradbus.actors.federated.asynchronous import Bases
+from gradbus.actors.federated.by_client import ByClient
 from gradbus.actors.federated.held_updates import HeldUpdates, Settling
 from gradbus.actors.federated.masked_attempt import MaskedAttempt
 from gradbus.actors.federated.packets_in import PacketCollector
@@ -56,7 +57,7 @@ from gradbus.runtime.wire.control import Body, PacketRequest, UploadRequest
 from gradbus.runtime.wire.frames import FrameKey
 from gradbus.runtime.wire.messages import ClientUpdate
 
-ALONE = "no second update"  # why the only update of an attempt does not count
+UNCOMPARED = "too few updates to compare"  # why none of an attempt counts, where clients may lie
 _NOTED = 100  # refusals of one kind in a round that a journal lists
 
 log = get_logger("controller")
@@ -78,6 +79,7 @@ class _IncomingUpdate(IncomingUpload):
         adding: it is being read, decoded and added. crc32: of its payload, where the journal needs it later.
         is_measured: its norms are known.
         buffers: that it came with. packets: payloads of all its packets, where it came in such, until they are added.
+        last_packet: the last of these; None: it came in one piece.
     """
 
     adding: bool = False
@@ -85,6 +87,7 @@ class _IncomingUpdate(IncomingUpload):
     crc32: int = 0
     buffers: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
     packets: Sequence[memoryview] = ()
+    last_packet: RequestedUpload | None = None
 
     @property
     def is_complete(self) -> bool:
@@ -138,8 +141,11 @@ class UpdateReceiver:
         self._uploads: Uploads[_IncomingUpdate] = Uploads(self._send)
         self._round: Round | None = None
         self._to_begin: tuple[int, Tensor] | None = None  # a round that the strategy has not begun yet, and its base
-        self._requests: dict[int, RequestedUpload] = {}  # by client, in order of arrival
-        self._transfers: dict[FrameKey, _IncomingUpdate] = {}
+        # In order of arrival. Of each client those of one update: several only where it comes in packets.
+        self._requests: ByClient[RequestedUpload] = ByClient(lambda update: update.request.total_bytes)
+        self._transfers: ByClient[_IncomingUpdate] = ByClient(
+            lambda transfer: 0 if transfer.in_memory else transfer.request.total_bytes
+        )
         self._packets: PacketCollector | None = None  # made with the first packet
         self._complete: deque[_IncomingUpdate] = deque()
         self._counted = context.state.counted  # by client
@@ -156,7 +162,8 @@ class UpdateReceiver:
         self.buffers = BufferMerge(buffers or BufferLayout())
         self.masked: MaskedAttempt | None = None
         self._masked_updates: dict[int, _MaskedUpdate] = {}  # by client: in the sum of the attempt
-        self._waiting: dict[int, RequestedUpload] = {}  # with bases: requests that came while no round was open
+        # With bases: requests that came while no round was open, of a client and whether they announce its update.
+        self._waiting: dict[tuple[int, bool], RequestedUpload] = {}
         self._bounded = strategy if isinstance(strategy, BoundedStrategy) else None
         self._held = HeldUpdates(strategy.bounds)
 
@@ -209,15 +216,18 @@ class UpdateReceiver:
         if self.masked is not None and self._is_put_off(self.masked, update):
             return
         if self._round is None and self.bases is not None:
-            self._waiting[client_id] = update
+            self._waiting[client_id, update.is_announced] = update
             return
         refusal = (
-            self._admission.refusal(update, self._round) or self._masked_refusal(update) or self._packet_refusal(update)
+            self._admission.refusal(update, self._round)
+            or self._masked_refusal(update)
+            or self._packet_refusal(update)
+            or self._announcement_refusal(update)
         )
         if refusal is not None:
             await (self._reject if refusal.is_strike else self._refuse)(update, refusal)
             return
-        granted = self._granted_to(update)
+        granted = self._transfers.of(client_id)
         if any(transfer.is_complete for transfer in granted):
             return  # only then another one may come
         if self._packets is not None and await self._is_answered(self._packets, update):
@@ -231,13 +241,6 @@ class UpdateReceiver:
             self._take_in(update)
             await self._settle()
         await self._grant_more()
-
-    def _granted_to(self, update: RequestedUpload) -> list[_IncomingUpdate]:
-        """The uploads of the same client that are on their way: of a repeated request mostly itself."""
-        same = self._transfers.get(update.key)
-        if same is not None and not isinstance(update.request, PacketRequest):
-            return [same]
-        return [one for one in self._transfers.values() if one.source.client_id == update.client_id]
 
     async def _is_answered(self, packets: PacketCollector, update: RequestedUpload) -> bool:
         """Whether packets that are here leave nothing to do for this request."""
@@ -278,10 +281,22 @@ class UpdateReceiver:
             return UpdateRefusal("packets", text, True)
         if self._packets is None:
             self._packets = PacketCollector(self._dim)
-        if self._packets.is_outdated(update) or not (fault := self._packets.fault(update)):
+        under_way = [one.source for one in self._transfers.of(update.client_id) if not one.is_complete]
+        others = [*under_way, *self._requests.of(update.client_id)]
+        if self._packets.is_outdated(update) or not (fault := self._packets.fault(update, others)):
             return None
-        self._packets.forget(update.client_id, update.incarnation)
         return UpdateRefusal("packets", fault, True)
+
+    def _announcement_refusal(self, update: RequestedUpload) -> UpdateRefusal | None:
+        """The reason why nothing can be made of what an update announces, so that it has no part in what is typical of
+        all; None: something can, or nothing is bounded."""
+        if self._strategy.bounds is None or not update.is_announced:
+            return None
+        try:
+            self._strategy.bounds.check(facts_of(update.client_id, update.request, update.request.num_samples))
+        except ValueError as error:
+            return unusable(error)
+        return None
 
     async def settle_masked(self, partial: PartialSum | None, refusal: str = "") -> None:
         """End an attempt with secure aggregation: with its sum all of its updates count; None: it has failed.
@@ -316,26 +331,36 @@ class UpdateReceiver:
     async def _settle(self) -> None:
         """Let held updates be added, once the bounds of the round can be set."""
         round_ = self._round
-        waiting, now_s = len(self._transfers) + len(self._requests), time.monotonic()
+        in_packets = 0 if self._packets is None else len(self._packets.announced)
+        waiting, now_s = len(self._transfers) + len(self._requests) + in_packets, time.monotonic()
         if self._held.is_settled or round_ is None or not waiting:
             return
         if not self._held.may_settle(round_, waiting, now_s):
             return
-        here = (transfer.source for transfer in self._transfers.values())
-        announced = {
-            update.key: facts_of(update.client_id, update.request, update.request.num_samples)
-            for update in (*here, *self._requests.values())
-            if update.is_announced
-        }
+        announced = self._announced()
         match self._held.settle(round_, announced, now_s):
-            case Settling.ALONE:
+            case Settling.TOO_FEW:
                 for facts in announced.values():
-                    round_.fail(facts.client_id, ALONE)
+                    round_.fail(facts.client_id, UNCOMPARED)
                 self._on_change()
             case Settling.SETTLED:
                 await self._context.compute.run(self._note_bounds, round_.round_id)
                 self._work.set()
                 await self._grant_more()
+
+    def _announced(self) -> dict[FrameKey, Facts]:
+        """What clients have announced of updates that do not count yet: one of each client, whatever it sends."""
+        on_their_way = (transfer.source for transfer in self._transfers.values())
+        in_packets = () if self._packets is None else self._packets.announced
+        by_client = {
+            update.client_id: update
+            for update in (*on_their_way, *self._requests.values(), *in_packets)
+            if update.is_announced
+        }
+        return {
+            update.key: facts_of(update.client_id, update.request, update.request.num_samples)
+            for update in by_client.values()
+        }
 
     def _note_bounds(self, round_id: int) -> None:
         """Note in the journal what is typical of a round."""
@@ -344,13 +369,16 @@ class UpdateReceiver:
 
     def _take_in(self, update: RequestedUpload) -> None:
         """Read the update in its client's memory, or let its request wait for a grant."""
+        for other in self._requests.of(update.client_id):
+            if not other.goes_with(update):
+                del self._requests[other.key]
         unreadable = self._unreadable.get(update.client_id) == update.incarnation
         if self._context.bus.memory.here and is_here(update.request.memory) and not unreadable:
-            self._requests.pop(update.client_id, None)
+            self._requests.pop(update.key, None)
             self._complete.append(self._begin(update, in_memory=True))
             self._work.set()
         else:
-            self._requests[update.client_id] = update
+            self._requests[update.key] = update
 
     def _begin(self, update: RequestedUpload, *, in_memory: bool = False) -> _IncomingUpdate:
         transfer = self._transfers[update.key] = _IncomingUpdate(update, time.monotonic(), in_memory)
@@ -381,10 +409,11 @@ class UpdateReceiver:
             await self._reject(update, refusal)
             return
         assert self._packets is not None, "made with the refusal"
-        whole = self._packets.add(update, payload)
+        whole = self._packets.add(update, payload, time.monotonic())
         if whole is not None:
-            self._begin(whole.source).packets = whole.packets
-            self._complete.append(self._transfers[whole.source.key])
+            complete = self._begin(whole.source)
+            complete.packets, complete.last_packet = whole.packets, whole.last
+            self._complete.append(complete)
             self._work.set()
         if whole is None or not update.is_announced:
             await self._answer_packet(self._packets, update)
@@ -398,13 +427,14 @@ class UpdateReceiver:
         """Drop the incomplete update of a client that is gone."""
         if self._packets is not None and self._packets.forget(client_id, incarnation):
             self.dropped["cut short"] += 1
-        if client_id in self._waiting and self._waiting[client_id].incarnation == incarnation:
-            del self._waiting[client_id]
-        offered = self._requests.get(client_id)
-        if offered is not None and offered.incarnation == incarnation:
-            del self._requests[client_id]
-        for transfer in list(self._transfers.values()):
-            if transfer.source[:2] == (client_id, incarnation) and not transfer.is_complete:
+        for place in ((client_id, False), (client_id, True)):
+            if place in self._waiting and self._waiting[place].incarnation == incarnation:
+                del self._waiting[place]
+        for offered in self._requests.of(client_id):
+            if offered.incarnation == incarnation:
+                del self._requests[offered.key]
+        for transfer in self._transfers.of(client_id):
+            if transfer.source.incarnation == incarnation and not transfer.is_complete:
                 self._drop(transfer.key)
                 self.dropped["cut short"] += 1
 
@@ -506,7 +536,7 @@ class UpdateReceiver:
         log.warning("no shared memory", **facts, reason=str(error), effect="its updates go over DDS")
         self._unreadable[update.client_id] = update.incarnation
         self._drop(transfer.key)
-        self._requests[update.client_id] = update
+        self._requests[update.key] = update
 
     async def _fold(self, transfer: _IncomingUpdate, receipts: TaskGroup) -> None:
         """Add an update to the sum, and have its receipt sent while the next one is added."""
@@ -529,7 +559,7 @@ class UpdateReceiver:
         except SharedMemoryFault as error:
             if self._transfers.get(transfer.key) is transfer:  # else it is no longer wanted, and may well be gone
                 self._unreadable_from_here(transfer, error)
-        except ValueError as error:
+        except (ValueError, ArithmeticError) as error:  # such as a division by what a client has announced
             await self._reject(update, unusable(error))
         else:
             self.totals.aggregate_s += time.perf_counter() - started_s
@@ -598,12 +628,21 @@ class UpdateReceiver:
         if self._context.config.clients.kind == "sites":
             summary = self._add_sum(key.sender, content, weight)
         else:
+            self._check_metrics(request)
             facts = dataclasses.replace(facts_of(key.sender, request, request.num_samples), staleness=staleness)
             self._strategy.add(self._parsed(content, key.round_id, staleness), facts)
         self.buffers.add(buffers, staleness=staleness)
         history.keep(update_name(key.round_id, key.sender, key.incarnation, key.transfer), payload)
         self._note_counted(key, request, weight, history.checksum(payload))
         return summary
+
+    def _check_metrics(self, request: UploadRequest) -> None:
+        """Raises ValueError: the update does not announce a metric that the strategy reads."""
+        if missing := [name for name in self._strategy.metrics if name not in request.metrics]:
+            raise ValueError(
+                f"it does not announce {', '.join(missing)}, by which {self._strategy.name} weighs updates: choose "
+                f"the training rule that does"
+            )
 
     def _note_counted(self, key: FrameKey, request: UploadRequest, weight: int, crc32: int) -> None:
         marks = [] if self._bounded is None else self._bounded.marks_of(key.sender)
@@ -635,27 +674,38 @@ class UpdateReceiver:
         # Evaluated anew after each grant: while it is sent, requests come and go.
         while (update := self._next_request()) is not None:
             if not self._has_room(update):
-                if self._give_up_one():
+                if self._give_up_one() or self._forget_packets_for(update):
                     continue
                 if (update := self._oldest_in_packets()) is None:
                     return
-            del self._requests[update.client_id]
+            del self._requests[update.key]
             self.timing.note(update.client_id, "granted")
             await self._uploads.grant(self._begin(update))
 
     def _has_room(self, update: RequestedUpload) -> bool:
         """Whether an update may be granted beside what is on its way, and the packets that are here."""
-        on_their_way = (other.request for other in self._transfers.values() if not other.in_memory)
         kept_bytes = 0 if self._packets is None else self._packets.num_bytes
-        return self._admission.has_room(update.request, on_their_way, kept_bytes)
+        return self._admission.has_room(update.request, self._transfers.num_bytes + kept_bytes)
+
+    def _forget_packets_for(self, update: RequestedUpload) -> bool:
+        """Make room by forgetting packets that may wait for long; their client is asked for them later. Returns whether
+        there were such."""
+        if self._packets is None:
+            return False
+        stalled_at_s = time.monotonic() - self._uploads.stall_after_s
+        forgotten = self._packets.make_room(update, stalled_at_s=stalled_at_s)
+        if forgotten is not None:
+            facts = self._context.client_facts(forgotten)
+            log.info("packets forgotten", **facts, reason="there is no room for them beside updates that are announced")
+        return forgotten is not None
 
     def _oldest_in_packets(self) -> RequestedUpload | None:
         """The request of the update that has begun first of those in packets, if none of its packets is on its way.
         There is always room for it: else those of several clients could wait for each other."""
         oldest = None if self._packets is None else self._packets.oldest
-        if oldest is None or any(other.source.client_id == oldest for other in self._transfers.values()):
+        if oldest is None or self._transfers.of(oldest):
             return None
-        return self._requests.get(oldest)
+        return next(iter(self._requests.of(oldest)), None)
 
     def _next_request(self) -> RequestedUpload | None:
         """The request to grant next, in order of arrival; while updates are measured, of those that have not been."""
@@ -670,12 +720,12 @@ class UpdateReceiver:
             return False
         measured = (
             one for one in self._complete
-            if one.is_measured and not (one.in_memory or one.adding or isinstance(one.request, PacketRequest))
+            if one.is_measured and not (one.in_memory or one.adding)
         )  # fmt: skip
         if (given_up := next(measured, None)) is None:
             return False
         self._drop(given_up.key)
-        self._requests[given_up.source.client_id] = given_up.source
+        self._requests[given_up.key] = given_up.last_packet or given_up.source  # with it, all others are asked for
         return True
 
     async def _repair_if_due(self) -> None:
@@ -690,6 +740,8 @@ class UpdateReceiver:
             self.dropped["stalled"] += 1
             self._drop(transfer.key)
             await self._grant_more()
+        if self._requests and self._packets is not None:  # packets that stand still make room
+            await self._grant_more()
 
     def _drop(self, key: FrameKey) -> None:
         transfer = self._transfers.pop(key, None)
@@ -702,6 +754,7 @@ class UpdateReceiver:
         client_id, round_id = update.client_id, update.request.round_id
         facts = self._context.client_facts(client_id)
         log.warning("update dropped", **facts, round=round_id, reason=refusal.reason, detail=refusal.text)
+        self._forget_uploads(client_id)
         if self._round is not None:
             self._round.fail(client_id, refusal.reason)
             self._on_change()
@@ -710,6 +763,16 @@ class UpdateReceiver:
             strike = self._admission.quarantine.strike(client_id, round_id, refusal.reason, refusal.text)
             if strike is not None:
                 await self._on_strike(strike)
+
+    def _forget_uploads(self, client_id: int) -> None:
+        """Forget what else has come of an update that is refused, such as its other packets: none of it counts."""
+        for offered in self._requests.of(client_id):
+            del self._requests[offered.key]
+        for transfer in self._transfers.of(client_id):
+            if not transfer.adding:
+                self._drop(transfer.key)
+        if self._packets is not None:
+            self._packets.discard(client_id)
 
     async def _refuse(self, update: RequestedUpload, refusal: UpdateRefusal) -> None:
         self.dropped[refusal.reason] += 1

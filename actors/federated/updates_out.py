@@ -1,5 +1,12 @@
 """Sending an update: request, frames on a grant, repairs, until there is a receipt. A controller of this machine may
-read it in this process's memory instead."""
+read it in this process's memory instead.
+
+The request is repeated until there is a receipt, as messages may be lost, or dropped by a controller that had no room.
+DDS delivers what it accepts, so that is rare, and a controller that is slow to answer is not: each wait for an answer
+is twice as long as the one before. Where updates are held until all clients have announced theirs, no answer is due at
+once, and the first wait is longer. Otherwise the requests of thousands of clients would keep the controller busy. What
+does call for another request, such as a new command or another controller, interrupts the wait.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +29,19 @@ if TYPE_CHECKING:  # loading torch takes a second and 500 MB, which the nodes of
     from torch import Tensor
 
 REPEAT_AFTER_S = 0.5  # without an answer, request again
+HELD_REPEAT_AFTER_S = 4.0  # the same, where the controller holds updates
+MAX_REPEAT_AFTER_S = 8.0  # most, below the time after which a controller gives up an upload that stands still
 ANSWERS = (Grant, RetransmitRequest, Receipt)
 
 log = get_logger("client")
+
+
+def note_receipt(probe: Probe, receipt: Receipt, **client: int) -> None:
+    """Note in the journal what answer an update got. ``client``: its id, where the journal is of several clients."""
+    probe.note(
+        "receipt", **client, run=f"{receipt.run_id:016x}", round=receipt.round_id, transfer=receipt.transfer,
+        accepted=receipt.accepted, reason=receipt.reason,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -73,16 +90,23 @@ class UpdateSender:
         self.phase = "idle"
         self.bytes_up = 0
 
-    async def deliver(self, update: EncodedUpdate, *, check: Callable[[], bool]) -> Receipt | None:
+    async def deliver(
+        self, update: EncodedUpdate, *, check: Callable[[], bool], is_held: bool = False
+    ) -> Receipt | None:
         """Request the upload until there is a receipt.
 
-        ``check`` returns whether the controller is still the one that the update is for, and may raise. A newer command
-        is no reason to stop: the residual depends on whether this update counts.
+        Args:
+            check: returns whether the controller is still the one that the update is for, and may raise. A newer
+                command is no reason to stop: the residual depends on whether this update counts. What changes its
+                answer calls :meth:`interrupt`.
+            is_held: the controller adds no update of the round before all are announced.
 
         Returns:
             The receipt; None: there will be none.
         """
         self._begin(update)
+        first_s = max(REPEAT_AFTER_S, HELD_REPEAT_AFTER_S if is_held else 0.0)
+        wait_s = first_s
         try:
             while True:
                 if self._receipt is not None:
@@ -95,9 +119,12 @@ class UpdateSender:
                 with contextlib.suppress(BusError):
                     await self._bus.publish(self._identity, update.request)
                     self._probe.reached("after_offer", update.key.round_id)
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(REPEAT_AFTER_S):
+                try:
+                    async with asyncio.timeout(wait_s):
                         await self._answered.wait()
+                    wait_s = first_s
+                except TimeoutError:
+                    wait_s = min(2 * wait_s, max(first_s, MAX_REPEAT_AFTER_S))
         finally:
             self._update, self.phase = None, "idle"
             if self._sending is not None:

@@ -130,6 +130,11 @@ class Uploads(Generic[U]):
         """Seconds between two calls of :meth:`repair`."""
         return REPAIR_AFTER_S / 2
 
+    @property
+    def stall_after_s(self) -> float:
+        """Seconds without anything new after which an upload gives its place to another one."""
+        return STALL_AFTER_S
+
     async def grant(self, upload: U) -> None:
         """Have a client send, and take its frames from now on. Also again, as a grant may be lost."""
         self._granted[upload.key] = upload

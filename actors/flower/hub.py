@@ -13,7 +13,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from gradbus.actors.federated.clients import ClientRegistry, HelloAnswer
 from gradbus.actors.federated.liveness import BeatClock, DuplicateControllers, claim_job
@@ -364,7 +364,7 @@ class MessageHub:
         if known not in (None, sender.incarnation) and self._registry.get(*_of(sender)) is not None:
             self._fail_all(sender.sender, known, "it has started anew")
         if answer is HelloAnswer.WELCOME:
-            log.info("node welcomed", node=sender.sender, host=hello.host)
+            log.info("node welcomed", **self._facts(sender.sender), host=hello.host)
             await self._publish(
                 Welcome(
                     *_of(sender), self.run_id, 0, CODEC, "{}", self._partitions[0] if self._partitions else 0,
@@ -383,11 +383,27 @@ class MessageHub:
         if partitions == 0:
             if not MAX_PARTITIONS <= node <= LAST_NAMED:
                 return f"node {node} has no partition: expected a number from {MAX_PARTITIONS} to {LAST_NAMED}"
+            if (other := self._name_of(node)) and hello.name and other != hello.name:
+                return (
+                    f"its name {hello.name!r} has the number {node}, which is also that of {other!r}: give it another "
+                    f"--name"
+                )
         elif not node < partitions <= MAX_PARTITIONS:
             return f"partition {node} of {partitions}: expected 0 to {min(partitions, MAX_PARTITIONS) - 1}"
         if self._registry.incarnation_of(node) is None and len(self._registry) >= MAX_NODES:
             return f"this run has {MAX_NODES} nodes already"
         return self._note_partitions(node, partitions) if partitions else None
+
+    def _name_of(self, node: int) -> str:
+        """Return the name of a node that is here; empty: it has none, or is not here."""
+        incarnation = self._registry.incarnation_of(node)
+        member = None if incarnation is None else self._registry.get(node, incarnation)
+        return "" if member is None else member.hello.name
+
+    def _facts(self, node: int) -> dict[str, Any]:
+        """Return number and name of a node for a log event."""
+        name = self._name_of(node)
+        return {"node": node, "name": name} if name else {"node": node}
 
     def _note_partitions(self, node: int, partitions: int) -> str | None:
         """Note how many partitions there are. Returns why a node that says another number is refused."""
@@ -410,8 +426,9 @@ class MessageHub:
             self._lose(gone.sender, gone.incarnation, "its process has ended, or cannot be reached")
 
     def _lose(self, node: int, incarnation: int, why: str) -> None:
+        facts = self._facts(node)
         if self._registry.remove(node, incarnation):
-            log.info("node gone", node=node, reason=why)
+            log.info("node gone", **facts, reason=why)
         self._fail_all(node, incarnation, why)
         self._unreadable.discard(Identity(node, incarnation))
 
@@ -432,7 +449,7 @@ class MessageHub:
         del instruction.awaited[node]
         instruction.given_up = True
         self._drop_if_done(instruction)
-        log.warning("no reply", node=node, number=instruction.number, reason=why)
+        log.warning("no reply", **self._facts(node), number=instruction.number, reason=why)
         self._settle((instruction.number, node), Answer(failure=why, kind=kind))
 
     def _drop_if_done(self, instruction: _Open) -> None:
@@ -602,9 +619,9 @@ def _of(identity: Identity) -> tuple[int, int]:
 
 def _of_nodes(why: str, node: int) -> str:
     """Put the reason of a refusal, which names clients, into the terms of Flower's nodes."""
-    what, own = ("the name of node", "give each node its own --name") if is_named(node) else (
-        "partition", "give each node its own")  # fmt: skip
-    return why.replace("client id", what).replace("give each its own id", own)
+    if is_named(node):
+        return why.replace(f"(client {node}): give each its own", f"(node {node}): give each node its own --name")
+    return why.replace("client id", "partition").replace("give each its own id", "give each node its own")
 
 
 __all__ = ["Address", "Answer", "MessageHub"]

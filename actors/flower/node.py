@@ -281,6 +281,7 @@ class MessageNode:
             phase=self._phase if self._sender.phase == "idle" else self._sender.phase,
             round_id=self._current, model_round=-1, host=process_name(), next_round=-1,
             memory=self._bus.memory.here if self._reads_memory else "", phase_s=time.monotonic() - self._phase_s,
+            name=self.place.name,
         )  # fmt: skip
         with contextlib.suppress(BusError):  # sent again with the next heartbeat
             await self._bus.publish(self._identity, hello)

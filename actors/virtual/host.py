@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor
 
@@ -31,7 +31,7 @@ from gradbus.actors.federated.rounds import SAT_OUT, TRAINING_FAILED
 from gradbus.actors.federated.session import ControllerSession
 from gradbus.actors.federated.sharing import Sharing, layout_of
 from gradbus.actors.federated.task import FederatedTask
-from gradbus.actors.federated.updates_out import ANSWERS, EncodedUpdate, UpdateSender
+from gradbus.actors.federated.updates_out import ANSWERS, EncodedUpdate, UpdateSender, note_receipt
 from gradbus.actors.virtual.client_trainer import open_state, vector_bytes
 from gradbus.actors.virtual.pool import (
     ClientFailed,
@@ -79,6 +79,15 @@ def check_room(asked: int, update_bytes: int) -> None:
             f"{asked:,} updates of {update_bytes:,} bytes are more than the {WAITING_BYTES:,} bytes that may wait in "
             f"one process. On the controller, set it to cooperative, or ask fewer clients in a round; or spread the "
             f"clients over more hosts"
+        )
+
+
+def check_config(config: ClientConfig) -> None:
+    """Raises ConfigError: it has what is of single clients."""
+    if config.budget.is_set or config.callbacks:
+        raise ConfigError(
+            f"client.{'budget' if config.budget.is_set else 'callbacks'} is of a client that is a process, or a "
+            f"Client, of its own: leave it out for virtual clients"
         )
 
 
@@ -166,6 +175,7 @@ class ClientHost(Client):
             raise ValueError("ids: expected at least one client")
         if FIRST_HOST | self._ids[0].start >= UNASSIGNED:
             raise ValueError("ids: expected the lowest one of a host to be at most 2^31 - 3")
+        check_config(config or ClientConfig())
         super().__init__(bus, task, client_id=self._ids[0].start, name=name, config=config)
         self._identity = Identity(FIRST_HOST | self.client_id, self._identity.incarnation)
         self._session = HostSession(self._config.controller_timeout_s, self._ids)
@@ -192,10 +202,20 @@ class ClientHost(Client):
         self._model = FlatModel(build_model(self._task))
 
     def _open(self) -> None:
+        self._probe.note("started", incarnation=self._identity.incarnation, ids=self._text)
         self._open_parts(self)
 
     def _describe(self, matched: bool) -> Hello:
         return replace(super()._describe(matched), ids=self._text, masks=False, grids=False)
+
+    def pause(self) -> NoReturn:
+        """Raises TypeError: the clients of a host cannot be paused."""
+        raise TypeError(
+            "virtual clients cannot be paused: a client that is to pause is a process, or a Client, of its own"
+        )
+
+    async def _take_last_model(self) -> None:
+        """Do nothing: no program follows the models of a host."""
 
     # Messages
 
@@ -214,8 +234,12 @@ class ClientHost(Client):
             return
         if not self._is_wanted():
             self._pool.stop(self._work_now)
-            for sender in self._sending.values():
-                sender.interrupt()
+            self._interrupt_sending()
+
+    def _interrupt_sending(self) -> None:
+        super()._interrupt_sending()
+        for sender in self._sending.values():
+            sender.interrupt()
 
     def _on_controller(self, session: int, body: Any, group: TaskGroup) -> None:
         if isinstance(body, ANSWERS):
@@ -277,7 +301,7 @@ class ClientHost(Client):
         buffers = layout_of(self._model.specs, Sharing.of_welcome(welcome))
         codec = codec_of(welcome, split_terms(inputs.options())[1], allowed=self._config.codecs)
         largest = codec.max_bytes(self._shape.dim) + buffers.max_bytes
-        if current.terms is not None and current.terms.held:
+        if current.is_held(command):
             check_room(asked, largest)
         room = asyncio.Semaphore(max(WAITING_UPDATES * self._pool.size, WAITING_BYTES // largest))
         try:
@@ -333,7 +357,9 @@ class ClientHost(Client):
             self._bus, Identity(client_id, self._identity.incarnation), self._probe
         )
         try:
-            receipt = await sender.deliver(update, check=lambda: self._context.is_same_session(session))
+            receipt = await sender.deliver(
+                update, check=lambda: self._context.is_same_session(session), is_held=current.is_held(command)
+            )
         finally:
             del self._sending[client_id]
             self._bytes_up += sender.bytes_up
@@ -342,6 +368,8 @@ class ClientHost(Client):
         self._trained_s += request.train_s
         if receipt is None:
             return
+        if self._probe.history.on:
+            await self._compute.run(note_receipt, self._probe, receipt, client=client_id)
         if not receipt.accepted:
             self._refused += 1
             is_same = session == current.incarnation and request.round_id == command.round_id

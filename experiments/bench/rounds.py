@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 
 import gradbus
 from gradbus.experiments.bench.processes import LEASE_S, Processes
-from gradbus.experiments.bench.timing import cpu_s, loop_gaps, memory_bytes, percentile, reset_peak
+from gradbus.experiments.bench.ticker import loop_gaps
+from gradbus.experiments.bench.timing import cpu_s, memory_bytes, percentile, reset_peak
 from gradbus.models import NoopTask
 
 DOMAIN = 20

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import resource
 import statistics
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,7 +14,6 @@ import torch
 import torch.distributed as dist
 
 KIB, MIB = 1 << 10, 1 << 20
-_TICK_S = 0.001
 _BLOCK_S = 0.12
 _MIN_CALLS, _MAX_CALLS = 3, 1000
 _WARM_UP_CALLS = 5
@@ -112,31 +110,6 @@ def reset_peak() -> None:
     """Let ``VmHWM`` start again from the present."""
     with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-
-
-@asynccontextmanager
-async def loop_gaps(wanted: bool = True) -> AsyncIterator[list[float]]:
-    """Seconds by which a task that wants to run every millisecond came late, as long as the block runs.
-
-    It costs processor time itself (1,000 wake-ups a second), so it runs only where it is ``wanted``.
-    """
-    gaps: list[float] = []
-
-    async def tick() -> None:
-        last = time.perf_counter()
-        while True:
-            await asyncio.sleep(_TICK_S)
-            now = time.perf_counter()
-            gaps.append(max(0.0, now - last - _TICK_S))
-            last = now
-
-    task = asyncio.create_task(tick(), name="tick") if wanted else None
-    try:
-        yield gaps
-    finally:
-        if task is not None:
-            task.cancel()
-            await asyncio.wait([task])
 
 
 def percentile(values: Sequence[float], share: float) -> float:

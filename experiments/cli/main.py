@@ -416,7 +416,11 @@ def run(
     context: typer.Context,
     arguments: Annotated[
         list[str],
-        typer.Argument(metavar="CONFIG", help="CONFIG and further options, as for gradbus worker.", show_default=False),
+        typer.Argument(
+            metavar="CONFIG|SCRIPT",
+            help="CONFIG and further options, as for gradbus worker; or a script or -m MODULE, and its arguments.",
+            show_default=False,
+        ),
     ],
     ranks: Annotated[
         int | None, typer.Option("-n", "--ranks", metavar="N", help="Ranks. [default: world in CONFIG]")
@@ -441,6 +445,8 @@ def run(
 
     For example: gradbus run -n 4 -- my.json --set parallel.epochs=3
 
+    A script gets RANK, WORLD_SIZE and so on in its environment, as from torchrun: gradbus run -n 4 -- train.py
+
     Each line of a rank comes with [rank R] before it. Ctrl-C is passed on, the second one kills. Where a rank fails,
     the others are ended, and its last lines are shown again.
 
@@ -448,6 +454,17 @@ def run(
     ranks share the cores of the machine, unless task.threads sets the number of threads of each; --bind, behind CONFIG,
     says whether each gets cores of its own.
     """
+    from gradbus.experiments.launch.script import is_script, launch_script
+
+    if is_script(arguments):
+
+        def launch_one() -> int:
+            from gradbus.experiments.launch.command import ElasticLaunch
+
+            bounds = None if elastic is None else ElasticLaunch.parse(elastic, restarts=restarts)
+            return launch_script(arguments, ranks=ranks, grace_s=grace_s, elastic=bounds)
+
+        raise typer.Exit(guard("run", launch_one))
     worker_command = context.parent.command.get_command(context, "worker")  # type: ignore[union-attr]
     parsed = worker_command.make_context("worker", list(arguments), parent=context.parent)  # complains here, once
 

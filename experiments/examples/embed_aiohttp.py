@@ -251,6 +251,7 @@ def _serve(options: argparse.Namespace) -> None:
         task = ConfiguredTask(file.task)
         task.load()  # before the first request: it may take a while
         service.add_job(file.bus.job, task, file.federated, open_bus(file.bus))
+    gradbus.preload()
     try:
         web.run_app(
             make_app(service), host=options.host, port=options.port, shutdown_timeout=1.0, access_log=None,

@@ -151,6 +151,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if given.founder:
         asyncio.run(found(given.job))
         return
+    gradbus.preload()
     torch.set_num_threads(1)
     rank = EmbeddedRank(lambda: gradbus.connect(given.job), given.number, example_task(), example_config())
     web.run_app(make_app(rank), host="127.0.0.1", port=given.port)

@@ -1,4 +1,4 @@
-"""The seven invariants of every run, whatever has failed in it, checked in its event journals; see docs/reliability.md.
+"""The eight invariants of every run, whatever has failed in it, checked in its event journals; see docs/reliability.md.
 
 This runs after the run, and uses no code that it checks, except for I3 with a strategy other than fedavg (replay.py).
 """
@@ -6,10 +6,11 @@ This runs after the run, and uses no code that it checks, except for I3 with a s
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from math import inf
 from statistics import median
+from typing import NamedTuple
 
 from gradbus.experiments.history.reader import Event, RunHistory, Start
 
@@ -30,6 +31,7 @@ TITLES = {
     "I5": "ranks have equal parameters",
     "I6": "memory, descriptors, threads flat",
     "I7": "what counts is what was sent",
+    "I8": "clients know whether an update counts",
 }
 
 
@@ -49,12 +51,13 @@ class InvariantResult:
 
 
 def check(run: RunHistory) -> list[InvariantResult]:
-    """Check all seven. Events that are not as their writer makes them count as a violation."""
+    """Check all eight. Events that are not as their writer makes them count as a violation."""
     from gradbus.experiments.history.replay import replay  # loads torch, where there is something to compute
 
     rules: dict[str, Callable[[RunHistory, InvariantResult], None]] = {
         "I1": _counts_once, "I2": _one_model, "I3": lambda run, result: replay(run, result.expect),
         "I4": _nothing_lost, "I5": _equal_ranks, "I6": _flat, "I7": _as_sent,
+        "I8": _answered,
     }  # fmt: skip
     results = []
     for name, rule in rules.items():
@@ -81,15 +84,14 @@ def table_of(results: Iterable[InvariantResult]) -> list[str]:
 
 
 def _counts_once(run: RunHistory, result: InvariantResult) -> None:
-    counted: set[tuple[str, int, int, int, int]] = set()
+    counted: set[_Update] = set()
     round_of: dict[tuple[str, int, int, int], int] = {}  # an update keeps its number, whatever round is in it
     for start in run.controller:
         in_round: dict[int, list[Event]] = defaultdict(list)
         for event in start.events:
             if event["event"] == "counted":
                 in_round[event["round"]].append(event)
-                counted.add((start.opening["run"], event["round"], event["client"], event["incarnation"],
-                             event["transfer"]))  # fmt: skip
+                counted.add(_counted_as(start, event))
                 update = (start.opening["run"], event["client"], event["incarnation"], event["transfer"])
                 first = round_of.setdefault(update, event["round"])
                 result.expect(
@@ -113,14 +115,11 @@ def _counts_once(run: RunHistory, result: InvariantResult) -> None:
                 result.expect(times == 1, f"client {client} counted {times} times in round {round_id}")
     if not run.controller:
         return
-    for client, starts in run.clients.items():
-        for start in starts:
-            for event in start.all("receipt"):
-                key = (event["run"], event["round"], client, start.opening["incarnation"], event["transfer"])
-                result.expect(
-                    not event["accepted"] or key in counted,
-                    f"client {client} has a receipt for round {event['round']} that was not counted",
-                )
+    for answered, event in _of_clients(run, "receipt"):
+        result.expect(
+            not event["accepted"] or answered in counted,
+            f"client {answered.client} has a receipt for round {answered.round} that was not counted",
+        )
 
 
 def _one_model(run: RunHistory, result: InvariantResult) -> None:
@@ -152,35 +151,52 @@ def _one_model(run: RunHistory, result: InvariantResult) -> None:
 
 
 def _nothing_lost(run: RunHistory, result: InvariantResult) -> None:
-    newest: dict[str, Event] = {}
+    newest: dict[
+        str, Event
+    ] = {}  # by run: the last event that shows what is on the disk, a start's opening or a commit
+    saved: set[str] = set()  # runs that have been on the disk
+    adopting = {start.opening["run"] for start in run.controller if _adopts(start)}
     before: Start | None = None
     for start in run.controller:
         opening = start.opening
         name, kept = opening["run"], opening["federated"]["checkpoint"]
-        durable = kept["dir"] is not None
-        if before is not None and durable and kept["resume"]:
+        if before is not None and kept["dir"] is not None and kept["resume"]:
+            lost = before.opening["run"]
             same_place = before.opening["federated"]["checkpoint"]["dir"] == kept["dir"]
-            result.expect(
-                name == before.opening["run"] or not same_place or not any(before.all("commanded")),
-                f"run {before.opening['run']} was not continued: a start from the same directory began run {name}",
+            result.expect(  # a site follows the run of the level above
+                name == lost or not same_place or lost not in saved or lost in adopting,
+                f"run {lost} was not continued: a start from the same directory began run {name}",
             )
-        if (last := newest.get(name)) is not None and durable:
-            result.expect(
-                opening["round"] >= last["round"],
-                f"round {last['round']} was committed, but the next start went on from round {opening['round']}",
-            )
-            result.expect(
-                opening["round"] <= last["round"] + 1,  # that one may have died before it noted its last commit
-                f"round {last['round']} was committed last, but the next start went on from round {opening['round']}",
-            )
-            result.expect(
-                opening["round"] != last["round"] or opening["crc32"] == last["crc32"],
-                f"the model of round {last['round']} is not the one that was committed",
-            )
+        if (last := newest.get(name)) is not None and kept["dir"] is not None:
+            _expect_continued(result, last, opening, is_adopted=name in adopting)
+        # A start that dies between the checkpoint and its note leaves the round to the next one's opening. That may
+        # happen start after start, and each opening is as good as the note.
+        newest[name] = opening
         for event in start.events:
             if event["event"] in ("committed", "adopted"):
                 newest[name] = event
+        if newest[name]["round"] > 0 or any(start.all("commanded")):
+            saved.add(name)
         before = start
+
+
+def _adopts(start: Start) -> bool:
+    """Whether this is a start of a site, which adopts rounds of the level above and may skip some."""
+    return start.opening.get("adopts") is True or any(start.all("adopted"))  # the former since 0.2.0
+
+
+def _expect_continued(result: InvariantResult, last: Event, opening: Event, *, is_adopted: bool) -> None:
+    """Compare a start with the last round that was known to be on the disk: at most one commit lies between them."""
+    round_id, since = opening["round"], last["round"]
+    known = f"a start went on from round {since}" if last["event"] == "started" else f"round {since} was committed"
+    result.expect(
+        round_id >= since and (round_id <= since + 1 or is_adopted),
+        f"{known}, but the next start went on from round {round_id}",
+    )
+    result.expect(
+        round_id != since or opening["crc32"] == last["crc32"],
+        f"the model of round {since} is not the one that was committed",
+    )
 
 
 def _equal_ranks(run: RunHistory, result: InvariantResult) -> None:
@@ -250,18 +266,96 @@ def _by_process(run: RunHistory) -> dict[tuple[str, int], list[Event]]:
 
 
 def _as_sent(run: RunHistory, result: InvariantResult) -> None:
-    sent: dict[tuple[str, int, int, int, int], Event] = {}
-    for client, starts in run.clients.items():
-        for start in starts:
-            for event in start.all("offered"):
-                key = (event["run"], event["round"], client, start.opening["incarnation"], event["transfer"])
-                sent[key] = event
+    sent = dict(_of_clients(run, "offered"))
+    known = {client for client, starts in run.clients.items() if not any("ids" in start.opening for start in starts)}
+    known.update(update.client for update in sent)  # the journal of a host is of several clients
     for start in run.controller:
         for event in start.all("counted"):
-            key = (start.opening["run"], event["round"], event["client"], event["incarnation"], event["transfer"])
-            if event["client"] in run.clients:
-                offer = sent.get(key)
+            if event["client"] in known:
+                offer = sent.get(_counted_as(start, event))
                 result.expect(
                     offer is not None and all(offer[name] == event[name] for name in ("crc32", "num_samples")),
                     f"what counted for client {event['client']} in round {event['round']} is not what it offered",
                 )
+
+
+def _answered(run: RunHistory, result: InvariantResult) -> None:
+    """A client keeps or drops its residual by the answer to its update, so the answer must be true."""
+    if not run.controller:
+        return
+    counted = _lasting(run)
+    for update, event in _of_clients(run, "receipt"):
+        result.expect(
+            event["accepted"] or update not in counted,
+            f"client {update.client} was told that its update of round {update.round} is refused, and it counts",
+        )
+    for update in _left_behind(run):
+        result.expect(
+            update not in counted,
+            f"client {update.client} offered another update without an answer to that of round {update.round}, which "
+            f"counts",
+        )
+
+
+class _Update(NamedTuple):
+    """Identifies an update in the journals of all processes."""
+
+    run: str
+    round: int
+    client: int
+    incarnation: int
+    transfer: int
+
+
+def _counted_as(start: Start, event: Event) -> _Update:
+    """Return the update of an event ``counted`` of a controller."""
+    return _Update(start.opening["run"], event["round"], event["client"], event["incarnation"], event["transfer"])
+
+
+def _of_clients(run: RunHistory, name: str) -> Iterator[tuple[_Update, Event]]:
+    """Yield the events of this name of all clients, with the update of each."""
+    for client, starts in run.clients.items():
+        for start in starts:
+            for event in start.all(name):
+                yield _sent_as(client, start, event), event
+
+
+def _sent_as(client: int, start: Start, event: Event) -> _Update:
+    """Return the update of an event of a client, or of a host, whose events name the client."""
+    incarnation = start.opening["incarnation"]
+    return _Update(event["run"], event["round"], event.get("client", client), incarnation, event["transfer"])
+
+
+def _lasting(run: RunHistory) -> set[_Update]:
+    """Return the updates that count for good: of rounds that were committed, and of those that are open at the end. A
+    round that a start has left open is done again by the next one."""
+    updates: set[_Update] = set()
+    next_opening: dict[str, int] = {}  # by run: the round that the start after it went on from
+    for start in reversed(run.controller):
+        name = start.opening["run"]
+        committed = {event["round"] for event in start.all("committed")}
+        until = next_opening.get(name, inf)
+        updates.update(
+            _counted_as(start, event)
+            for event in start.all("counted")
+            if event["round"] in committed or event["round"] <= until
+        )
+        next_opening[name] = start.opening["round"]
+    return updates
+
+
+def _left_behind(run: RunHistory) -> Iterator[_Update]:
+    """Yield the updates whose client offered another one of the same session, and had no answer to the first."""
+    for client, starts in run.clients.items():
+        for start in starts:
+            waiting: dict[int, _Update] = {}  # by client
+            for event in start.events:
+                if event["event"] == "welcomed":
+                    waiting.clear()  # by a controller that knows nothing of them
+                elif event["event"] in ("offered", "receipt"):
+                    update = _sent_as(client, start, event)
+                    before = waiting.pop(update.client, None)
+                    if event["event"] == "offered":
+                        waiting[update.client] = update
+                        if before is not None:
+                            yield before

@@ -52,6 +52,8 @@ ROUND_PARTS: Sequence[tuple[str, str, str]] = (
 
 STEP_PARTS: Mapping[str, tuple[str, str]] = {
     "compute_s": ("compute", style.PHASES["train"]),
+    "forward_s": ("forward", style.PHASES["send"]),
+    "backward_s": ("backward", style.PHASES["train"]),
     "encode_s": ("encode", style.PHASES["encode"]),
     "wait_s": ("wait", style.PHASES["queue"]),
     "decode_s": ("decode", style.PHASES["decode"]),

@@ -21,18 +21,8 @@ from rich.table import Table
 from gradbus.experiments.amounts import size
 from gradbus.experiments.rundir.traces import files_of_ranks, merge_traces, readable
 from gradbus.runtime.profiling.summary import ProfileSummary, read_summary
+from gradbus.runtime.profiling.table import PARTS
 
-_PARTS = {
-    "step_s": "step",
-    "compute_s": "compute",
-    "encode_s": "encode",
-    "wait_s": "wait (network)",
-    "decode_s": "decode, aggregate",
-    "apply_s": "apply",
-    "other_s": "other",
-    "bytes_out": "bytes out",
-    "bytes_in": "bytes in",
-}
 _BETWEEN_STEPS = {"eval_s": "eval", "checkpoint_s": "checkpoint"}
 
 
@@ -54,8 +44,8 @@ def summary_table(summaries: Sequence[ProfileSummary], *, max_ranks: int = 8) ->
         heading = "all" if summary is together else f"rank {summary.rank}"
         table.add_column(heading, justify="right", overflow="fold")
     table.add_row("steps", *(_steps(summary) for summary in columns))
-    others = sorted(set(together.mean) - {*_PARTS, *_BETWEEN_STEPS})
-    for name, label in [*_PARTS.items(), *((name, name.removesuffix("_s")) for name in others)]:
+    others = sorted(set(together.mean) - {*PARTS, *_BETWEEN_STEPS})
+    for name, label in [*PARTS.items(), *((name, name.removesuffix("_s")) for name in others)]:
         if name in together.mean:
             unit = ", ms" if name.endswith("_s") else ""
             table.add_row(escape(label) + unit, *(_cell(summary, name) for summary in columns))

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from gradbus import models
 from gradbus.actors.data_parallel.metrics import Reported
 from gradbus.actors.data_parallel.task import DataParallelTask, ShardCounts
-from gradbus.actors.federated.client_optimizer import takes
 from gradbus.actors.federated.task import EvalOutcome, FederatedTask, TrainOutcome
 from gradbus.experiments.cli.exit_codes import NoData
 from gradbus.experiments.files import TaskSettings
@@ -103,10 +102,6 @@ class ConfiguredTask(_Configured):
             return task.data.train, [task.share(client_id) for client_id in range(task.num_clients)]
 
     def train(self, model: nn.Module, **command: Any) -> TrainOutcome:
-        if "make_optimizer" in command and not takes(self._task.train, "make_optimizer"):
-            raise ConfigError(
-                "federated.training.optimizer names an optimizer, but train of the task takes no make_optimizer"
-            )
         return self._task.train(model, **command)
 
     def evaluate(self, model: nn.Module) -> EvalOutcome | None:

@@ -105,7 +105,6 @@ async def run_controller(
 def _tell_trust(job: str, config: FederatedConfig, say: Callable[[str], None]) -> None:
     """Tell whom the run trusts, as its first line."""
     trust = config.limits.trust
-    log.info("run starts", job=job, trust=trust)
     say(f"job {job}: trust is {trust}, so {TRUST_MEANS[trust]}")
 
 

@@ -50,6 +50,7 @@ DOING = {
     "evaluating": "evaluates",
     "offering": "has offered its update",
     "uploading": "sends its update",
+    "paused": "has paused",
     "idle": "has not begun",
 }
 """What the phases of a client mean while its update is waited for."""

@@ -8,11 +8,12 @@
             print(report.round_id, report.accuracy, report.bytes_up)
 
 The names here are stable. They are loaded when first used: ``import gradbus`` itself costs nothing and needs no torch.
+On an event loop, :func:`gradbus.connect` loads the others on a thread; :func:`gradbus.preload` loads them before.
 """
 
 from __future__ import annotations
 
-import importlib
+import sys
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from gradbus.actors import (
         Client,
         ClientOrder,
+        ClientReport,
         ClientSummary,
         Controller,
         ElasticPlace,
@@ -35,7 +37,9 @@ if TYPE_CHECKING:
     from gradbus.actors.federated.progress_line import ProgressLine
     from gradbus.actors.federated.script_client import ScriptClient, client
     from gradbus.actors.virtual.simulation import SimulationOptions, SimulationResult, simulate
-    from gradbus.runtime.bus.bus import Bus, connect
+    from gradbus.connecting import connect
+    from gradbus.loading import preload
+    from gradbus.runtime.bus.bus import Bus
     from gradbus.runtime.collectives import Group, join_group
     from gradbus.runtime.config.data_parallel import DataParallelConfig
     from gradbus.runtime.config.federated import ClientConfig, FederatedConfig
@@ -48,6 +52,7 @@ _WHERE = {
     "Client": "gradbus.actors.federated.client",
     "ClientConfig": "gradbus.runtime.config.federated",
     "ClientOrder": "gradbus.actors.aggregation.orders",
+    "ClientReport": "gradbus.actors.federated.client_report",
     "ClientSummary": "gradbus.actors.federated.report",
     "Controller": "gradbus.actors.federated.controller",
     "FederatedConfig": "gradbus.runtime.config.federated",
@@ -66,9 +71,10 @@ _WHERE = {
     "Group": "gradbus.runtime.collectives",
     "Worker": "gradbus.actors.data_parallel.worker",
     "client": "gradbus.actors.federated.script_client",
-    "connect": "gradbus.runtime.bus.bus",
+    "connect": "gradbus.connecting",
     "join_group": "gradbus.runtime.collectives",
     "log_to": "gradbus.runtime.logs",
+    "preload": "gradbus.loading",
     "simulate": "gradbus.actors.virtual.simulation",
     "SimulationOptions": "gradbus.actors.virtual.simulation",
     "SimulationResult": "gradbus.actors.virtual.simulation",
@@ -85,6 +91,7 @@ __all__ = [
     "Client",
     "ClientConfig",
     "ClientOrder",
+    "ClientReport",
     "ClientSummary",
     "Controller",
     "DataParallelConfig",
@@ -111,6 +118,7 @@ __all__ = [
     "join_group",
     "log_to",
     "models",
+    "preload",
     "runtime",
     "simulate",
 ]
@@ -126,14 +134,10 @@ def __getattr__(name: str) -> Any:
 
 def _load(module: str) -> Any:
     """Import it. Raises ImportError: in one line, where a package that it needs is missing or broken."""
-    try:
-        return importlib.import_module(module)
-    except Exception as error:
-        from gradbus.runtime.needs import explain
+    from gradbus.loading import load
 
-        if text := explain(error):
-            raise ImportError(f"gradbus: {text}") from None
-        raise
+    load((module,))
+    return sys.modules[module]
 
 
 def __dir__() -> list[str]:

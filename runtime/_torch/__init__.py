@@ -78,38 +78,20 @@ if TYPE_CHECKING:
         rocm_built,
     )
     from gradbus.torch.optimizer import DistributedOptimizer
+    from gradbus.torch.script_profile import profile
 
-_HOROVOD = (
-    "Average",
-    "Max",
-    "Min",
-    "Product",
-    "Sum",
-    "ccl_built",
-    "cross_rank",
-    "cross_size",
-    "cuda_built",
-    "ddl_built",
-    "gloo_built",
-    "gloo_enabled",
-    "is_initialized",
-    "local_size",
-    "mpi_built",
-    "mpi_enabled",
-    "mpi_threads_supported",
-    "nccl_built",
-    "rocm_built",
-)
-_ELSEWHERE = {
-    **dict.fromkeys(_HOROVOD, "gradbus.torch.horovod"),
+_ELSEWHERE = {  # all other names are in functions.py or horovod.py
     "AlgorithmHook": "gradbus.torch.algorithm_hook",
     "Compression": "gradbus.torch.compression",
     "DiLoCo": "gradbus.torch.diloco",
     "DistributedOptimizer": "gradbus.torch.optimizer",
     "broadcast_optimizer_state": "gradbus.torch.broadcast_state",
     "broadcast_parameters": "gradbus.torch.broadcast_state",
+    "profile": "gradbus.torch.script_profile",
     "with_algorithm": "gradbus.torch.algorithm_hook",
 }
+
+_MODULES = ("elastic",)
 
 __all__ = [
     "AlgorithmHook",
@@ -140,6 +122,7 @@ __all__ = [
     "cross_size",
     "cuda_built",
     "ddl_built",
+    "elastic",
     "gloo_built",
     "gloo_enabled",
     "init",
@@ -151,6 +134,7 @@ __all__ = [
     "mpi_threads_supported",
     "nccl_built",
     "poll",
+    "profile",
     "rank",
     "register",
     "rocm_built",
@@ -166,8 +150,13 @@ register_scheme()
 
 
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f"gradbus.torch.{name}")
     if name in __all__:
-        module = importlib.import_module(_ELSEWHERE.get(name, "gradbus.torch.functions"))
+        place = _ELSEWHERE.get(name, "gradbus.torch.functions")
+        module = importlib.import_module(place)
+        if name not in _ELSEWHERE and not hasattr(module, name):
+            module = importlib.import_module("gradbus.torch.horovod")
         value = globals()[name] = getattr(module, name)
         return value
     if not name.startswith("_"):

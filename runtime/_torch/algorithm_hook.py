@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -39,10 +40,20 @@ from gradbus.torch.cpu_copies import (
     local_of,
     needs_copies,
 )
+from gradbus.torch.observed import observed
 from gradbus.torch.unexchanged import UnexchangedParameters
 from gradbus.torch.weight_exchange import WeightExchange
+from gradbus.torch.whole_gradients import (
+    check_shards_of_weights,
+    check_whole,
+    check_zero,
+    inner_optimizer,
+    why_not_wrapped,
+)
 
 Gradient = torch.futures.Future[Tensor]  # of a bucket, for DDP
+
+_open: weakref.WeakSet[AlgorithmHook] = weakref.WeakSet()  # their optimizers would keep on calling them
 
 log = get_logger("torch")
 
@@ -105,15 +116,21 @@ def with_algorithm(
         hook.leaves_out_unused = ddp.find_unused_parameters or ddp.static_graph
         ddp.register_comm_hook(hook, exchange)
     if hook.algorithm.scope == "weights":
-        model.register_forward_pre_hook(hook.start_forward)
+        hook.call_before_forward(model)
     return hook
+
+
+def close_all() -> None:
+    """Have all hooks of this process leave their optimizers and models alone: their process group is no more."""
+    for hook in list(_open):
+        hook.close()
 
 
 def _fault_of(module: nn.Module, ddp: DistributedDataParallel | None, hook: AlgorithmHook) -> str:
     """What in a model does not go together with a hook; empty: nothing."""
     exchanges_gradients = hook.algorithm.scope != "weights"
     if ddp is None:
-        return "it exchanges gradients: wrap the model in DistributedDataParallel first" if exchanges_gradients else ""
+        return why_not_wrapped(module) if exchanges_gradients else ""
     hooks = ddp._comm_hooks  # noqa: SLF001 - torch has no public way to ask for them
     if hooks:
         called = getattr(hooks[0][0], "__name__", "of its own")
@@ -136,8 +153,13 @@ def _fault_of(module: nn.Module, ddp: DistributedDataParallel | None, hook: Algo
     return ""
 
 
-def exchange(hook, bucket):  # type: ignore[no-untyped-def]  # DDP compares annotations with the types themselves
+def exchange(hook, bucket, *more):  # type: ignore[no-untyped-def]  # DDP compares annotations with the types themselves
     """The communication hook of an :class:`AlgorithmHook`: ``ddp.register_comm_hook(hook, exchange)``."""
+    if more or not isinstance(bucket, GradBucket):
+        raise ConfigError(
+            f"this is a communication hook of DistributedDataParallel, which gives it whole gradients; got "
+            f"{type(bucket).__name__}, as from FullyShardedDataParallel: there no rank has a whole gradient"
+        )
     return hook.exchange(bucket)
 
 
@@ -233,6 +255,7 @@ class AlgorithmHook:
                 raise ConfigError(f"{name}: hash_every must be a whole number >= 0, got {hash_every!r}")
             self.delay_steps = self.algorithm.check_delay(delay_steps)
             self._hash_every = hash_every if self.algorithm.equal_replicas else 0
+            self._check_shards(process_group)
             self._check(name, len(named), {id(parameter) for _, parameter in of_model})
         except ConfigError as error:
             self._programs.compare({"refused": str(error)})
@@ -254,6 +277,7 @@ class AlgorithmHook:
         self._is_new_pass = True  # what the optimizers do next is another step
         self._stepped: set[int] = set()  # those that have stepped since the pass began
         self._registered: list[Any] = [one.register_step_pre_hook(self._before_step) for one in self._optimizers]
+        _open.add(self)
         self._weights: WeightExchange | None = None
         if self.algorithm.scope == "weights":
             self._weights = WeightExchange(
@@ -261,6 +285,14 @@ class AlgorithmHook:
                 ShardHolders(self._parameters.values(), process_group), self._unexchanged.find,
             )  # fmt: skip
             self._registered += [one.register_step_post_hook(self._after_step) for one in self._optimizers]
+
+    def _check_shards(self, group: dist.ProcessGroup | None) -> None:
+        """Raises ConfigError: what is exchanged is not whole on this rank, or the optimizer makes it so."""
+        if self.algorithm.scope == "weights":
+            check_shards_of_weights(self._parameters.items(), group, self._name)
+        else:
+            check_whole(self._parameters.items(), self._name)
+        check_zero(self._optimizers, self._name, exchanges_weights=self.algorithm.scope == "weights")
 
     def _check(self, name: str, num_parameters: int, of_model: Collection[int]) -> None:
         """``of_model``: the ids of its parameters, also of those that are not trained. Raises ConfigError."""
@@ -287,7 +319,7 @@ class AlgorithmHook:
                     f"those of the model, all of them"
                 )
         for optimizer in self._optimizers or [torch.optim.SGD(self._parameters.values())]:
-            self.algorithm.check(exchanged, optimizer)
+            self.algorithm.check(exchanged, inner_optimizer(optimizer))
 
     def _exchanged(self, name: str) -> Mapping[str, Tensor]:
         """What the algorithm exchanges, or gradients of it: float32. Weights of another kind, or elsewhere than on
@@ -325,6 +357,10 @@ class AlgorithmHook:
         """The gradients of the last exchange were not used, as when a loss scaler has left the step out. Call it on all
         ranks, before the next one. Without effect with a delay, or after the optimizers' step."""
         self._programs.call(self._conclude, self._run, True)
+
+    def call_before_forward(self, model: nn.Module) -> None:
+        """Have :meth:`start_forward` called before each forward pass of a model."""
+        self._registered.append(model.register_forward_pre_hook(self.start_forward))
 
     def start_forward(self, *_: Any) -> None:
         """A forward pass begins: weights are exchanged before it, also if only some of the optimizers have stepped."""
@@ -391,6 +427,7 @@ class AlgorithmHook:
     def close(self) -> None:
         """Leave the optimizers alone. DDP goes on to call the hook of a model."""
         self._go_back()
+        _open.discard(self)
         for handle in self._registered:
             handle.remove()
 
@@ -416,6 +453,8 @@ class AlgorithmHook:
                 f"(no sparse=True of embeddings, no mixed_precision of DDP)"
             )
         self.start_pass()
+        if observed.observer is not None:
+            observed.observer.submitted()
         if bucket.index() == 0:
             self._start_run()
         self.dense_bytes += flat.nbytes

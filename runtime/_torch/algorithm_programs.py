@@ -17,6 +17,7 @@ from gradbus.runtime.algorithms.base import Place
 from gradbus.runtime.algorithms.requests import AllGather, AllReduce, Program, ReduceOp, Request, bytes_out
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.json_text import parse_json
+from gradbus.torch.observed import observed
 from gradbus.torch.programs import queue_of
 from gradbus.torch.unexchanged import refusal
 
@@ -45,7 +46,7 @@ class AlgorithmPrograms:
 
     def call(self, function: Callable[..., R], *arguments: Any) -> R:
         """The same. Returns its result."""
-        return self.submit(function, *arguments).result()
+        return observed.while_waiting(self.submit(function, *arguments).result)
 
     def compare(self, own: Mapping[str, str]) -> None:
         """On all ranks at the same time: whether these settings are equal on all of them. A rank that cannot go on has

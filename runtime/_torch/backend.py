@@ -24,6 +24,7 @@ from gradbus.runtime.user_errors import user_error
 from gradbus.torch.calls import CollectiveCall, CollectiveCalls, together
 from gradbus.torch.formation import WORLD, Rendezvous, store_needed
 from gradbus.torch.groups import TorchGroup, acquire_bus, job_number
+from gradbus.torch.observed import observed
 from gradbus.torch.point_to_point import Messages, monitored_barrier
 from gradbus.torch.reconfigure import HAS_RECONFIGURE, MemberHandle, Members, ReconfigureWork, check_supported
 from gradbus.torch.untraced import untraced
@@ -387,6 +388,8 @@ class DdsBackend(Backend):
         if opts.asyncOp:
             self.group.engine.progress.wake_io_thread()
         call = together(calls)
+        if observed.observer is not None:
+            observed.observer.submitted()
         work = DdsWork(self.queue, call, _ORDERED, self._limit_s(opts.timeout), ordered=True)
         return self._note(self.queue.submit(work))
 

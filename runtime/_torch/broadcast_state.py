@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -78,29 +78,61 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int =
         DistBackendError: a rank is lost or late.
     """
     backend = current()
+    is_root = backend.group.rank == root_rank
+    parameter_bytes = sum(parameter.nbytes for group in optimizer.param_groups for parameter in group["params"])
+    tree = broadcast_tree(
+        backend, optimizer.state_dict, root_rank, of="the optimizer's state", call="broadcast_optimizer_state",
+        limit_bytes=limit_of(parameter_bytes),
+    )  # fmt: skip
+    if not is_root:
+        optimizer.load_state_dict(tree)
+
+
+def limit_of(own_bytes: int) -> int:
+    """Return how many bytes of state a rank takes from another one, whose own parameters have so many."""
+    return max(_STATE_AT_LEAST_BYTES, _STATE_PER_PARAMETERS * own_bytes)
+
+
+def broadcast_tree(
+    backend: DdsBackend, make: Callable[[], Any], root_rank: int, *, of: str, call: str, limit_bytes: int
+) -> Any:  # fmt: skip
+    """Give all ranks a tree of plain data and tensors of the root, which ``make`` makes there. Never pickle.
+
+    Args:
+        of: what the tree is, for errors: ``the optimizer's state``. call: the function, for errors and names.
+        limit_bytes: most bytes of tensors that this rank takes.
+
+    Returns:
+        On the root what ``make`` has returned. On the others new memory, tensors on the CPU.
+
+    Raises:
+        ValueError, on all ranks: the root's has something that cannot be sent.
+        CollectiveError: what came is no such tree, or too much.
+        DistBackendError: a rank is lost or late.
+    """
     tensors: list[tuple[str, Tensor]] = []
+    made: Any = None
 
     def plan() -> list[Any]:
-        tree = _packed(optimizer.state_dict(), "", tensors)
-        return [tree, [[path, describe(tensor)] for path, tensor in tensors]]
+        nonlocal made
+        made = make()
+        packed = _packed(made, "", tensors, of)
+        return [packed, [[path, describe(tensor)] for path, tensor in tensors]]
 
     is_root = backend.group.rank == root_rank
-    match share_object(backend, plan, (_AGREED, "optimizer state"), root_rank, "broadcast_optimizer_state"):
-        case [tree, list(announced)]:
+    match share_object(backend, plan, (_AGREED, of), root_rank, call):
+        case [packed, list(announced)]:
             if not is_root:
-                tensors = _room_for(announced, optimizer)
+                tensors = _room_for(announced, of, limit_bytes)
         case _:
-            raise CollectiveError(f"broadcast_optimizer_state: rank {root_rank} sent something else")
+            raise CollectiveError(f"{call}: rank {root_rank} sent something else")
     numbered = [(f"{number} {path}", tensor) for number, (path, tensor) in enumerate(tensors)]
     _broadcast_all(backend, numbered, _STATE, root_rank)
-    if not is_root:
-        optimizer.load_state_dict(_unpacked(tree, [tensor for _, tensor in tensors]))
+    return made if is_root else _unpacked(packed, [tensor for _, tensor in tensors], of)
 
 
-def _room_for(announced: list[Any], optimizer: torch.optim.Optimizer) -> list[tuple[str, Tensor]]:
+def _room_for(announced: list[Any], of: str, limit_bytes: int) -> list[tuple[str, Tensor]]:
     """Memory for tensors: their paths and descriptions. Raises CollectiveError: too much, or not such a list."""
-    parameter_bytes = sum(parameter.nbytes for group in optimizer.param_groups for parameter in group["params"])
-    limit_bytes = max(_STATE_AT_LEAST_BYTES, _STATE_PER_PARAMETERS * parameter_bytes)
     tensors = []
     for one in announced:
         match one:
@@ -109,36 +141,36 @@ def _room_for(announced: list[Any], optimizer: torch.optim.Optimizer) -> list[tu
                 limit_bytes -= tensor.nbytes
                 tensors.append((path, tensor))
             case _:
-                raise CollectiveError("what came is no list of an optimizer's tensors")
+                raise CollectiveError(f"what came is no list of the tensors of {of}")
     return tensors
 
 
 # A tree of plain data and tensors, as plain data: [kind, content]. Kinds: t is a tensor by its number.
 
 
-def _packed(value: Any, path: str, tensors: list[tuple[str, Tensor]], depth: int = 0) -> list[Any]:
+def _packed(value: Any, path: str, tensors: list[tuple[str, Tensor]], of: str, depth: int = 0) -> list[Any]:
     """The tree without its tensors, which are appended. Raises ValueError: it has something else."""
     if depth > _MAX_DEPTH:
-        raise ValueError(f"the optimizer's state is nested more than {_MAX_DEPTH} deep at {path}")
+        raise ValueError(f"{of} is nested more than {_MAX_DEPTH} deep at {path}")
     if isinstance(value, Tensor):
         check_sendable(value)
         tensors.append((path, value.detach().cpu()))
         return ["t", len(tensors) - 1]
     if isinstance(value, Mapping):
         pairs = [(key, one, f"{path}.{key}".strip(".")) for key, one in value.items()]
-        return ["m", [[key, _packed(one, its_path, tensors, depth + 1)] for key, one, its_path in pairs]]
+        return ["m", [[key, _packed(one, its_path, tensors, of, depth + 1)] for key, one, its_path in pairs]]
     if isinstance(value, list | tuple):
         kind = "l" if isinstance(value, list) else "u"
-        return [kind, [_packed(one, f"{path}.{i}", tensors, depth + 1) for i, one in enumerate(value)]]
+        return [kind, [_packed(one, f"{path}.{i}".strip("."), tensors, of, depth + 1) for i, one in enumerate(value)]]
     if value is None or isinstance(value, bool | int | float | str | bytes):
         return ["v", value]
     raise ValueError(
-        f"the optimizer's state has a {type(value).__name__} at {path}. Tensors, numbers, text, bytes, None, and "
+        f"{of} has a {type(value).__name__} at {path}. Tensors, numbers, text, bytes, None, and "
         f"lists, tuples and maps of them can be sent"
     )
 
 
-def _unpacked(packed: Any, tensors: list[Tensor], depth: int = 0) -> Any:
+def _unpacked(packed: Any, tensors: list[Tensor], of: str, depth: int = 0) -> Any:
     """The tree again. Raises CollectiveError: it is none."""
     try:
         kind, content = packed
@@ -148,12 +180,12 @@ def _unpacked(packed: Any, tensors: list[Tensor], depth: int = 0) -> Any:
             case "t":
                 return tensors[content]
             case "m":
-                return {key: _unpacked(one, tensors, depth + 1) for key, one in content}
+                return {key: _unpacked(one, tensors, of, depth + 1) for key, one in content}
             case "l" | "u":
-                values = [_unpacked(one, tensors, depth + 1) for one in content]
+                values = [_unpacked(one, tensors, of, depth + 1) for one in content]
                 return values if kind == "l" else tuple(values)
             case "v":
                 return content
         raise ValueError(f"kind {kind!r}")
     except (TypeError, ValueError, IndexError) as error:
-        raise CollectiveError(f"what came is no optimizer state: {error}") from None
+        raise CollectiveError(f"what came is not {of}: {error}") from None

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from gradbus.codecs.base import are_finite
-from gradbus.runtime.errors import CollectiveError, ConfigError
+from gradbus.runtime.errors import CollectiveError
 from gradbus.torch.process_group import group_beside
 
 
@@ -48,19 +48,6 @@ def are_finite_on_the_mesh(tensors: Iterable[Tensor]) -> bool:
 
 EXCHANGED_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Data types that parameters may have: they are exchanged as float32, which cannot hold a float64."""
-
-
-def check_group(parameters: Iterable[Tensor], group: dist.ProcessGroup | None) -> None:
-    """Raises ConfigError: ranks of this group hold other shards of the same model, which are not to be exchanged."""
-    mesh = _mesh_of(parameters)
-    if mesh is None:
-        return
-    others = set(mesh.mesh.flatten().tolist()) & set(dist.get_process_group_ranks(group)) - {dist.get_rank()}
-    if others:
-        raise ConfigError(
-            f"DiLoCo: the model has shards, and ranks {sorted(others)} of the group hold others of the same model. "
-            f"Give the ranks that hold the same shard as group: of a mesh of hosts and ranks, its dimension of hosts"
-        )
 
 
 _TIMEOUTS = 4

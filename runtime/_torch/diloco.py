@@ -18,8 +18,9 @@ from gradbus.runtime.algorithms.base import bucket_of
 from gradbus.runtime.algorithms.requests import AllReduce, Broadcast, Program
 from gradbus.runtime.errors import ConfigError
 from gradbus.torch.algorithm_hook import AlgorithmHook
-from gradbus.torch.cpu_copies import check_group, local_of
+from gradbus.torch.cpu_copies import local_of
 from gradbus.torch.programs import queue_of
+from gradbus.torch.whole_gradients import check_shards_of_weights
 
 
 class DiLoCo(AlgorithmHook):
@@ -57,14 +58,14 @@ class DiLoCo(AlgorithmHook):
         """
         if isinstance(model, nn.parallel.DistributedDataParallel):
             raise ConfigError("DiLoCo: the model is wrapped in DistributedDataParallel, which exchanges every gradient")
-        check_group(model.parameters(), group)
+        check_shards_of_weights(model.named_parameters(), group, "DiLoCo")
         self._model = model
         queue = queue_of(group)
         tensors = [*model.parameters(), *model.buffers()]
         queue.submit(queue.run, _copies_of_first(tensors)).result()
         chosen = {**_outer_options(outer_optimizer), "steps": steps, **options}
         super().__init__(model.named_parameters(), "diloco", chosen, optimizers=[inner_optimizer], process_group=group)
-        self._registered.append(model.register_forward_pre_hook(self.start_forward))
+        self.call_before_forward(model)
 
     def _of_rank(self) -> dict[str, dict[str, Tensor]]:
         return super()._of_rank() | {"buffers": dict(self._model.named_buffers())}

@@ -8,7 +8,7 @@ import secrets
 import time
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from torch._C._distributed_c10d import Store
 
@@ -17,6 +17,7 @@ from gradbus.runtime.collectives.engine import Engine
 from gradbus.runtime.collectives.group import Group, join_group
 from gradbus.runtime.errors import BusClosed, ConfigError, GradbusError
 from gradbus.runtime.logs import get_logger
+from gradbus.runtime.traffic import Traffic
 from gradbus.torch.formation import WORLD, RankLocations, RankLock, Rendezvous, agreed_name, root_of
 
 WATCH_S = 0.25  # how often deadlines are checked
@@ -27,6 +28,23 @@ _FORM_S = 10.0  # so long may a group take to form, also if its collectives may 
 Watch = Callable[[float], None]
 
 log = get_logger("torch")
+
+
+class HeldGroup(Protocol):
+    """What holds a group open on the event loop of a bus."""
+
+    thread: background.BusThread
+
+    def end(self, reason: str, *, abruptly: bool, keep_bus: bool) -> None:
+        """Leave the group; see :meth:`TorchGroup.close`."""
+
+
+@runtime_checkable
+class FormedStore(Protocol):
+    """A store whose ranks have formed their group already, as those of an elastic generation have."""
+
+    def hold(self, watch: Watch) -> tuple[Group, HeldGroup]:
+        """Return the group of all ranks. ``watch``: as of :meth:`TorchGroup.form`."""
 
 
 def job_number(store: Store) -> str:
@@ -64,7 +82,7 @@ class TorchGroup:
         self.name = name
         self.rank = engine.rank
         self.world = engine.world
-        self._membership: GroupMembership | None = None
+        self._membership: HeldGroup | None = None
 
     @classmethod
     def form(cls, place: Rendezvous, watch: Watch, check_wanted: Callable[[], None]) -> TorchGroup:
@@ -82,6 +100,9 @@ class TorchGroup:
             raise ConfigError(
                 f"process group {place.label!r}: expected a rank of 0 .. {place.world - 1}, got {place.rank}"
             )
+        root = root_of(place.store)
+        if place.label == WORLD and not place.name and isinstance(root, FormedStore):
+            return cls._of(*root.hold(watch))
         if place.world == 1:
             if not place.name:
                 agreed_name(place)
@@ -98,10 +119,19 @@ class TorchGroup:
             check = check_wanted if place.name else RankLocations(place, name, thread.bus.reach).check
             group = membership.begin(place, name, check)
             undo.pop_all()
+        return cls._of(group, membership)
+
+    @classmethod
+    def _of(cls, group: Group, membership: HeldGroup) -> TorchGroup:
         group.calls_may_block()
-        formed = cls(group._engine, name)  # noqa: SLF001 - users of a Group have the collectives, not what runs them
+        formed = cls(group._engine, group.name)  # noqa: SLF001 - users of a Group have the collectives, not what runs them
         formed._membership = membership
         return formed
+
+    @property
+    def traffic(self) -> Traffic:
+        """Return the count of what this process exchanges over the bus, in all groups of the job."""
+        return self.engine.traffic if self._membership is None else self._membership.thread.bus.traffic
 
     def later(self, function: Callable[[], None]) -> None:
         """Call a function on the event loop, or here if there is none."""

@@ -97,12 +97,12 @@ class Bf16HookState(HookState):
 
 
 def _hook_of(kind: type[HookState]) -> Any:
-    def hook(state, bucket):  # type: ignore[no-untyped-def]
+    def hook(state, bucket, *more):  # type: ignore[no-untyped-def]
         if not isinstance(state, kind):
             raise TypeError(
                 f"this hook needs a {kind.__name__}, got {type(state).__name__}: hooks.exchange takes any HookState"
             )
-        return state.exchange(bucket)
+        return exchange(state, bucket, *more)  # type: ignore[no-untyped-call]
 
     return hook
 

@@ -141,7 +141,7 @@ def rocm_built() -> bool:
 
 _GROUPED = "one call for each tensor: nothing is fused"
 _SETS = "torch.distributed.new_group(ranks, backend='dds'), whose collectives torch.distributed has"
-_TIMELINE = "torch.profiler, which sees these calls, or `gradbus profile` of a run of gradbus's own"
+_TIMELINE = "profile(folder), which writes a trace, or torch.profiler"
 
 REPLACEMENTS = {
     "Adasum": "Average, or an algorithm of gradbus.torch.with_algorithm(ddp, [optimizer], 'dgc')",
@@ -153,7 +153,6 @@ REPLACEMENTS = {
     "alltoall_async": "torch.distributed.all_to_all_single(..., async_op=True)",
     "barrier": "torch.distributed.barrier",
     "broadcast_async": "broadcast_async_ with a clone of the tensor",
-    "elastic": "torch.distributed's reconfigure, or torchrun --max-restarts: docs/torch.md, 'Reconfigure'",
     "global_process_set": "torch.distributed.group.WORLD",
     "grouped_allgather": f"allgather, {_GROUPED}",
     "grouped_allgather_async": f"allgather_async, {_GROUPED}",

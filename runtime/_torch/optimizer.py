@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import math
+import sys
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from torch.optim import Optimizer
 from gradbus.torch.backend import DdsBackend
 from gradbus.torch.compression import Compressor, compression_of
 from gradbus.torch.functions import Handle, check_reachable, current, gather_objects, start_reduction
+from gradbus.torch.whole_gradients import check_whole, check_zero
 
 
 class ReductionOptions(NamedTuple):
@@ -74,7 +76,8 @@ class GradientReduction:
         self._sent: dict[Tensor, _Sent] = {}
         self._hooks: list[Any] = []
         self._group: tuple[weakref.ref[DdsBackend], int] | None = None
-        self._backend_and_space()  # raises at once if there is no process group
+        if "gradbus.torch.elastic" not in sys.modules:  # its run makes the process group, later
+            self._backend_and_space()  # raises at once if there is none
 
     def add(self, parameters: Iterable[Tensor], fallback: str) -> None:
         """Take parameters in. ``fallback``: start of the names of those that have none."""
@@ -110,6 +113,12 @@ class GradientReduction:
         self._left[parameter] -= 1
         if self._left[parameter] == 0:
             self._start(parameter)
+
+    def reset(self) -> None:
+        """Forget what is on its way: its process group has failed, and the gradients are not used."""
+        self._sent.clear()
+        self._left = dict.fromkeys(self._left, self._options.passes)
+        self.fresh = self.skips = False
 
     @property
     def busy(self) -> bool:
@@ -273,6 +282,12 @@ class Distributed(Optimizer):
         finally:
             reduction.skips = False
 
+    def drop_gradients(self) -> None:
+        """Forget the gradients of a step that has failed, as a rank was lost: the next backward pass begins anew."""
+        if self._reduction is not None:
+            self._reduction.reset()
+        super().zero_grad(set_to_none=True)
+
     def zero_grad(self, *arguments: Any, **options: Any) -> None:
         """Raises RuntimeError: gradients are on their way."""
         if self._reduction is not None and self._reduction.busy:
@@ -352,6 +367,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
 
     Raises:
         ValueError: arguments that do not fit, or an optimizer that is distributed already.
+        ConfigError: gradients are not whole on each rank, as with FSDP, or the optimizer has a hook of its own.
         RuntimeError: there is no process group of this backend.
     """
     if isinstance(optimizer, Distributed):
@@ -366,6 +382,11 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         raise ValueError(f"gradient_predivide_factor splits the division of a mean: expected op 'mean', got {op!r}")
     if backward_passes_per_step < 1:
         raise ValueError(f"backward_passes_per_step must be >= 1, got {backward_passes_per_step}")
+    listed = [one for group in optimizer.param_groups for one in group["params"]]
+    named_parameters = None if named_parameters is None else list(named_parameters)
+    names = {id(one): name for name, one in named_parameters or ()}
+    check_whole(((names.get(id(one), str(number)), one) for number, one in enumerate(listed)), "DistributedOptimizer")
+    check_zero([optimizer], "DistributedOptimizer", exchanges_weights=False)
     options = ReductionOptions(
         compression_of(compression), op, backward_passes_per_step, sparse_as_dense, gradient_predivide_factor
     )

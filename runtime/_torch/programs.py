@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -29,6 +30,7 @@ from gradbus.runtime.errors import CollectiveError
 from gradbus.torch.backend import DdsBackend
 from gradbus.torch.calls import CollectiveCall
 from gradbus.torch.functions import start
+from gradbus.torch.observed import observed
 from gradbus.torch.process_group import DdsProcessGroup, cpu_backend, group_beside
 
 R = TypeVar("R")
@@ -99,11 +101,15 @@ def run_program(
     """
     answer: Any = None
     while True:
+        began_s = time.perf_counter()
         try:
             request = program.send(answer)
         except StopIteration as end:
             value: R = end.value
             return value
+        finally:
+            if observed.observer is not None:
+                observed.observer.computed(time.perf_counter() - began_s)
         on_request(request)
         pending = [_start(simple, group) for simple in simple_requests(request)]
         answer = joined_results(request, [finish() for finish in pending])

@@ -41,6 +41,7 @@ from gradbus.runtime.collectives.status import StallLog
 from gradbus.runtime.errors import CollectiveTimeout, ForkedProcess
 from gradbus.runtime.logs import get_logger
 from gradbus.torch.calls import CollectiveCall
+from gradbus.torch.observed import observed
 from gradbus.torch.untraced import untraced
 
 _NO_LIMIT = timedelta(0)
@@ -117,6 +118,7 @@ class DdsWork(Work):
         self._state = State.WAITING  # guarded by the lock of the queue, as are the next four
         self._left = 0  # operations that have not ended
         self._error: BaseException | None = None
+        self._began_s = 0.0  # while somebody measures
         self._future: Future[Any] | None = None
         self._trigger: Future[Any] | None = None  # completes the future; taken away when it has
         self._settling = threading.Lock()
@@ -139,6 +141,8 @@ class DdsWork(Work):
         """Start the operations. Called once, in the order of the calls; also when it was given up meanwhile, so that
         those that come next keep their numbers."""
         queue, operations = self._queue, self.call.operations
+        if observed.observer is not None:
+            self._began_s = time.perf_counter()
         with queue.lock:
             given_up = self.ended
             if not given_up:
@@ -179,6 +183,7 @@ class DdsWork(Work):
             is_first_error = operation.error is not None and self._error is None
             if is_first_error:
                 self._error = operation.error
+                self._queue.first_error = self._queue.first_error or operation.error
             if self._left == 0:
                 self._state = State.ENDED
             ended, has_future = self.ended, self._future is not None
@@ -188,6 +193,8 @@ class DdsWork(Work):
             self._queue.later(self._fail_others)
 
     def _announce(self, has_future: bool) -> None:
+        if observed.observer is not None and self._began_s:
+            observed.observer.exchanged(self.call.what, self._began_s, time.perf_counter())
         self._over.set()
         self._queue.engine.progress.wake_inline()
         self._queue.ended(self, has_future)
@@ -202,12 +209,16 @@ class DdsWork(Work):
         operations = self.call.operations
         missing = sorted({rank for operation in operations if not operation.done for rank in operation.missing})
         error = CollectiveTimeout(self.call.what, missing, self._timeout_s)
+        self._queue.first_error = self._queue.first_error or error
         if not self.end(error):
             for operation in operations:
                 operation.fail(error)
 
     def wait_until_done(self) -> None:
         """Wait until it has ended, well or not."""
+        observed.while_waiting(self._wait_until_done)
+
+    def _wait_until_done(self) -> None:
         progress = self._queue.engine.progress
         progress.poll_inline(self._over.is_set, self.until_s)
         if not self._over.is_set():  # another thread polls, for a work that may end sooner
@@ -274,7 +285,7 @@ class DdsWork(Work):
         limit_s = timeout.total_seconds()
         if not 0 < limit_s < self.until_s - time.monotonic():
             self.wait_until_done()
-        elif not self._over.wait(limit_s):
+        elif not observed.while_waiting(self._over.wait, limit_s):
             raise DistBackendError(
                 f"[Rank {self._queue.engine.rank}] wait for {self.call.what} Timed out after {limit_s:g} s; it "
                 f"goes on until {self._timeout_s:g} s have passed"
@@ -361,6 +372,8 @@ class WorkQueue:
         running: works under way, with futures, whose callbacks have not all run.
         issued: collectives called so far.
         made_in: the generation of the process, see :mod:`gradbus.runtime.forks`.
+        first_error: in which the first of them has ended that failed. torch's C++ code, that of DistributedDataParallel
+            for one, hands on no more than its text.
     """
 
     engine: Engine
@@ -372,6 +385,7 @@ class WorkQueue:
         self.issued = 0
         self.later: Callable[[Callable[[], None]], None] = _at_once
         self.stalls: StallLog | None = None
+        self.first_error: BaseException | None = None
         self._waiting: deque[DdsWork] = deque()
         self._open: set[DdsWork] = set()
         self._deliveries: SimpleQueue[DdsWork | None] = SimpleQueue()

@@ -339,7 +339,7 @@ class Algorithm(ABC):
         starts_at_anchor = "anchor" in cls.shared  # see weights_of_joiner
         first = "weights of the last exchange" if starts_at_anchor else "weights of one rank"
         parts = ["weights" if cls.equal_replicas else first, *sorted(cls.shared - {"anchor"})]
-        return ", ".join(parts) + (f"; anew: {', '.join(sorted(cls.own))}" if cls.own else "")
+        return ", ".join(parts) + (f"; zero at first: {', '.join(sorted(cls.own))}" if cls.own else "")
 
     @property
     def in_network(self) -> InNetworkOptions | None:
@@ -393,7 +393,10 @@ def make_algorithm(name: str, place: Place, options: Mapping[str, Any] | None = 
     """An algorithm by its name. Raises ConfigError: there is none, or the options do not fit; names the nearest."""
     kind = ALGORITHMS.find(name)
     if not issubclass(kind, Algorithm):
-        raise ConfigError(f"{ALGORITHMS.key}: {name!r} is no Algorithm: inherit from gradbus.runtime.algorithms.base")
+        raise ConfigError(
+            f"{ALGORITHMS.key}: {name!r} is no Algorithm, and no codec: inherit from "
+            f"gradbus.runtime.algorithms.base.Algorithm, or from gradbus.codecs.CustomCodec"
+        )
     checked = ALGORITHMS.options(Choice.model_validate({**(options or {}), "name": name}))
     algorithm: Algorithm = kind(place, kind.Options(**checked))
     return algorithm

@@ -1,4 +1,4 @@
-"""Gradients in the formats of federated updates, with error feedback: ``q8``, ``s4`` and ``sq8``.
+"""Gradients in the formats of federated updates, with error feedback: ``q8``, ``s4``, ``sq8``, and codecs of users.
 
 Seide et al., "1-bit stochastic gradient descent", Interspeech 2014; Karimireddy et al., "Error feedback fixes SignSGD",
 ICML 2019 (arXiv:1901.09847), algorithm 2, with C the codec (``docs/codecs.md``):
@@ -11,18 +11,20 @@ smallest and largest value of a chunk, without feedback.
 
 ``q8`` sends each rank its part, and the means back, 2 (N - 1) / N bytes an entry with more than two ranks; a mean is
 rounded a second time, with a residual of its own (:mod:`.compressed_mean`). The sparse codecs send whole messages to
-all, as ``topk`` does: the largest entries of a mean are not those of its terms.
+all, as ``topk`` does: the largest entries of a mean are not those of its terms. So do codecs of users, whose messages
+may have any length.
 """
 
 from __future__ import annotations
 
+import functools
 from abc import abstractmethod
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from gradbus.codecs import Codec, get
+from gradbus.codecs import Codec, check_codec_class, get
 from gradbus.codecs.q8 import ChunkElems
 from gradbus.codecs.s4 import Density
 from gradbus.runtime.algorithms import base
@@ -115,3 +117,24 @@ class SQ8Feedback(S4Feedback):
 
     def make_codec(self) -> Codec:
         return get("sq8", density=self.options.density, chunk_elems=self.options.chunk_elems)
+
+
+class OwnCodecFeedback(CodecFeedback):
+    """The mean of whole buckets, each in one message of a codec that is not built in."""
+
+    codec: ClassVar[type[Codec]]
+
+    def make_codec(self) -> Codec:
+        return self.codec(**dict(self.options))
+
+
+@functools.cache
+def algorithm_of_codec(kind: type[Codec]) -> type[Algorithm]:
+    """The algorithm that exchanges gradients in this codec: its name in errors and its options are the codec's.
+
+    Raises:
+        ValueError: the class cannot be used as a codec; the text says what to change.
+    """
+    check_codec_class(kind)
+    named = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
+    return type(kind.__name__, (OwnCodecFeedback,), {**named, "codec": kind, "Options": kind.Options})

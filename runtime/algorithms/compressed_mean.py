@@ -74,7 +74,7 @@ def mean_of_coded(
     if world <= 2 or not in_parts:
         message, left = _encoded(vector, residual, codec)
         messages = yield AllGather(key, message)
-        return _mean(messages, vector.numel()), left
+        return _mean(messages, vector.numel(), codec), left
     parts, residuals = vector.tensor_split(world), residual.tensor_split(world)
     coded = [_encoded(part, old, codec) for part, old in zip(parts, residuals, strict=True)]
     residual = torch.cat([left for _, left in coded])
@@ -82,11 +82,11 @@ def mean_of_coded(
     others = [peer for peer in range(world) if peer != rank]
     receive = {peer: torch.empty(1 + codec.max_bytes(own), dtype=torch.uint8) for peer in others}
     came = yield Swap(f"{key} parts", {peer: coded[peer][0] for peer in others}, receive)
-    mean = _mean([coded[rank][0] if peer == rank else came[peer] for peer in range(world)], own)
+    mean = _mean([coded[rank][0] if peer == rank else came[peer] for peer in range(world)], own, codec)
     message, left = _encoded(mean, memory.find_or_zeros(RESIDUAL_OF_MEAN, key, mean), codec)
     memory.stage(RESIDUAL_OF_MEAN, key, left)
     messages = yield AllGather(f"{key} means", message)
-    found = [_decoded(one, part.numel()) for one, part in zip(messages, parts, strict=True)]
+    found = [_decoded(one, part.numel(), codec) for one, part in zip(messages, parts, strict=True)]
     if any(one is None for one in found):
         return torch.full_like(vector, math.nan), residual
     return torch.cat([one for one in found if one is not None]), residual
@@ -101,18 +101,18 @@ def _encoded(vector: Tensor, residual: Tensor, codec: Codec) -> tuple[Tensor, Te
     return torch.frombuffer(bytearray(b"\1" + payload), dtype=torch.uint8), left
 
 
-def _decoded(message: Tensor, dim: int) -> Tensor | None:
+def _decoded(message: Tensor, dim: int, codec: Codec) -> Tensor | None:
     data = memoryview(message.contiguous().numpy().data)
     if not len(data) or data[0] > 1:
         raise CodecError(f"message of {len(data)} bytes that does not begin with 0 or 1")
-    return decode(data[1:], expected_dim=dim).vector if data[0] else None
+    return decode(data[1:], expected_dim=dim, own=(type(codec),)).vector if data[0] else None
 
 
-def _mean(messages: Sequence[Tensor], dim: int) -> Tensor:
+def _mean(messages: Sequence[Tensor], dim: int, codec: Codec) -> Tensor:
     """Of what the messages hold, in rank order: the sum, times 1 / N."""
     total = torch.zeros(dim, dtype=torch.float32)
     for message in messages:
-        vector = _decoded(message, dim)
+        vector = _decoded(message, dim, codec)
         if vector is None:
             return total.fill_(math.nan)
         total += vector

@@ -417,26 +417,7 @@ async def connect(  # noqa: PLR0913 - settings by keyword, for programs that hav
     faults: str | Faults = "",
     security: Level | Security = "user",
 ) -> AsyncIterator[Bus]:
-    """Join a job on the data bus.
-
-    Args:
-        job: name of the job; only members of the same job see each other. By default one of this user:
-            ``default-USER``.
-        domain: DDS domain, 0 .. 232.
-        network: profile ``loopback`` or ``network``, or all settings at once.
-        interface: network interface; default ``lo``: nothing leaves this machine.
-        peers: IP addresses or host names of all machines of the job, this one included. A name that does not resolve
-            yet is looked up again; with an IPv6 address among them the bus uses IPv6.
-        lease_s: after so long a silence other machines take this process for dead; by default 60 s, and 10 s with
-            ``network``.
-        stall_timeout_s: sending fails when DDS takes nothing for so long.
-        shared_memory: large data between processes of one machine goes through memory they share.
-        fast: force (True) or forbid (False) the path around the binding; None: use it if its self-test passes.
-        faults: for tests: rules of what goes wrong with what is sent, see :mod:`gradbus.runtime.testing.faults`;
-            ``bus.faults`` has the counts of those that fired.
-        security: what protects the data, see docs/security.md. ``user`` takes the key that ``GRADBUS_KEY_FILE`` or
-            ``GRADBUS_KEY`` give, else that of this user, which is for one machine; ``psk`` needs one to be given;
-            ``none`` protects nothing; a :class:`Security` says more, as ``identity`` needs.
+    """Join a job: :func:`gradbus.connect`, which explains the arguments, where everything is loaded already.
 
     Raises:
         ConfigError: a setting is wrong, or data would leave the machine without protection. BusError: DDS cannot be
@@ -453,7 +434,7 @@ async def connect(  # noqa: PLR0913 - settings by keyword, for programs that hav
     injector = FaultInjector(faults) if faults else None
     with short_switch_interval():
         participant = await open_participant(
-            participant_maker(job, domain=domain, network=network, fast=fast, security=security)
+            partial(participant_maker, job, domain=domain, network=network, fast=fast, security=security)
         )
         async with closed_on_error(participant):
             bus = Bus(job, participant, asyncio.get_running_loop(), stall_timeout_s)

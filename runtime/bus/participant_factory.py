@@ -85,9 +85,10 @@ def _open_unprotected(*, exposed: bool, network: NetworkConfig, **place: Any) ->
     return Participant(network=network, **place)
 
 
-async def open_participant(make: Callable[[], Participant]) -> Participant:
-    """Open a participant off the loop: with the self-test it takes some tens of milliseconds."""
-    opening = asyncio.get_running_loop().run_in_executor(None, make)
+async def open_participant(find: Callable[[], Callable[[], Participant]]) -> Participant:
+    """Open a participant off the loop: keys and files are read, and with the self-test it takes some tens of
+    milliseconds. ``find``: gives what opens it. Raises what these raise."""
+    opening = asyncio.get_running_loop().run_in_executor(None, lambda: find()())
     try:
         participant = await _whole(opening)
     except asyncio.CancelledError:

@@ -743,6 +743,25 @@ class UpstreamConfig(Settings):
     samples of the last of them."""
 
 
+class BudgetSettings(Settings):
+    """How much of its machine the training of a client may take; see docs/embedding.md."""
+
+    core_share: Annotated[float, Field(gt=0, le=1024, allow_inf_nan=False)] | None = None
+    """Share of a core: seconds of processor time a second that training takes, over any 10 seconds, on all of its
+    threads together. Training pauses between batches. null: no limit."""
+    cores: Annotated[tuple[Annotated[int, Field(ge=0, lt=4096)], ...], Field(max_length=1024)] = ()
+    """Numbers of the logical processors that training runs on, such as `[2, 3]`. Other threads of the process stay
+    where they are. Empty: any."""
+    seconds_per_round: Duration | None = None
+    """Seconds that training takes in a round, pauses included. Then it stops between two batches, and the update of the
+    batches that are done is sent. null: no limit."""
+
+    @property
+    def is_set(self) -> bool:
+        """Whether anything is limited."""
+        return self != type(self)()
+
+
 class ClientConfig(Settings):
     """Settings of a federated client. The rules of the run come from its controller."""
 
@@ -780,4 +799,8 @@ class ClientConfig(Settings):
     """Whether the traceback of a failed training function is sent to the controller."""
     full_traceback: bool = False
     """Whether tracebacks show all lines, also those of gradbus and torch."""
+    budget: BudgetSettings = BudgetSettings()
+    callbacks: Annotated[tuple[Annotated[str, Field(max_length=256)], ...], Field(max_length=64)] = ()
+    """Classes as package.module:Name, whose objects the client calls at rounds, and for each global model; see
+    docs/embedding.md."""
     history: HistorySettings = HistorySettings()

@@ -28,10 +28,12 @@ class ClientNode(NamedTuple):
 
     Attributes:
         name: on the allow list. ids: of its clients, as ranges from .. to, both included.
+        is_node: tells whether a name is that of any node on the allow list.
     """
 
     name: str
     ids: tuple[tuple[int, int], ...]
+    is_node: Callable[[str], bool] = lambda name: False
 
     def has(self, client_id: int) -> bool:
         """Whether a client of this node may have this id."""

@@ -177,6 +177,15 @@ class Profile:
         else:
             self._report((False, None, 0.0, ("collectives", name, start_s, end_s, args or None)))
 
+    def add_inner_span(self, name: str, start_s: float, end_s: float, **args: Any) -> None:
+        """Add a part of the innermost span that is open in this context: measured elsewhere, by ``time.perf_counter``,
+        in seconds. It counts in place of that one."""
+        outer = _innermost.get()
+        took_s = max(0.0, end_s - start_s)
+        if outer is not None and outer._is_open and outer._profile is self:
+            outer._inner_s += took_s
+        self._report_phase(self._step is not None, name, start_s, end_s, took_s, args)
+
     def summary(self) -> ProfileSummary:
         """Return what was measured so far, but for a step that is still open."""
         with self._lock:
@@ -305,6 +314,14 @@ class Profile:
             if self._window.steps >= self._window_steps:
                 self._end_window()
 
+    def _cancel_step(self) -> None:
+        with self._lock:
+            self._take_traffic()
+            self._step = None
+            self._take()
+            add_amounts(self._outside, {name: self._in_step[name] for name in BYTES if name in self._in_step})
+            self._in_step = {}
+
     def _keep(self, event: Event) -> None:
         if len(self._events) == self._events.maxlen:
             self._dropped_events += 1
@@ -356,6 +373,10 @@ class StepProfile:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         end_s = time.perf_counter()
         self._profile._end_step(self, self._start_s, end_s, None if kind is None else kind.__name__)
+
+    def cancel(self) -> None:
+        """End it in place of the block's end, as it did not take place: it counts nowhere, and its bytes outside."""
+        self._profile._cancel_step()
 
     def span(self, name: str, **args: Any) -> Span:
         """Time what is done inside, also on another thread, also if it fails. Spans of one name add up.

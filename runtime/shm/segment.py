@@ -22,6 +22,7 @@ import secrets
 import socket
 import stat
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from numpy.typing import NDArray
 
 from gradbus.runtime import fast_paths
 from gradbus.runtime.errors import GradbusError
+from gradbus.runtime.shm import unmapping
 
 try:
     import fcntl
@@ -62,7 +64,10 @@ class _Mapping:
         self._unmap = unmap
 
     def __del__(self) -> None:
-        self._unmap(self._address, self._size)
+        if self._size < unmapping.LARGE_BYTES:
+            self._unmap(self._address, self._size)
+        else:
+            unmapping.unmap_later(partial(self._unmap, self._address, self._size))
 
 
 @functools.cache
@@ -90,6 +95,8 @@ def map_file(file: int, size: int, *, writable: bool, private: bool = False) -> 
     if address is None or address == ct.c_void_p(-1).value:
         number = ct.get_errno()
         raise OSError(number, os.strerror(number))
+    if size >= unmapping.LARGE_BYTES:
+        unmapping.start()
     mapping = _Mapping(address, size, unmap)
     array: Any = (ct.c_uint8 * size).from_address(address)
     array.mapping = mapping

@@ -19,6 +19,8 @@ from gradbus.codecs import (
     CodecError,
     Decoded,
     NonFiniteError,
+    Parsed,
+    SparseBlock,
     check_codec_class,
     decode,
     parse,
@@ -58,6 +60,7 @@ def check_codec(codec: Codec | type[Codec] | str, *, dims: Sequence[int] = DIMS,
         for what, vector in _vectors(dim, seed):
             _check_round_trip(codec, vector, f"{what} of {dim} elements")
         if dim:
+            _check_own_memory(codec, dim)
             _check_not_finite(codec, dim)
             _check_feedback(codec, dim, seed)
         _check_damaged(codec, dim, random_bytes)
@@ -135,6 +138,23 @@ def _check_round_trip(codec: Codec, vector: Tensor, what: str) -> None:
     vector.fill_(9.0)
     again = _decoded(codec, payload, dim, what)
     assert torch.equal(again.vector, found.vector), f"{codec.name}: the message changes with the tensor: copy its bytes"
+
+
+def _check_own_memory(codec: Codec, dim: int) -> None:
+    """A receiver holds the updates of many clients, and reads one after it has parsed the next."""
+    payloads = [codec.encode(torch.full((dim,), value)) for value in (1.0, -1.0)]
+    own = (type(codec),)
+    first = parse(payloads[0], expected_dim=dim, own=own)
+    before = [tensor.clone() for tensor in _tensors_of(first)]
+    parse(payloads[1], expected_dim=dim, own=own)
+    assert all(map(torch.equal, before, _tensors_of(first))), (
+        f"{codec.name}: reading a message changes what was read of another one: return memory of its own"
+    )
+
+
+def _tensors_of(parsed: Parsed) -> list[Tensor]:
+    blocks = list(parsed.blocks())
+    return [*(one.values for one in blocks), *(one.indices for one in blocks if isinstance(one, SparseBlock))]
 
 
 def _check_not_finite(codec: Codec, dim: int) -> None:

@@ -17,7 +17,7 @@ ENVIRONMENT = "GRADBUS_FAIL_AT"
 PLACES = {
     "controller": (
         "before_command", "after_command", "mid_collect", "after_collect_before_aggregate",
-        "after_aggregate_before_commit", "after_commit_before_publish", "after_publish",
+        "after_aggregate_before_commit", "after_commit_before_note", "after_commit_before_publish", "after_publish",
     ),
     "client": (
         "before_training", "between_packets", "after_training_before_offer", "after_offer",

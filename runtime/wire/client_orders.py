@@ -8,6 +8,7 @@ orders of a thousand clients, each with its own.
 from __future__ import annotations
 
 import functools
+import numbers
 import operator
 from collections.abc import Mapping
 from typing import Annotated, Any
@@ -28,12 +29,20 @@ def whole_number(value: Any) -> Any:
     return operator.index(value) if hasattr(value, "__index__") and not isinstance(value, bool) else value
 
 
+def real_number(value: Any) -> Any:
+    """Return a real number of any kind, such as one of NumPy, as a float. Raises ValueError: it is none, such as text
+    or a truth value, even one that Python could convert."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise ValueError("expected a number")
+    return float(value)
+
+
 Whole = Annotated[int, Field(ge=0, le=0x7FFF_FFFF, strict=True), BeforeValidator(whole_number)]
 AtLeastOne = Annotated[int, Field(ge=1, le=0x7FFF_FFFF, strict=True), BeforeValidator(whole_number)]
 
 
 class ClientOrder(BaseModel):
-    """How a client is to train in a round. What is None is as the configuration has it.
+    """Tells how a client is to train in a round. What is None is as the configuration has it.
 
     Attributes:
         lr: learning rate.
@@ -44,7 +53,7 @@ class ClientOrder(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    lr: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    lr: Annotated[float, Field(gt=0, allow_inf_nan=False), BeforeValidator(real_number)] | None = None
     epochs: AtLeastOne | None = None
     steps: AtLeastOne | None = None
     subset_size: Whole | None = None

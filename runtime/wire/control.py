@@ -19,6 +19,8 @@ from gradbus.runtime.wire.id_ranges import MAX_CHARS, checked_ids
 PROTOCOL = 4
 BEFORE_FIRST_ROUND = 0  # in a TrainingFailure: a client cannot get ready, and leaves
 NOT_WELCOMED = 0  # no run has this id: in such a TrainingFailure, of a client that knows of no run yet
+PAUSED_PHASE = "paused"  # in a Hello: the client takes part in no round until it reports another phase
+FETCHING_PHASE = "fetching"  # it waits for a model, which the end of a run waits for, too
 FROZEN_ROUND = 0x7FFF_FFFF  # no round has this number: it stands for the values that no round changes
 CANDIDATE_ROUNDS = range(0x7FFE_0000, 0x7FFF_0000)  # nor one of these: they stand for models that are evaluated alone
 MAX_BODY_BYTES = 64 * 1024
@@ -35,6 +37,9 @@ U32 = Annotated[int, Field(ge=0, le=0xFFFF_FFFF)]
 World = Annotated[int, Field(ge=1, le=1024)]  # as many ranks as a group may have
 U64 = Annotated[int, Field(ge=0, le=0xFFFF_FFFF_FFFF_FFFF)]
 Round = Annotated[int, Field(ge=-1, le=0x7FFF_FFFF)]
+OpenRound = Annotated[int, Field(ge=1, le=0x7FFF_FFFF)]
+Natural32 = Annotated[int, Field(ge=0, le=0x7FFF_FFFF)]
+I32 = Annotated[int, Field(ge=-0x8000_0000, le=0x7FFF_FFFF)]
 Name = Annotated[str, Field(max_length=256)]
 # Text of a peer that people read is made plain here, so that no error, log or table has to.
 Label = Annotated[str, Field(max_length=256), AfterValidator(plain_line)]
@@ -84,7 +89,8 @@ class Hello:
         layout: hash over names, shapes and dtypes of its parameters.
         ready: its DDS writers and readers are matched with the controller's.
         session: incarnation of the controller that has welcomed it, 0 for none.
-        phase: idle, fetching, training, encoding or uploading.
+        phase: idle, fetching, training, encoding or uploading; paused: it takes part in no round until it sends
+            another one.
         round_id: the round it works on, -1 for none.
         model_round: the round of the model that it holds, -1 for none.
         host: host name and process id, for people.
@@ -204,6 +210,26 @@ class RoundTerms:
     held: bool = False
     attempt: U32 = 0
     each: ClientOrders = ""
+
+
+@dataclass(frozen=True, slots=True, config=STRICT)
+class RepeatedCommand:
+    """Controller to all: the TrainCmd of the open round once more, for clients whose Hello shows that they lack it.
+    Sent with the heartbeat. Unlike a TrainCmd it names its run and its attempt, so a client that has answered knows
+    whether it is asked again.
+
+    Attributes:
+        round_id, subset_size, epochs, lr, seed: as of the TrainCmd.
+        attempt: at the round, from 1.
+    """
+
+    run_id: U64
+    round_id: OpenRound
+    subset_size: Natural32
+    epochs: Natural32
+    lr: Finite
+    seed: I32
+    attempt: Attempt
 
 
 @dataclass(frozen=True, slots=True, config=STRICT)
@@ -472,14 +498,16 @@ class TrainingFailure:
         run_id: NOT_WELCOMED: the client could not even build its model, and knows of no run.
         round_id: of the command; BEFORE_FIRST_ROUND: the client could not load its data, and takes part in no round.
         reason: ``training failed``: the training function raised; ``non-finite loss`` or ``non-finite model``: it
-            returned a loss, or a model, of NaN or infinity; ``nothing to train``: the client sits the round out. Any
-            other text counts as the first.
+            returned a loss, or a model, of NaN or infinity; ``nothing to train`` or ``paused``: the client sits the
+            round out. Any other text counts as the first.
+        name: of a client that has no id yet; else empty.
     """
 
     run_id: U64
     round_id: Round
     text: Lines
     reason: Name = "training failed"
+    name: ClientName = ""
 
 
 @dataclass(frozen=True, slots=True, config=STRICT)
@@ -703,7 +731,7 @@ class GroupView:
 
 
 Body = (
-    Hello | Welcome | RoundTerms | Refused | Status | UploadRequest | PacketRequest | Grant | Receipt
+    Hello | Welcome | RoundTerms | RepeatedCommand | Refused | Status | UploadRequest | PacketRequest | Grant | Receipt
     | RetransmitRequest | PacketsMissing
     | MaskRoster | MaskShares | MaskSurvivors | MaskAnswer | ModelAvailable | ModelRequest | TrainingFailure
     | EvaluationRequest | EvaluationResult | LocalModelRequest | Leave | RunEnded | Closing | GroupHello | GroupLeave

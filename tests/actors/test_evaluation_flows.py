@@ -548,7 +548,7 @@ def test_no_more_local_models_are_moved_than_the_settings_say() -> None:
 @pytest.mark.parametrize(
     ("changed", "text"),
     [
-        ({"clients": {"kind": "sites"}}, "behind sites"),
+        ({"clients": {"kind": "sites"}}, "reaches no client"),
         ({"mode": "asynchronous"}, "without a pause"),
         ({"privacy": {"name": "local", "epsilon": 100.0}}, "metrics and models of single clients get no noise"),
         ({"privacy": {"name": "central", "epsilon": 100.0}}, "metrics and models of single clients get no noise"),

@@ -16,7 +16,7 @@ from structlog.testing import capture_logs
 from torch import nn
 
 import gradbus
-from gradbus.actors.federated import early_failures, selection
+from gradbus.actors.federated import early_failures, liveness, selection
 from gradbus.models import EvalResult, NoopTask
 from gradbus.runtime.errors import BarrierTimeout, ConfigError, JoinDeclined, RunAborted, TrainingFailed
 from gradbus.runtime.wire.control import BEFORE_FIRST_ROUND, NOT_WELCOMED, TrainingFailure
@@ -53,24 +53,27 @@ async def ended(awaitable: Any) -> Any:
 
 def run(
     tasks: list[Any], *, num: int | None = None, again: dict[int, Any] | None = None, task: Any = None,
-    wrong: dict[str, Any] | None = None, **options: Any,
+    wrong: dict[str, Any] | None = None, named: bool = False, heartbeat_s: float = 0.5, **options: Any,
 ) -> tuple[Any, list[Any], list[Any]]:  # fmt: skip
     """What a controller and its clients end with, and the log.
 
     Args:
         num: of clients that the controller waits for. wrong: more of its settings. task: its own.
         again: tasks with which clients start once more after they have failed. options: of the clients.
+        named: they have names in place of ids. heartbeat_s: that they are asked for.
     """
     job, domain = f"unprepared-{os.getpid()}-{next(_jobs)}", new_domain()
     num = num or len(tasks)
     config = gradbus.FederatedConfig(
-        rounds=1, clients={"num": num, "min": num, "start_timeout_s": 60.0, "dead_after_s": 30.0},
+        rounds=1,
+        clients={"num": num, "min": num, "start_timeout_s": 60.0, "dead_after_s": 30.0, "heartbeat_s": heartbeat_s},
         **{"eval_every": 0, **(wrong or {})},
     )  # fmt: skip
 
     async def start(client_id: int, task: Any) -> Any:
+        who = {"name": f"site-{client_id}"} if named else {"client_id": client_id}
         async with gradbus.connect(job=job, domain=domain) as bus:
-            client = gradbus.Client(bus, task, client_id=client_id, config=gradbus.ClientConfig(**options))
+            client = gradbus.Client(bus, task, **who, config=gradbus.ClientConfig(**options))  # type: ignore[arg-type]
             return await ended(client.run())
 
     async def one(client_id: int, task: Any) -> Any:
@@ -180,6 +183,27 @@ def test_a_client_that_cannot_build_its_model_says_so_to_a_controller_that_it_ha
     assert 'raise FileNotFoundError("pretrained.pt")' in told["traceback"]
 
 
+def test_a_client_that_fails_before_it_has_an_id_is_named_and_ends_the_run_as_others_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    give_up_once_told(monkeypatch)
+    controller, (first, second), logs = run([NoopTask(DIM), WithoutModel()], named=True)
+    assert isinstance(second, FileNotFoundError)
+    assert isinstance(controller, TrainingFailed)
+    assert controller.clients == ()
+    assert "client site-1 failed before its first round: FileNotFoundError: pretrained.pt, at " in str(controller)
+    assert "INTERFACE" not in str(controller)
+    assert isinstance(first, RunAborted)
+    (told,) = [one for one in logs if one["event"] == "preparing failed on a client"]
+    assert (told["name"], "client" in told) == ("site-1", False)
+
+
+def test_a_client_that_failed_before_it_had_an_id_and_is_mended_takes_part() -> None:
+    controller, clients, _ = run([NoopTask(DIM), WithoutModel()], again={1: NoopTask(DIM)}, named=True)
+    assert [report.clients for report in controller] == [(0, 1)]
+    assert [client.rounds for client in clients] == [1, 1]
+
+
 def test_a_client_that_cannot_build_its_model_waits_for_no_controller(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(early_failures, "FIND_S", 0.05)
 
@@ -251,9 +275,17 @@ class Measured(NoopTask):
         return EvalResult(None, 0.5, 10, {"rmse": 0.5})
 
 
-def test_clients_of_a_controller_with_a_wrong_configuration_end_with_its_words() -> None:
+@pytest.mark.parametrize("named", [False, True])
+def test_clients_of_a_controller_with_a_wrong_configuration_end_with_its_words(
+    monkeypatch: pytest.MonkeyPatch, named: bool
+) -> None:
+    """Also where new names would have to wait for longer than the controller is there."""
+    if named:  # they have an answer more to wait for
+        monkeypatch.setattr(liveness, "BYE_S", 5.0)
     wrong = {"eval_every": 1, "early_stop": {"metric": "rsme", "patience": 1}}
-    controller, clients, _ = run([Measured(), Measured()], wrong=wrong, task=Measured(), controller_timeout_s=60.0)
+    controller, clients, _ = run(
+        [Measured(), Measured()], wrong=wrong, task=Measured(), controller_timeout_s=20.0, named=named, heartbeat_s=5.0
+    )
     assert isinstance(controller, ConfigError)
     assert "federated.early_stop.metric" in str(controller)
     for client in clients:

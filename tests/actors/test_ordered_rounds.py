@@ -73,10 +73,12 @@ class Job:
         self.strategy: Any = None
         self.callbacks: list[Any] = []
         self.ends: list[Any] = []
+        self.names: list[str] = []  # of the clients, in place of ids
 
-    async def client(self, client_id: int) -> Any:
+    async def client(self, number: int) -> Any:
+        who: dict[str, Any] = {"name": self.names[number]} if self.names else {"client_id": number}
         async with gradbus.connect(**self.place) as bus:
-            return await gradbus.Client(bus, self.tasks[client_id], client_id=client_id).run()
+            return await gradbus.Client(bus, self.tasks[number], **who).run()
 
     async def ordered_by(self, program: Program) -> Any:
         async with asyncio.timeout(60), gradbus.connect(**self.place) as bus, asyncio.TaskGroup() as group:
@@ -122,6 +124,34 @@ def test_a_round_is_of_the_clients_that_its_order_names() -> None:
 
     assert job.run(program) == [(0, 2), (0, 1, 2), (1,)]
     assert [sorted(task.asked) for task in job.tasks] == [[1, 2], [2, 3], [1, 2]]
+
+
+def test_an_order_names_clients_by_name_or_by_id_and_a_wrong_name_gets_the_near_ones() -> None:
+    job = Job(clients=3, training={"epochs": 5})
+    job.names = ["site-1", "7", "lab"]
+
+    async def program(run: OrderedRun) -> Any:
+        rows = dict(run._progress.names.state())  # noqa: SLF001 - which id a name has is by the order of the Hellos
+        for wrong, text in (
+            ({"clients": ["siet-1"]}, r"clients: no client of this run is named 'siet-1'. Near names: site-1. An id"),
+            ({"clients": ["zz"]}, r"named 'zz'. Of 3 names: (site-1|7|lab), .*"),
+            ({"clients": ["s\u0456te-1"]}, r"'s\\u0456te-1'. Near names: site-1"),
+            ({"clients": ["0"]}, r"named '0'. .* An id is a number, such as 0"),
+            ({"clients": "site-1"}, "clients: Input should be a valid tuple, got 'site-1'"),
+            ({"each": {"x": {"epochs": 1}}}, "each: no client of this run is named 'x'"),
+            ({"each": {"lab": {"epochs": 1}, rows["lab"]: {"epochs": 2}}}, r"each: client . \(lab\) has two orders"),
+        ):
+            with pytest.raises(ConfigError, match=text):
+                await run.round(**wrong)
+        first = await run.round(clients=["7", rows["site-1"]])
+        second = await run.round(each={"lab": {"epochs": 2}})
+        return rows, first, second
+
+    rows, first, second = job.run(program)
+    assert first.clients == tuple(sorted((rows["7"], rows["site-1"])))
+    assert second.order == {"each": {str(rows["lab"]): {"epochs": 2}}}, "ids are what is kept"
+    epochs = [sorted((number, asked["epochs"]) for number, asked in task.asked.items()) for task in job.tasks]
+    assert epochs == [[(1, 5), (2, 5)], [(1, 5), (2, 5)], [(2, 2)]]
 
 
 def test_steps_are_ordered_for_all_and_for_single_clients() -> None:
@@ -334,15 +364,32 @@ def test_an_order_on_the_disk_holds_for_the_round_that_was_cut_off(tmp_path: Pat
 def test_a_damaged_order_is_named_and_not_guessed(tmp_path: Path) -> None:
     job = Job(rounds=4, checkpoint={"dir": str(tmp_path)})
 
-    async def program(run: OrderedRun) -> None:
-        await run.round(lr=0.25)
+    async def program(run: OrderedRun) -> gradbus.RoundReport:
+        return await run.round(lr=0.25)
 
     job.run(program)
     (tmp_path / "order-000002.json").write_text('{"run_id": "00"}')
     again = Job(rounds=4, checkpoint={"dir": str(tmp_path)})
     with pytest.raises(ExceptionGroup) as caught:
         again.run(program)
-    assert caught.group_contains(CheckpointError, match=r"order-000002.json is damaged")
+    remedy = r"or remove it: round 2 is then done by the order that it gets next, and not as it was ordered before the"
+    assert caught.group_contains(CheckpointError, match=rf"order-000002.json is damaged: .*backup, {remedy} crash$")
+    (tmp_path / "order-000002.json").unlink()
+    report = Job(rounds=3, checkpoint={"dir": str(tmp_path)}).run(program)
+    assert (report.round_id, report.order) == (2, {"lr": 0.25})
+
+
+@pytest.mark.parametrize("lr", [True, "0.1", b"0.1", np.bool_(True), float("nan"), 0.0, [0.1]])
+def test_a_learning_rate_is_a_number_above_0_and_nothing_that_looks_like_one(lr: Any) -> None:
+    for given in ({"lr": lr}, {"each": {0: {"lr": lr}}}):
+        with pytest.raises(ConfigError, match=r"order of a round, .*lr"):
+            RoundOrder.of(**given)
+
+
+@pytest.mark.parametrize("lr", [1, 0.5, np.float32(0.5), np.int64(2)])
+def test_a_learning_rate_may_be_a_number_of_numpy(lr: Any) -> None:
+    (given,) = RoundOrder.of(lr=lr).changes().values()
+    assert (given, type(given)) == (float(lr), float)
 
 
 def test_a_run_without_a_program_repeats_the_round_that_was_cut_off_by_its_order(tmp_path: Path) -> None:

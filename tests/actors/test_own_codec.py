@@ -6,8 +6,9 @@ import asyncio
 import itertools
 import json
 import os
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,12 @@ from torch import nn
 from trees import DIM, UnequalTask, rules, site_of, tree
 
 import gradbus
-from gradbus.actors.federated.chosen_codecs import check_allowed, codec_of
+from gradbus.actors.federated.chosen_codecs import check_allowed, check_codecs, codec_of, own_codecs
 from gradbus.actors.federated.combinations import check_combination
 from gradbus.models import NoopTask
 from gradbus.models.task import EvalResult, TrainResult
 from gradbus.runtime.choices import CODECS
-from gradbus.runtime.errors import ConfigError, JoinRefused
+from gradbus.runtime.errors import ConfigError, JoinRefused, RunAborted, TrainingFailed
 from gradbus.runtime.wire.control import Welcome
 from gradbus.testing import check_codec
 
@@ -148,7 +149,7 @@ def test_a_run_ends_for_a_client_that_does_not_allow_the_codec() -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ('{"stepp": 1}', "stepp"),
+        ('{"stepp": 1}', "stepp: .*did you mean 'step'.*. Use one version of its file on all nodes"),
         ('{"step": -1}', "step"),
         ('{"step": 1e999}', "step"),
         ("{", "cannot be used here"),
@@ -195,6 +196,65 @@ def test_a_codec_of_models_that_no_client_would_take_is_refused_before_the_run()
     with pytest.raises(ExceptionGroup) as caught:
         run(config_with("fp32", downlink_codec="long_codec:Long"), "long_codec:Long")
     assert caught.group_contains(ConfigError, match="may take 8,612 bytes in long, and clients take at most 8,096")
+
+
+def test_codecs_whose_messages_cannot_be_told_apart_are_refused_on_both_sides() -> None:
+    """One would be read as the other, to wrong values."""
+    (Path(sys.path[0]) / "like_coarse.py").write_text(
+        "from coarse import Coarse\n\n\nclass Like(Coarse):\n    name = 'like'\n\n"
+        "    @classmethod\n    def decode_body(cls, body, dim):\n        return 2 * super().decode_body(body, dim)\n",
+        encoding="utf-8",
+    )
+    text = r"{} coarse:Coarse, like_coarse:Like: messages of codecs Coarse and Like both begin with b'COA1'"
+    with pytest.raises(ConfigError, match=text.format("client.codecs")):
+        own_codecs((COARSE, "like_coarse:Like"), "client.codecs")
+    assert len(own_codecs((COARSE, COARSE, "fp32"))) == 1
+    with pytest.raises(ConfigError, match=text.format("federated.codec")):
+        check_codecs(config_with(COARSE, downlink_codec="like_coarse:Like"))
+
+
+BROKEN = """
+from coarse import Coarse
+
+class Broken(Coarse):
+    name, magic = "broken", b"BRO1"
+
+    def encode_body(self, vector):
+        raise RuntimeError("no table for these values")
+"""
+
+
+@pytest.mark.parametrize(
+    ("setting", "of_controller", "of_clients"),
+    [("codec", TrainingFailed, TrainingFailed), ("downlink_codec", ConfigError, RunAborted)],
+)
+def test_a_codec_that_raises_is_named_with_its_line_at_the_controller_and_at_every_client(
+    setting: str, of_controller: type[Exception], of_clients: type[Exception]
+) -> None:
+    """That of the models can only be mended on the controller: clients need not wait for it."""
+    (Path(sys.path[0]) / "broken_codec.py").write_text(BROKEN, encoding="utf-8")
+    config = config_with(**{"codec": "fp32", setting: "broken_codec:Broken"}, round={"max_attempts": 1})
+    job, domain = f"own-codec-{os.getpid()}-{next(_jobs)}", new_domain()
+
+    async def end_of(make: Callable[[gradbus.Bus], Any]) -> Any:
+        async with gradbus.connect(job=job, domain=domain) as bus:
+            try:
+                return await make(bus).run()
+            except Exception as error:
+                return error
+
+    async def main() -> list[Any]:
+        client = gradbus.ClientConfig(codecs=("broken_codec:Broken",), controller_timeout_s=60.0)
+        async with asyncio.timeout(50):
+            return await asyncio.gather(
+                end_of(lambda bus: gradbus.Controller(bus, Steps(), config)),
+                *(end_of(lambda bus, i=i: gradbus.Client(bus, Steps(), client_id=i, config=client)) for i in range(2)),
+            )
+
+    ends = asyncio.run(main())
+    assert [type(end) for end in ends] == [of_controller, of_clients, of_clients]
+    for end in ends:
+        assert re.search(r"RuntimeError: no table for these values, at .*broken_codec.py:8 in encode_body", str(end))
 
 
 def test_a_client_names_a_wrong_entry_of_its_own_setting() -> None:

@@ -14,15 +14,17 @@ from unittest import mock
 import pytest
 import torch
 from dds_domains import new_domain
-from torch import Tensor
+from torch import Tensor, nn
 
 import gradbus
 from gradbus import codecs
 from gradbus.actors.aggregation.exact_sum import ExactMean
 from gradbus.actors.federated.packets_in import PacketCollector
+from gradbus.experiments.files import ClientFile
 from gradbus.experiments.history.invariants import check
 from gradbus.experiments.history.reader import read_history
-from gradbus.models import NoopTask, TrainResult
+from gradbus.experiments.run.configured_task import ConfiguredTask
+from gradbus.models import ClassificationTask, Dataset, DataSplit, NoopTask, TrainResult
 from gradbus.runtime.wire.control import PacketRequest, UploadRequest
 from gradbus.runtime.wire.messages import Control, Message
 
@@ -140,6 +142,35 @@ def test_four_packets_of_mixed_codecs_count_as_their_sum_bit_for_bit(how: str) -
         assert report.bytes_up == sum(
             len(packet) for client_id in (0, 1) for packet in packets_of(client_id, report.round_id)
         )
+
+
+class OneVector(nn.Module):
+    """The model of :class:`NoopTask`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.vector = nn.Parameter(torch.zeros(DIM))
+
+
+def send_packets(model: nn.Module, dataset: Dataset, *, round: Any, **_: Any) -> TrainResult:
+    for packet in packets_of(0, 1):
+        round.send(packet)
+    return TrainResult(SAMPLES, 0.5)
+
+
+def of_train_fn() -> ClassificationTask:
+    data = DataSplit(Dataset("noise", torch.zeros(20, 1), torch.zeros(20, dtype=torch.int64)))
+    return ClassificationTask(OneVector, data, train_fn=send_packets)
+
+
+@pytest.mark.parametrize("configured", [False, True])
+def test_a_train_fn_and_a_task_of_a_configuration_get_the_packets_of_their_round_if_they_ask(configured: bool) -> None:
+    task: Any = of_train_fn()
+    if configured:
+        task = ConfiguredTask(ClientFile(task={"task": f"{__name__}:of_train_fn"}).task)  # type: ignore[arg-type]
+    controller, requests = run([task], rounds=1)
+    assert torch.equal(controller.weights, expected(1, 1))
+    assert {type(request) for request in requests} == {PacketRequest}
 
 
 def test_messages_that_are_lost_or_come_twice_change_nothing() -> None:
@@ -268,8 +299,8 @@ def test_a_controller_that_has_lost_packets_asks_for_them_and_the_update_counts_
     lost = threading.Event()
     add = PacketCollector.add
 
-    def add_and_lose(self: PacketCollector, update: Any, payload: memoryview) -> Any:
-        whole = add(self, update, payload)
+    def add_and_lose(self: PacketCollector, update: Any, payload: memoryview, now_s: float) -> Any:
+        whole = add(self, update, payload, now_s)
         if update.request.packet == 2 and not lost.is_set():
             lost.set()
             assert self.forget(update.client_id, update.incarnation)  # as of a client that is taken for dead

@@ -25,6 +25,7 @@ _STEPS = [
     "mid_collect",
     "after_collect_before_aggregate",
     "after_aggregate_before_commit",
+    "after_commit_before_note",
     "after_commit_before_publish",
     "after_publish",
 ]
@@ -64,11 +65,29 @@ def test_killed_at_any_step_the_run_ends_with_the_weights_of_an_unbroken_one(
     assert [client.wait() for client in clients] == [0, 0]  # they were not restarted
     assert weights_of(done["reports"], killed_in=2) == unbroken
     assert [report["round_id"] for report in done["reports"]] == [1, 2, 3, 4]
-    committed = 2 if step in ("after_commit_before_publish", "after_publish") else 1
+    committed = 2 if step in ("after_commit_before_note", "after_commit_before_publish", "after_publish") else 1
     assert len(second.all("round")) == 4 - committed  # at most the open round was done again
     findings = federation.findings()
     assert all(findings[name].checked for name in ("I1", "I2", "I4", "I7"))
     assert findings["I3"].checked == 4  # every round was computed again
+
+
+def test_a_controller_killed_twice_before_it_can_note_its_commit_loses_nothing_and_its_journal_says_so(
+    federation: Federation, unbroken: list[int], tmp_path: Path
+) -> None:
+    state = str(tmp_path / "controller")
+    clients = [federation.client(i, client={"state_dir": str(tmp_path / "clients")}) for i in (0, 1)]
+    for round_id in (2, 3):  # two starts one after the other, each in the round after the one before it
+        fail_at = f"after_commit_before_note:{round_id}"
+        killed = federation.controller(**_RULES, checkpoint__dir=state, fail_at=fail_at, network=_MORTAL)
+        assert killed.wait(60.0) == -signal.SIGKILL
+    done = federation.controller(**_RULES, checkpoint__dir=state).wait_for("done", timeout_s=60.0)
+    assert [client.wait() for client in clients] == [0, 0]
+    assert [report["weights_crc32"] for report in done["reports"]] == unbroken
+    findings = federation.findings()
+    assert [finding.violations for finding in findings.values() if finding.violations] == []
+    assert findings["I4"].checked >= 4  # two comparisons of each start with the one before
+    assert findings["I3"].checked == 4
 
 
 def test_everybody_dies_and_all_go_on_from_what_is_on_the_disk(

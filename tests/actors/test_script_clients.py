@@ -8,7 +8,8 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+import zlib
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from structlog.testing import capture_logs
 from torch import nn
 
 import gradbus
+from gradbus.actors.federated.flat_model import FlatModel
 from gradbus.runtime.errors import (
     BarrierTimeout,
     ConfigError,
@@ -385,3 +387,184 @@ async def _first(reports: AsyncIterator[gradbus.RoundReport], limit: int) -> Asy
         yield report
         if not left:
             return
+
+
+def test_a_script_pauses_and_resumes_and_is_followed_by_callbacks() -> None:
+    told: list[tuple[int, bool, str]] = []
+    models: list[int] = []
+
+    class Follower:
+        def on_model(self, round_id: int, model: Any) -> None:
+            models.append(round_id)
+            assert model.keys() == script_scene.build_model().state_dict().keys()
+
+        def on_report(self, report: Any) -> None:
+            told.append((report.round_id, report.counted, report.reason))
+
+    def script(job: str, domain: int, client_id: int) -> bool:
+        model = script_scene.build_model()
+        config = gradbus.ClientConfig(controller_timeout_s=PATIENT_S)
+        with gradbus.client(job, client_id=0, domain=domain, config=config, callbacks=[Follower()]) as fed:
+            assert fed.receive(model)
+            fed.pause()
+            with pytest.raises(OutOfTurn, match=r"call resume\(\) first"):
+                fed.receive(model)
+            until(lambda: fed.should_stop)
+            fed.resume()
+            while fed.receive(model):
+                fed.send(model, samples=7)
+            return True
+
+    with capture_logs() as logs:
+        reports, _ = run([script], rounds=2, clients={"heartbeat_s": 0.1})
+    assert [report.clients for report in reports] == [(0,), (0,)]
+    assert told[0] == (1, False, "paused")
+    assert [one[:2] for one in told[-2:]] == [(1, True), (2, True)]
+    assert models[-1] == 2
+    assert {one["event"] for one in logs if one["log_level"] == "warning"} <= {"round goes on"}
+
+
+def _crc32(model: nn.Module) -> int:
+    """As reports have it of the global model."""
+    return zlib.crc32(FlatModel(model).read().numpy().tobytes())
+
+
+def test_after_the_run_the_model_is_the_last_global_one() -> None:
+    def script(job: str, domain: int, client_id: int) -> int:
+        model = script_scene.build_model()
+        with client(job, domain, client_id) as fed:
+            while fed.receive(model):
+                samples, loss = script_scene.train(model, client_id, fed.round.round_id, fed.round.lr)
+                fed.send(model, samples=samples, loss=loss)
+        return _crc32(model)
+
+    reports, found = run([script, script])
+    assert found == [reports[-1].weights_crc32] * 2
+
+
+@contextlib.contextmanager
+def _process_group() -> Iterator[None]:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("wrapper", ["compile", "DataParallel", "DistributedDataParallel"])
+def test_a_wrapped_model_is_exchanged_by_the_names_of_the_inner_one(wrapper: str) -> None:
+    def script(job: str, domain: int, client_id: int) -> list[bool]:
+        model, counts = script_scene.build_model(), []
+        if wrapper == "compile":
+            wrapped: Any = torch.compile(model, backend="eager")
+        else:
+            wrapped = getattr(nn.parallel, wrapper)(model)
+        with client(job, domain, client_id) as fed:
+            while fed.receive(wrapped):
+                samples, loss = script_scene.train(model, client_id, fed.round.round_id, fed.round.lr)
+                counts.append(fed.send(wrapped, samples=samples, loss=loss))
+        return counts
+
+    expected, _ = run([], tasks=1)
+    with _process_group() if wrapper == "DistributedDataParallel" else contextlib.nullcontext():
+        found, counts = run([script])
+    assert [one.weights_crc32 for one in found] == [one.weights_crc32 for one in expected]
+    assert counts == [[True] * 3]
+
+
+def test_a_receive_may_have_a_deadline_and_be_called_again() -> None:
+    others = threading.Event()
+
+    def patient(job: str, domain: int, client_id: int) -> None:
+        model = script_scene.build_model()
+        with client(job, domain, client_id) as fed:
+            with pytest.raises(TimeoutError, match=r"no round has begun within 0.2 s, and the run has not ended"):
+                fed.receive(model, timeout_s=0.2)
+            with pytest.raises(OutOfTurn, match="send was called without a round"):
+                fed.send(model, samples=1)
+            others.set()
+            while fed.receive(model, timeout_s=PATIENT_S):
+                samples, loss = script_scene.train(model, client_id, fed.round.round_id, fed.round.lr)
+                fed.send(model, samples=samples, loss=loss)
+
+    def second(job: str, domain: int, client_id: int) -> None:
+        assert others.wait(PATIENT_S)
+        follow(job, domain, client_id)
+
+    expected, _ = run([], tasks=2)
+    found, _ = run([patient, second])
+    assert [one.weights_crc32 for one in found] == [one.weights_crc32 for one in expected]
+
+
+def test_a_second_thread_is_told_to_use_a_client_of_its_own() -> None:
+    job, domain = new_job()
+    model, ended = script_scene.build_model(), []
+    with client(job, domain, 0) as fed:
+
+        def waits() -> None:
+            try:
+                fed.receive(model, timeout_s=PATIENT_S)
+            except BaseException as error:
+                ended.append(error)
+
+        thread = threading.Thread(target=waits)
+        thread.start()
+        until(fed._in_use.locked)  # noqa: SLF001 - nothing else tells that the call has begun
+        with pytest.raises(OutOfTurn, match="Give each thread a client of its own"):
+            fed.receive(model)
+        fed.abandon()
+        thread.join(PATIENT_S)
+    assert isinstance(ended[0], asyncio.CancelledError | OutOfTurn)
+
+
+def test_numbers_are_read_at_once() -> None:
+    def script(job: str, domain: int, client_id: int) -> bool:
+        model = script_scene.build_model()
+        with client(job, domain, client_id) as fed:
+            assert fed.receive(model)
+            with pytest.raises(ValueError, match="metrics: expected single numbers by name"):
+                fed.send(model, samples=1, metrics={"accuracy": "good"})  # type: ignore[dict-item]
+            loss = next(model.parameters()).sum()  # with a graph
+            return fed.send(model, samples=1, loss=loss, metrics={"accuracy": torch.tensor([0.5])})  # type: ignore[dict-item]
+
+    reports, counts = run([script], rounds=1)
+    assert counts == [True]
+    assert reports[0].train_metrics == {"accuracy": 0.5}
+
+
+def test_an_interrupt_of_the_user_ends_the_client() -> None:
+    def interrupted(job: str, domain: int, client_id: int) -> None:
+        model = script_scene.build_model()
+        with client(job, domain, client_id) as fed:
+            assert fed.receive(model)
+            raise KeyboardInterrupt
+
+    def script(*who: Any) -> None:
+        with pytest.raises(KeyboardInterrupt):
+            interrupted(*who)
+
+    with capture_logs() as logs:
+        reports, _ = run([script], tasks=1, clients={"min": 1})
+    assert [one.clients for one in reports] == [(1,)] * 3
+    assert [one["reason"] for one in logs if one["event"] == "client left" and one["client"] == 0] == ["stopped"]
+
+
+@pytest.mark.parametrize("rule", [{"name": "fedprox", "mu": 0.5}, "scaffold"])
+def test_a_rule_sees_the_gradients_of_a_closure(rule: Any) -> None:
+    """Which are there only when the optimizer has called it, within its step."""
+
+    def script(job: str, domain: int, client_id: int) -> None:
+        model = script_scene.build_model()
+        with client(job, domain, client_id) as fed:
+            while fed.receive(model):
+                samples, loss = script_scene.train(
+                    model, client_id, fed.round.round_id, fed.round.lr, with_closure=True
+                )
+                fed.send(model, samples=samples, loss=loss)
+
+    rules: dict[str, Any] = {"training": {"rule": rule, "lr": 0.05}}
+    if rule == "scaffold":
+        rules["strategy"] = "scaffold"
+    expected, _ = run([], tasks=2, **rules)
+    found, _ = run([script, script], **rules)
+    assert [one.weights_crc32 for one in found] == [one.weights_crc32 for one in expected]

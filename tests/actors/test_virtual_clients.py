@@ -29,6 +29,8 @@ from gradbus.actors.virtual.host import ClientHost
 from gradbus.actors.virtual.local_pool import LocalPool, LocalProcess
 from gradbus.actors.virtual.pool import EvaluationWork, RoundWork, TrainingPool
 from gradbus.actors.virtual.simulation import run_beside
+from gradbus.experiments.history.invariants import check
+from gradbus.experiments.history.reader import read_history
 from gradbus.models import ClassificationTask, NoopTask, glyphs
 from gradbus.runtime.errors import ConfigError, TrainingFailed
 from gradbus.runtime.fast_paths import has_memfd
@@ -398,6 +400,36 @@ def test_a_host_whose_frozen_parameters_differ_takes_those_of_the_controller(tmp
         assert asyncio.run(main()).tolist() == [6.0] * 5
     finally:
         asyncio.run(pool.close())
+
+
+def test_a_host_notes_what_answers_its_clients_got_and_its_journal_is_of_all_of_them(tmp_path: Path) -> None:
+    job, domain, history = f"noted-{os.getpid()}", new_domain(), {"dir": tmp_path / "history"}
+    pool = LocalPool(NoopTask(DIM, delta="seeded"), PoolSettings(state_dir=tmp_path / "state"), size=1)
+
+    async def main() -> None:
+        async with (
+            asyncio.timeout(30), gradbus.connect(job, domain=domain) as bus,
+            gradbus.connect(job, domain=domain) as other, asyncio.TaskGroup() as group,
+        ):  # fmt: skip
+            config = rules(rounds=2, clients={"num": 3, "dead_after_s": 30.0}, history=history)
+            host = ClientHost(
+                other, NoopTask(DIM), ids=range(1, 4), pool=pool, state_dir=tmp_path / "state",
+                config=gradbus.ClientConfig(history=history),
+            )  # fmt: skip
+            group.create_task(host.run())
+            await gradbus.Controller(bus, NoopTask(DIM), config).run()
+
+    try:
+        asyncio.run(main())
+    finally:
+        asyncio.run(pool.close())
+    run = read_history(tmp_path)
+    (start,) = run.clients[1]
+    assert sorted(event["client"] for event in start.all("receipt") if event["accepted"]) == [1, 1, 2, 2, 3, 3]
+    assert run.without_start == 0
+    findings = {finding.name: finding for finding in check(run)}
+    assert [finding.violations for finding in findings.values() if finding.violations] == []
+    assert findings["I8"].checked == 6
 
 
 class NoData(NoopTask):

@@ -6,13 +6,14 @@ import importlib
 import pkgutil
 from typing import Annotated, Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 from pydantic import Field
 from torch import Tensor
 
 from gradbus import codecs
-from gradbus.codecs.registry import TABLE
+from gradbus.codecs.registry import TABLE, check_magics
 from gradbus.codecs.s4 import S4
 
 
@@ -37,6 +38,12 @@ class Coarse(codecs.CustomCodec):
         if cls.gives is not None:
             return cls.gives
         return torch.frombuffer(bytearray(body), dtype=torch.float16)[:dim].float()
+
+
+class Named(codecs.CodecOptions):
+    """Has an option that the name of a codec would hide."""
+
+    name: str = "a"
 
 
 def test_a_message_is_the_common_header_and_the_body() -> None:
@@ -127,9 +134,52 @@ def test_a_body_longer_than_it_says_is_not_sent() -> None:
         kind().encode(torch.ones(3))
 
 
+def encoding(body: Any) -> codecs.CustomCodec:
+    kind: Any = type("Encoding", (Coarse,), {"encode_body": lambda self, vector: body})
+    return kind()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("body", "shown"),
+    [(None, "a NoneType"), ("abc", "a str"), ([1, 2], "a list"), (torch.ones(3), "torch.float32 of shape"),
+     (memoryview(b"abcdef")[::2], "a memoryview")],
+)  # fmt: skip
+def test_a_body_that_is_no_bytes_is_an_error_that_names_the_codec(body: Any, shown: str) -> None:
+    with pytest.raises(TypeError, match=f"coarse: encode_body returned {shown}.*, expected bytes"):
+        encoding(body).encode(torch.ones(3))
+
+
+def test_a_body_is_counted_in_bytes_whatever_its_items_are() -> None:
+    with pytest.raises(ValueError, match="3 elements has 12 bytes, and max_body_bytes allows 6"):
+        encoding(torch.ones(3).numpy().data).encode(torch.ones(3))
+    assert encoding(np.arange(3, dtype="<f2")).encode(torch.ones(3))[16:] == np.arange(3, dtype="<f2").tobytes()
+
+
+@pytest.mark.parametrize("most", [None, 2.5, -1, "6"])
+def test_a_longest_body_that_is_no_number_of_bytes_is_named(most: Any) -> None:
+    kind: Any = type("Wrong", (Coarse,), {"max_body_bytes": lambda self, dim: most})
+    for act in (lambda: kind().max_bytes(3), lambda: kind().encode(torch.ones(3))):
+        with pytest.raises(
+            TypeError, match=r"coarse: max_body_bytes\(3\) returned .*, expected a whole number of bytes"
+        ):
+            act()
+    kind = type("Right", (Coarse,), {"max_body_bytes": lambda self, dim: np.int64(2 * dim)})
+    assert kind().max_bytes(3) == 22
+
+
+def test_two_codecs_whose_messages_begin_alike_are_named() -> None:
+    other: Any = type("Other", (Coarse,), {"name": "other"})
+    with pytest.raises(ValueError, match="messages of codecs Coarse and Other both begin with b'COA1'"):
+        check_magics([Coarse, other])
+    check_magics([Coarse, Coarse, type("Denser", (S4,), {}), S4])
+
+
 @pytest.mark.parametrize(
     ("kind", "text"),
     [
+        (type("Plain", (Coarse,), {"Options": dict}), "Options is no pydantic model"),
+        (type("Plain", (Coarse,), {"Options": codecs.CodecOptions()}), "Options is no pydantic model"),
+        (type("Named", (Coarse,), {"Options": Named}), "an option cannot be called name"),
         (dict, "is no codec: inherit from gradbus.codecs.CustomCodec"),
         (codecs.CustomCodec, "has no decode_body, encode_body, max_body_bytes"),
         (type("NoMagic", (codecs.CustomCodec,), {**vars(Coarse), "magic": b"abc"}), "expected 4 bytes"),

@@ -80,7 +80,11 @@ ELSEWHERE = {
     "tests/experiments/test_history.py": ("gradbus check *",),
     "tests/experiments/test_settings_reference.py": ("gradbus config *",),
     "tests/experiments/examples/test_embedding_program.py": ("python -m gradbus.experiments.examples.embed_aiohttp *",),
+    "tests/experiments/examples/test_control_loop.py": ("python -m gradbus.experiments.examples.control_loop *",),
     "tests/experiments/examples/test_integrations.py": (".venv-integrations/bin/torchrun *",),
+    "tests/actors/trainers/test_lightning_callback.py": (
+        "PYTHONPATH=. gradbus controller controller.json", "python cells.py *",
+    ),
     "tests/experiments/test_flows.py": ("make demo", "GRADBUS_FAIL_AT=*"),
     "tests/runtime/testing/test_faults.py": ("GRADBUS_BUS__FAULTS=*",),
     "tests/torch_backend/test_identity.py": ("export GRADBUS_BUS__SECURITY=identity *", "export GRADBUS_KEY_FILE=*"),

@@ -23,12 +23,15 @@ import gradbus
 from gradbus import codecs
 from gradbus.actors.aggregation.strategies import FedAvg
 from gradbus.actors.aggregation.updates import Facts, Update
+from gradbus.actors.federated.publish import ModelPublisher
+from gradbus.actors.federated.state import RunState
+from gradbus.actors.federated.updates_in import UpdateReceiver
 from gradbus.experiments.cli.exit_codes import ExitCode
 from gradbus.experiments.cli.main import app
 from gradbus.experiments.history.invariants import InvariantResult, check
 from gradbus.experiments.history.reader import read_history
 from gradbus.models import NoopTask
-from gradbus.runtime.errors import ConfigError
+from gradbus.runtime.errors import CheckpointError, ConfigError
 from gradbus.runtime.testing.journal import History, update_name, weights_name
 
 DIM = 3000
@@ -50,11 +53,11 @@ def write(path: Path, who: str, *events: Event) -> None:
         file.writelines(json.dumps(event) + "\n" for event in events)
 
 
-def started(round_id: int = 0, crc32: int = 1, run: str = RUN, **federated: Any) -> Event:
+def started(round_id: int = 0, crc32: int = 1, run: str = RUN, *, adopts: bool = False, **federated: Any) -> Event:
     rules = {"checkpoint": {"dir": "state", "resume": True}, **federated}
     return {
         "event": "started", "run": run, "round": round_id, "crc32": crc32, "held_crc32": crc32, "incarnation": 1,
-        "federated": rules,
+        "federated": rules, **({"adopts": True} if adopts else {}),
     }  # fmt: skip
 
 
@@ -72,15 +75,25 @@ def committed(round_id: int, *clients: int, crc32: int = 2, **other: Any) -> Eve
     }  # fmt: skip
 
 
+def adopted(round_id: int, crc32: int) -> Event:
+    return {"event": "adopted", "round": round_id, "crc32": crc32, "held_crc32": crc32}
+
+
 CLIENT = {"event": "started", "incarnation": 5}
 
 
-def offered(round_id: int, crc32: int = 77) -> Event:
-    return {"event": "offered", "run": RUN, "round": round_id, "transfer": round_id, "crc32": crc32, "num_samples": 10}
+def offered(round_id: int, crc32: int = 77, **other: Any) -> Event:
+    return {
+        "event": "offered", "run": RUN, "round": round_id, "transfer": round_id, "crc32": crc32, "num_samples": 10,
+        **other,
+    }  # fmt: skip
 
 
-def receipt(round_id: int, *, accepted: bool = True) -> Event:
-    return {"event": "receipt", "run": RUN, "round": round_id, "transfer": round_id, "accepted": accepted}
+def receipt(round_id: int, *, accepted: bool = True, **other: Any) -> Event:
+    return {"event": "receipt", "run": RUN, "round": round_id, "transfer": round_id, "accepted": accepted, **other}
+
+
+WELCOMED = {"event": "welcomed", "run": RUN}
 
 
 def decoded(round_id: int, crc32: int) -> Event:
@@ -108,8 +121,49 @@ WRONG: dict[str, tuple[str, dict[str, list[Event]]]] = {
     "a round lost": ("I4", {"controller": [*GOOD, started()]}),
     "a run lost": ("I4", {"controller": [started(), {"event": "commanded", "round": 1}, started(run="bb")]}),
     "another model after a restart": ("I4", {"controller": [*GOOD, started(1, 9)]}),
+    "a round lost that only a start has shown": ("I4", {"controller": [*GOOD, started(2, 3), started(1, 2)]}),
+    "rounds from nowhere after a round that only a start has shown": (
+        "I4", {"controller": [*GOOD, started(2, 3), started(4, 5)]}
+    ),
+    "another model than the start before had": ("I4", {"controller": [*GOOD, started(2, 3), started(2, 9)]}),
+    "a run lost by a start after one that did nothing": (
+        "I4", {"controller": [started(), {"event": "commanded", "round": 1}, started(), started(run="bb")]}
+    ),
+    "a run lost that only its round shows": ("I4", {"controller": [started(3, 4), started(run="bb")]}),
+    "a site that goes on from another model": (
+        "I4", {"controller": [started(), adopted(3, 4), started(3, 9)]}
+    ),
     "other samples": (
         "I7", {"controller": [started(), counted(1, 0, num_samples=11)], "client-0": [CLIENT, offered(1)]}
+    ),
+    "an update that counts and is refused": (
+        "I8", {"controller": GOOD, "client-0": [CLIENT, offered(1), receipt(1, accepted=False)]}
+    ),
+    "an update that is refused and counts in the open round": (
+        "I8", {"controller": [started(), counted(1, 0)], "client-0": [CLIENT, offered(1), receipt(1, accepted=False)]}
+    ),
+    "an update that is refused and counts in a round that only the next start shows": (
+        "I8",
+        {
+            "controller": [started(), counted(1, 0), started(1, 2)],
+            "client-0": [CLIENT, offered(1), receipt(1, accepted=False)],
+        },
+    ),
+    "an update that counts, and its client has no answer when it offers the next one": (
+        "I8", {"controller": GOOD, "client-0": [CLIENT, WELCOMED, offered(1), offered(2)]}
+    ),
+    "an update of a client of a host that counts and is refused": (
+        "I8",
+        {
+            "controller": [started(), counted(1, 3), committed(1, 3)],
+            "client-2": [CLIENT, offered(1, client=3), receipt(1, accepted=False, client=3)],
+        },
+    ),
+    "an update of a client of a host with other bytes": (
+        "I7", {"controller": [started(), counted(1, 3)], "client-2": [CLIENT, offered(1, 78, client=3)]}
+    ),
+    "a receipt for nothing at a client of a host": (
+        "I1", {"controller": GOOD, "client-0": [CLIENT, receipt(1), receipt(1, client=2)]}
     ),
     "an event that says nothing": ("I1", {"controller": [started(), {"event": "counted"}]}),
     "other bytes": ("I7", {"controller": GOOD, "client-0": [CLIENT, offered(1, crc32=78)]}),
@@ -136,6 +190,39 @@ def test_nothing_is_found_in_a_history_without_fault_also_over_a_restart(tmp_pat
     write(tmp_path, "controller", committed(2, 0, 1, crc32=3))
     write(tmp_path, "client-0", CLIENT, decoded(0, 1), offered(1), receipt(1), decoded(1, 2), decoded(2, 3), offered(2))
     assert broken(tmp_path) == []
+
+
+def test_a_controller_that_dies_in_each_start_before_it_can_note_its_commit_has_lost_nothing(tmp_path: Path) -> None:
+    write(tmp_path, "controller", *GOOD)
+    for round_id in (2, 3, 4):  # each start goes on from what the one before has committed, and not noted
+        write(tmp_path, "controller", started(round_id, round_id + 1), counted(round_id + 1, 0))
+    write(tmp_path, "controller", committed(5, 0, crc32=6))
+    findings = found(tmp_path)
+    assert [finding.violations for finding in findings.values() if finding.violations] == []
+    assert findings["I4"].checked > 6
+
+
+@pytest.mark.parametrize(
+    "client",
+    [
+        [CLIENT, WELCOMED, offered(1), receipt(1), offered(2), receipt(2, accepted=False)],  # round 2 is not committed
+        [CLIENT, WELCOMED, offered(1), WELCOMED, offered(2)],  # the controller has started again before its answer
+        [CLIENT, WELCOMED, offered(1), CLIENT, WELCOMED, offered(2)],  # it was killed before the answer came
+        [CLIENT, WELCOMED, offered(2), receipt(2, accepted=False), offered(1), receipt(1)],
+        [CLIENT, WELCOMED, offered(1), offered(2, client=3), receipt(1)],  # another client of the same host
+    ],
+)
+def test_a_refused_update_does_not_count_where_the_round_was_begun_again(client: list[Event], tmp_path: Path) -> None:
+    write(tmp_path, "controller", *GOOD, counted(2, 0), started(1, 2))  # killed in round 2, which is done again
+    write(tmp_path, "client-0", *client)
+    assert found(tmp_path)["I8"].violations == []
+
+
+def test_a_site_may_die_between_adopting_a_later_round_and_noting_it(tmp_path: Path) -> None:
+    write(tmp_path, "controller", started(), adopted(1, 2), started(7, 8, adopts=True), adopted(9, 10))
+    assert broken(tmp_path) == []
+    write(tmp_path, "controller", started(8, 9, adopts=True))
+    assert broken(tmp_path) == ["I4"]
 
 
 def samples(pid: int, rss: Iterator[float], **other: int) -> list[Event]:
@@ -374,7 +461,7 @@ def _controller_of(history: Path) -> list[Event]:
     return [json.loads(line) for line in (history / "controller.jsonl").read_text().splitlines()]
 
 
-async def _run(history: Path, rules: dict[str, Any]) -> list[int]:
+async def _run(history: Path, rules: dict[str, Any], *, faults: str = "") -> list[int]:
     job, domain = f"history-{os.getpid()}", new_domain()
     config = gradbus.FederatedConfig(
         rounds=3,
@@ -389,13 +476,71 @@ async def _run(history: Path, rules: dict[str, Any]) -> list[int]:
         async with gradbus.connect(job=job, domain=domain) as bus:
             await gradbus.Client(bus, NoopTask(DIM, delta="seeded"), client_id=client_id, config=own).run()
 
-    async with asyncio.timeout(60), gradbus.connect(job=job, domain=domain) as bus, asyncio.TaskGroup() as group:
+    connected = gradbus.connect(job=job, domain=domain, faults=faults)
+    async with asyncio.timeout(60), connected as bus, asyncio.TaskGroup() as group:
         for client_id in (0, 1):
             group.create_task(client(client_id))
         controller = gradbus.Controller(bus, NoopTask(DIM), config)
         await controller.run()
         assert zlib.crc32(controller.weights.numpy().data) == controller.progress.reports[-1].weights_crc32
         return [report.weights_crc32 for report in controller.progress.reports]
+
+
+def test_each_start_of_a_run_has_a_later_incarnation_than_the_one_before(tmp_path: Path) -> None:
+    for _ in range(2):  # the second one finds that all rounds are done
+        asyncio.run(_run(tmp_path / "history", {"checkpoint": {"dir": tmp_path / "state"}}))
+    first, second = (start.opening for start in read_history(tmp_path).controller)
+    assert (first["round"], second["round"]) == (0, 3)
+    assert first["run"] == second["run"]
+    assert first["incarnation"] < second["incarnation"]
+    assert broken(tmp_path) == []
+
+
+def test_a_model_that_cannot_be_saved_reaches_no_client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save, publish = RunState._save, ModelPublisher.publish  # noqa: SLF001 - a disk that is full for one round
+    done: list[str] = []
+
+    def full_in_round_two(self: RunState, held: Any) -> None:
+        done.append(f"save {self.round_id}")
+        if self.round_id == 2:
+            raise CheckpointError("no space is left")
+        save(self, held)
+
+    async def noted(self: ModelPublisher) -> None:
+        done.append("publish")
+        await publish(self)
+
+    monkeypatch.setattr(RunState, "_save", full_in_round_two)
+    monkeypatch.setattr(ModelPublisher, "publish", noted)
+    with pytest.raises(ExceptionGroup) as caught:
+        asyncio.run(_run(tmp_path / "history", {"checkpoint": {"dir": tmp_path / "state"}}))
+    assert caught.group_contains(CheckpointError, match="no space is left")
+    assert done == ["save 0", "publish", "save 1", "publish", "save 2"]
+    run = read_history(tmp_path)
+    assert [event["round"] for event in run.controller[0].all("committed")] == [1]
+    for starts in run.clients.values():
+        assert max(event["round"] for start in starts for event in start.all("decoded")) == 1
+    assert broken(tmp_path) == []
+
+
+@pytest.mark.parametrize("forgets", [False, True], ids=["shipped", "forgets what it has counted"])
+def test_a_client_that_is_refused_for_an_update_that_counts_is_found(
+    forgets: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if forgets:
+        shipped = UpdateReceiver.on_request
+
+        async def on_request(self: Any, *request: Any) -> None:
+            self._counted.clear()
+            await shipped(self, *request)
+
+        monkeypatch.setattr(UpdateReceiver, "on_request", on_request)
+    asyncio.run(_run(tmp_path / "history", {"codec": "s4"}, faults="drop receipt nth=1"))
+    findings = found(tmp_path)
+    assert findings["I8"].checked >= 6
+    assert broken(tmp_path) == (["I8"] if forgets else [])
+    if forgets:
+        assert "of round 1 is refused, and it counts" in findings["I8"].violations[0]
 
 
 def test_the_command_names_what_does_not_hold_and_its_exit_code_says_so(tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ def names_of(kind: type[BaseModel], prefix: str = "") -> Iterator[str]:
 
 def test_the_page_is_what_the_command_prints(root: Path, config: Callable[..., str]) -> None:
     page = (root / "docs" / "settings.md").read_text(encoding="utf-8")
-    assert page == config("reference", "--markdown"), "run: gradbus config reference --markdown > docs/settings.md"
+    assert page == config("reference", "--markdown"), "run: make docs"
 
 
 def test_the_page_and_the_schemas_do_not_depend_on_the_user() -> None:

@@ -20,7 +20,7 @@ from gradbus import codecs
 from gradbus.actors.aggregation.exact_sum import ExactMean
 from gradbus.actors.federated.clients import ClientRegistry, HelloAnswer
 from gradbus.actors.federated.rounds import Outcome, Round, RoundRules
-from gradbus.actors.federated.selection import StartCondition
+from gradbus.actors.federated.selection import StartCondition, StartTrouble
 from gradbus.runtime.errors import BarrierTimeout
 from gradbus.runtime.wire.control import PROTOCOL, Hello
 from gradbus.runtime.wire.messages import Identity
@@ -107,7 +107,7 @@ class Schedules(RuleBasedStateMachine):
                 now_s=self.now_s,
                 timeout_s=30.0,
                 grace_s=GRACE_S,
-                describe=lambda: ("x", "", ""),
+                describe=lambda: StartTrouble("x"),
             )
         try:
             may_start = self.gathering.may_start(sorted({*self.carried, *ready}), self.now_s)

@@ -49,6 +49,8 @@ def test_every_thread_that_the_runtime_starts_is_named(root: Path, page: str) ->
         "gradbus-late",
         "gradbus-names",
         "gradbus-trial",
+        "gradbus-unmap",
+        "gradbus-load",
         "gradbus-{name}",
     }
     for name in started - {"gradbus-{name}"}:

@@ -75,6 +75,19 @@ def test_a_program_that_imports_gradbus_without_a_package_is_told_the_same(name:
     assert len(err.splitlines()) < 12  # no chain of causes
 
 
+@pytest.mark.parametrize(
+    ("module", "package", "extra"),
+    [("lightning", "lightning", ("lightning",)), ("transformers", "transformers", ("accelerate", "transformers"))],
+)
+def test_a_callback_without_its_library_is_told_the_same(module: str, package: str, extra: tuple[str, ...]) -> None:
+    code, err = run(without(package, f"sys.modules['pytorch_lightning'] = None; import gradbus.{module}"))
+    assert code == 1
+    assert err.splitlines()[-1] == (
+        f"ImportError: gradbus.{module}: the package {package} is not installed here. Install it, which is what the "
+        f"extra gradbus[{module}] does: {install_line(*extra)}"
+    )
+
+
 def test_importing_gradbus_alone_needs_nothing() -> None:
     assert run(without("cyclonedds", "sys.modules['torch'] = None; import gradbus; print(gradbus.__version__)")) == (
         0,
@@ -115,7 +128,9 @@ def said_in(python: Path, *, path: Path, call: str = "install_line('matplotlib')
         f"m = u.module_from_spec(s); s.loader.exec_module(m); print(m.{call})"
     )
     environ = {**{k: v for k, v in os.environ.items() if k != "PYTHONPATH"}, "PATH": str(path)}
-    return subprocess.run([python, "-c", code], capture_output=True, text=True, check=True, env=environ).stdout.strip()
+    # -P: a folder of a clone may hold the metadata of an installation of gradbus.
+    done = subprocess.run([python, "-P", "-c", code], capture_output=True, text=True, check=True, env=environ)
+    return done.stdout.strip()
 
 
 @pytest.mark.parametrize("where", ["PATH", "beside", "made by it"])

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from gradbus.codecs import CodecError
 from gradbus.runtime import user_errors
 from gradbus.runtime.dds.network import check_interface
 from gradbus.runtime.user_errors import readable_traceback, summary_of, traceback_with_place, user_error
@@ -85,6 +86,17 @@ def test_the_summary_of_an_error_of_gradbus_has_a_place_only_if_a_line_of_the_us
     assert summary_of(caught(lambda: mine.f(check_interface))).endswith(f", at {tmp_path}/mine.py:2 in f")
     plain = ValueError("of a library")
     assert summary_of(plain) == str(user_error(plain))
+
+
+def test_an_error_of_gradbus_that_one_of_the_users_has_led_to_is_at_the_line_of_that_one(tmp_path: Path) -> None:
+    mine = load(tmp_path / "mine.py", "def f():\n    raise KeyError('x')\n")
+    cause = caught(mine.f)
+    error = CodecError("its codec failed")
+    error.__cause__ = ValueError("of a library")
+    error.__cause__.__cause__ = cause
+    assert str(user_error(error)) == f"CodecError: its codec failed, at {tmp_path}/mine.py:2 in f"
+    error.__cause__ = None
+    assert not user_error(error).is_own
 
 
 def test_causes_are_shortened_too_and_a_message_of_many_lines_is_one_in_the_last_line(tmp_path: Path) -> None:

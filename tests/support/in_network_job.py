@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 
 import gradbus
 from gradbus.actors.in_network.aggregator import AggregatorActor, AggregatorConfig
 from gradbus.runtime.collectives.in_network import InNetworkSum, join_aggregator
 from gradbus.runtime.in_network.options import InNetworkOptions
+from gradbus.runtime.in_network.packets import Packet
 from gradbus.runtime.in_network.topology import AggregatorTopology
+from gradbus.runtime.in_network.tree import TreeNode
 
 Run = Callable[[Callable[[], Coroutine[Any, Any, Any]]], Any]
 Program = Callable[[int, InNetworkSum], Coroutine[Any, Any, Any]]
@@ -71,3 +76,73 @@ async def job(
     finally:
         async with asyncio.timeout(20):
             await asyncio.gather(*serving)
+
+
+async def sums_while_a_node_dies(
+    place: dict[str, Any], world: int, options: InNetworkOptions, nodes: int, dies: int
+) -> list[list[torch.Tensor]]:
+    """The sums of each rank, step by step, until no aggregator is used. One node ends once all ranks have a sum."""
+    all_have_one = asyncio.Event()
+    finished: set[int] = set()
+
+    async def program(rank: int, sums: InNetworkSum) -> list[torch.Tensor]:
+        found: list[torch.Tensor] = []
+        while sums.uses_aggregator or len(found) < 3:
+            found.append((await sums.all_reduce(values(rank, len(found))))[0])
+            finished.add(rank)
+            if len(finished) == world:
+                all_have_one.set()
+        return found
+
+    serving = [
+        asyncio.create_task(serve(place, actor, world, at, nodes)) for at, actor in enumerate(aggregators(nodes))
+    ]
+    workers = [asyncio.create_task(work(place, rank, world, options, program)) for rank in range(world)]
+    having_one = asyncio.create_task(all_have_one.wait())
+    await asyncio.wait([having_one, *workers], return_when=asyncio.FIRST_COMPLETED)
+    assert having_one.done(), [worker.exception() for worker in workers if worker.done()]
+    serving[dies].cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await serving[dies]
+    found = await asyncio.gather(*workers)
+    async with asyncio.timeout(20):
+        await asyncio.gather(*(one for at, one in enumerate(serving) if at != dies))
+    return found
+
+
+def are_totals(found: list[torch.Tensor], world: int) -> bool:
+    """Whether these are the sums of the first steps."""
+    return all(total.equal(total_of(world, step)) for step, total in enumerate(found))
+
+
+def let_hang(monkeypatch: pytest.MonkeyPatch, node: int) -> None:
+    """Have a node answer nothing."""
+    receive = TreeNode.receive
+
+    def hanging(self: TreeNode, packet: Packet, now_s: float) -> list[Packet]:
+        return [] if self._config.node == node else receive(self, packet, now_s)
+
+    monkeypatch.setattr(TreeNode, "receive", hanging)
+
+
+def let_lie(monkeypatch: pytest.MonkeyPatch, lies: Callable[[int, Packet], bool]) -> None:
+    """Have nodes add one to the values of packets that they answer with. ``lies``: of the number of a node, and a
+    packet: whether it does so."""
+    receive = TreeNode.receive
+
+    def lying(self: TreeNode, packet: Packet, now_s: float) -> list[Packet]:
+        return [
+            replace(answer, values=answer.values + 1)
+            if answer.values is not None and lies(self._config.node, answer)
+            else answer
+            for answer in receive(self, packet, now_s)
+        ]
+
+    monkeypatch.setattr(TreeNode, "receive", lying)
+
+
+async def final_sum(rank: int, sums: InNetworkSum) -> torch.Tensor:
+    """A sum after which no aggregator is used any more."""
+    total, _ = await sums.all_reduce(values(rank))
+    assert not sums.uses_aggregator
+    return total

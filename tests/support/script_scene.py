@@ -32,9 +32,10 @@ def draw(client_id: int) -> tuple[Tensor, Tensor]:
 
 
 def train(
-    model: nn.Module, client_id: int, round_id: int, lr: float, should_stop: Callable[[], bool] = lambda: False
-) -> tuple[int, float]:
-    """One epoch in shuffled batches; samples and mean loss."""
+    model: nn.Module, client_id: int, round_id: int, lr: float, should_stop: Callable[[], bool] = lambda: False, *,
+    with_closure: bool = False,
+) -> tuple[int, float]:  # fmt: skip
+    """One epoch in shuffled batches; samples and mean loss. ``with_closure``: the optimizer computes the gradients."""
     points, labels = draw(client_id)
     order = torch.randperm(len(points), generator=torch.Generator().manual_seed(100 * round_id + client_id))
     optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
@@ -43,10 +44,18 @@ def train(
     for batch in order.split(20):
         if should_stop():
             break
-        optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(model(points[batch]), labels[batch])
-        loss.backward()
-        optimizer.step()
+
+        def gradients(batch: Tensor = batch) -> Tensor:
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(model(points[batch]), labels[batch])
+            loss.backward()
+            return loss
+
+        if with_closure:
+            loss = optimizer.step(gradients)
+        else:
+            loss = gradients()
+            optimizer.step()
         total += loss.item() * len(batch)
     return len(points), total / len(points)
 

@@ -106,9 +106,30 @@ class _ProcessHooks:
             with self._lock:
                 self._added = tuple(one for one in self._added if one is not hooks)
 
-    def _before(self, optimizer: Optimizer, *_: Any) -> None:
-        for before, _after in self._added:
-            before(optimizer)
+    def _before(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Call those before a step. ``args`` begins with the optimizer.
+
+        Where the step is given a closure, the gradients are there only when that has been called, which LBFGS does
+        several times: they are called behind it then. Lightning makes all its steps in this way.
+        """
+        added = self._added
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if closure is None or not added:
+            for before, _after in added:
+                before(optimizer)
+            return None
+
+        def evaluate() -> Any:
+            loss = closure()
+            for before, _after in added:
+                before(optimizer)
+            return loss
+
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": evaluate}
+        return (args[0], evaluate, *args[2:]), kwargs
 
     def _after(self, optimizer: Optimizer, *_: Any) -> None:
         for _before, after in self._added:
@@ -116,6 +137,19 @@ class _ProcessHooks:
 
 
 _hooks = _ProcessHooks()
+
+
+@contextlib.contextmanager
+def after_steps_of(model: nn.Module, call: Callable[[], object]) -> Iterator[None]:
+    """Call this after each step, by any optimizer of torch, that trains parameters of the model in this context."""
+
+    def after(optimizer: Optimizer) -> None:
+        own = set(map(id, model.parameters()))
+        if any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
+            call()
+
+    with _hooks.added((lambda optimizer: None, after)):
+        yield
 
 
 @contextlib.contextmanager

@@ -104,6 +104,46 @@ def test_in_qfedavg_powers_of_losses_are_bounded_from_both_sides_where_both_do_h
     assert low == (pytest.approx(2.0 * 4 ** (1 / (q - 1))) if q < 1 else 0.0)
 
 
+def test_a_loss_of_zero_under_a_small_q_is_bounded_and_not_an_overflow() -> None:
+    bounds = settled(QFedAvg(1, q=0.001), *(facts(client_id, 100, loss=2.0) for client_id in range(3)))
+    assert 0.0 < bounds.believed(facts(3, 100, loss=0.0)).metrics[LOSS_BEFORE] < 2.0
+
+
+class ByAccuracy(FedAvg):
+    """Weighs by a metric that a client announces, and divides by another one."""
+
+    metrics = ("accuracy", "spread")
+
+    def weights(self, facts: Facts) -> tuple[float, ...]:
+        return (facts.num_samples * facts.metrics["accuracy"] / facts.metrics["spread"],)
+
+
+@pytest.mark.parametrize(
+    "metrics",
+    [
+        {"accuracy": 0.5}, {"accuracy": 0.5, "spread": 0.0}, {"accuracy": -0.5, "spread": 1.0},
+        {"accuracy": 1e308, "spread": 1e-300}, {"accuracy": 0.0, "spread": 1.0},
+    ],
+)  # fmt: skip
+def test_numbers_with_which_a_users_own_strategy_cannot_compute_are_refused_and_in_no_median(
+    metrics: dict[str, float],
+) -> None:
+    bad = Facts(client_id=9, num_samples=10, metrics=metrics)
+    good = [Facts(client_id=i, num_samples=10, metrics={"accuracy": 0.5, "spread": 1.0}) for i in range(2)]
+    bounds = settled(ByAccuracy(1), *good, bad)
+    assert bounds.in_force()["weights"] == [5.0]
+    for refuse in (bounds.check, bounds.believed):
+        with pytest.raises(ValueError, match=r"cannot compute with the numbers|expected finite numbers above 0"):
+            refuse(bad)
+
+
+def test_announcements_that_cannot_be_used_leave_a_round_without_bounds_and_not_with_none() -> None:
+    bounds = settled(FedNova(1), facts(0, 100, steps=0), facts(1, 100, steps=0))
+    assert not bounds.is_settled
+    bounds.settle([facts(2, 100), facts(3, 100)], [])
+    assert bounds.believed(facts(4, 1 << 30)).num_samples == 400
+
+
 def test_strategies_that_give_each_client_one_vote_wait_for_no_announcements() -> None:
     for strategy in (CoordinateMedian(1), QFedAvg(1, q=0.0)):
         bounds = Bounds(strategy, times=4.0, sections=())
@@ -179,6 +219,16 @@ def test_where_all_updates_are_zero_the_next_round_is_a_first_one() -> None:
     round_of(strategy, 1, (0.0,) * DIM, (0.0,) * DIM)
     strategy.bounds.open_round(2)
     assert strategy.bounds.needs_norms
+
+
+def test_where_most_updates_are_zero_the_few_others_do_not_raise_what_is_known() -> None:
+    strategy = adversarial()
+    zeros = (0.0,) * DIM
+    round_of(strategy, 1, (1, 0, 0, 0), (0, 1, 0, 0), (0, 0, 1, 0))
+    round_of(strategy, 2, zeros, zeros, (0, 0, 1e6, 0))
+    assert round_of(strategy, 3, (1e6, 0, 0, 0))[0] == 4, "one liar among clients that have not moved"
+    round_of(strategy, 4, zeros, (2, 0, 0, 0), (0, 3, 0, 0))
+    assert round_of(strategy, 5, (1e6, 0, 0, 0))[0] == 8, "most have moved"
 
 
 def test_a_norm_for_itself_and_samples_for_themselves_take_precedence() -> None:

@@ -20,6 +20,7 @@ SGD = {"optimizer__momentum": 0.0}
 # Of each what lets it do within these steps all that it does; and settings without which it cannot work.
 CASES: dict[str, dict[str, Any]] = {
     **{name: {"algorithm": name} for name in ALGORITHMS.table},
+    "a codec of the user's": {"algorithm": "gradbus.experiments.examples.custom_codec:Ternary"},
     "dense bf16": {"algorithm": "dense", "algorithm__wire": "bf16"},
     "dense ring": {"algorithm": "dense", "algorithm__route": "ring"},
     "dense hierarchical": {"algorithm": "dense", "algorithm__route": "hierarchical"},

@@ -13,8 +13,16 @@ from regression import draw_weights
 from torch import nn
 
 import gradbus
-from gradbus.actors.federated.client_optimizer import optimizer_argument, split_options
+from gradbus.actors.federated.client_optimizer import (
+    optimizer_argument,
+    split_options,
+    steps_argument,
+    takes_round,
+)
+from gradbus.experiments.files import ClientFile
+from gradbus.experiments.run.configured_task import ConfiguredTask
 from gradbus.models import ClassificationTask, EvalResult, TrainResult, glyphs
+from gradbus.runtime.choices import Choice
 from gradbus.runtime.config.federated import FederatedConfig, TrainingSettings
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.wire.control import Welcome, decode, encode
@@ -156,3 +164,24 @@ def test_options_that_cannot_travel_are_refused_with_the_settings() -> None:
     long = {"name": "mine:Rule", **{f"key{number}": number for number in range(30)}}
     with pytest.raises(ConfigError, match="the rule and the optimizer travel to the clients"):
         TrainingSettings(rule=long, optimizer={"name": "adamw", "eps": 1e-7, "weight_decay": 0.0})
+
+
+def own_loop(model: Any, dataset: Any, *, epochs: int, lr: float, seed: int, should_stop: Any) -> Any:
+    raise AssertionError("it was called")
+
+
+def of_own_loop() -> ClassificationTask:
+    return ClassificationTask(lambda: torch.nn.Linear(2, 2), lambda: None, train_fn=own_loop)  # type: ignore[arg-type, return-value]
+
+
+@pytest.mark.parametrize("configured", [False, True])
+def test_a_train_fn_that_takes_no_argument_of_a_setting_is_named_before_it_is_called(configured: bool) -> None:
+    task: Any = of_own_loop()
+    if configured:
+        task = ConfiguredTask(ClientFile(task={"task": f"{__name__}:of_own_loop"}).task)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="train_fn own_loop makes its own: let it take make_optimizer"):
+        optimizer_argument(task, Choice(name="adam"), 0.1)
+    with pytest.raises(ConfigError, match="train_fn own_loop counts epochs: let it take steps"):
+        steps_argument(task, 5)
+    assert not takes_round(task)
+    assert not takes_round(ClassificationTask(lambda: torch.nn.Linear(2, 2), lambda: None))  # type: ignore[arg-type, return-value]

@@ -402,3 +402,28 @@ def test_the_table_does_not_grow_without_end(monkeypatch: pytest.MonkeyPatch) ->
     assert greet(members, 0, session=SESSION)[0] is HelloAnswer.NOTHING  # a member stays one
     members.remove(1, 100)
     assert greet(members, 2)[0] is HelloAnswer.WELCOME
+
+
+def test_a_client_lacks_a_command_as_long_as_its_hello_names_another_round() -> None:
+    members = new_members()
+    join(members, 0, round_id=2)
+    join(members, 1, round_id=3, phase="training")
+    assert members.lacks_command([0, 1], 3, attempt=1)
+    assert not members.lacks_command([1], 3, attempt=1)
+    assert not members.lacks_command([7], 3, attempt=1)  # it has left
+    greet(members, 0, session=SESSION, round_id=3)
+    assert not members.lacks_command([0, 1], 3, attempt=1)
+
+
+def test_in_a_further_attempt_a_client_that_does_nothing_lacks_the_command_too() -> None:
+    members = new_members()
+    join(members, 0, round_id=3, phase="idle")
+    join(members, 1, round_id=3, phase="offering")
+    assert members.lacks_command([0, 1], 3, attempt=2)
+    assert not members.lacks_command([1], 3, attempt=2)
+
+
+def test_a_client_that_is_not_welcomed_by_this_start_gets_no_command_again() -> None:
+    members = new_members()
+    greet(members, 0, round_id=2)
+    assert not members.lacks_command([0], 3, attempt=1)

@@ -14,8 +14,10 @@ from gradbus import codecs
 from gradbus.actors.aggregation.bounds import Bounds
 from gradbus.actors.aggregation.strategies import FedAvg
 from gradbus.actors.aggregation.updates import MODEL, Facts
+from gradbus.actors.federated.asynchronous import BufferRound
 from gradbus.actors.federated.held_updates import HeldUpdates, Settling
 from gradbus.actors.federated.rounds import TRAINING_FAILED, Outcome, Round, RoundRules
+from gradbus.runtime.config.federated import AsynchronousSettings
 from gradbus.runtime.wire.frames import FrameKey, Kind
 
 SIZE = len(Sender().data)
@@ -196,6 +198,72 @@ def test_a_client_that_announces_an_update_and_never_sends_it_holds_a_first_roun
     assert held.settle(round_, announced, 74.0) is Settling.WAIT
     assert held.settle(round_, announced, 75.0) is Settling.SETTLED
     assert (held.is_settled, bounds.most_norm(MODEL)) == (True, 4.0)
+
+
+def announced_by(*clients: int, samples: int = 10) -> dict[FrameKey, Facts]:
+    keys = [FrameKey(Kind.UPDATE, 1, 1, client_id, 1, 1) for client_id in clients]
+    return {key: Facts(client_id=key.sender, num_samples=samples) for key in keys}
+
+
+def test_two_fast_liars_of_five_do_not_set_the_bounds_of_the_slow_honest_ones() -> None:
+    bounds = Bounds(FedAvg(1), times=4.0, sections=())
+    bounds.open_round(1)
+    held = HeldUpdates(bounds)
+    rules = RoundRules(minimum=5, quorum=0.4, deadline_s=100.0, grace_s=0.0)
+    round_ = Round(1, range(5), rules, now_s=0.0)
+    lies = announced_by(0, 1, samples=1 << 30)
+    assert [held.settle(round_, lies, now_s) for now_s in (1.0, 50.0, 99.0)] == [Settling.WAIT] * 3
+    assert held.settle(round_, {**lies, **announced_by(2, 3, 4)}, 99.0) is Settling.SETTLED
+    assert bounds.believed(Facts(client_id=0, num_samples=1 << 30)).num_samples == 40
+
+
+def test_two_fast_liars_of_five_do_not_set_the_norms_of_a_first_round() -> None:
+    bounds = Bounds(FedAvg(1), times=4.0, sections=(MODEL,))
+    bounds.open_round(1)
+    held = HeldUpdates(bounds)
+    round_ = Round(1, range(5), RoundRules(minimum=5, quorum=1.0, deadline_s=100.0, grace_s=0.0), now_s=0.0)
+    announced = announced_by(*range(5))
+    for key in list(announced)[:2]:
+        held.note(key, {MODEL: 1e6})
+    assert held.settle(round_, announced, 80.0) is Settling.WAIT
+    for key in list(announced)[2:]:
+        held.note(key, {MODEL: 1.0})
+    assert held.settle(round_, announced, 81.0) is Settling.SETTLED
+    assert bounds.most_norm(MODEL) == 4.0
+
+
+def test_an_attempt_with_fewer_clients_than_a_round_needs_ends_without_bounds() -> None:
+    bounds = Bounds(FedAvg(1), times=4.0, sections=())
+    bounds.open_round(1)
+    round_ = Round(1, range(3), RoundRules(minimum=3, quorum=1.0, deadline_s=100.0, grace_s=0.0), now_s=0.0)
+    round_.fail(2, TRAINING_FAILED)
+    assert HeldUpdates(bounds).settle(round_, announced_by(0, 1), 1.0) is Settling.TOO_FEW
+    assert not bounds.is_settled
+
+
+@pytest.mark.parametrize(("repeats", "enough"), [(True, True), (False, False)])
+def test_two_clients_with_several_updates_each_may_settle_a_first_buffer(repeats: bool, enough: bool) -> None:
+    bounds = Bounds(FedAvg(1), times=4.0, sections=(), by_rounds=False)
+    bounds.open_round(1)
+    rules = RoundRules(minimum=3, quorum=1.0, deadline_s=100.0, grace_s=0.0)
+    settings = AsynchronousSettings(buffer=3, repeats=repeats)
+    round_ = BufferRound(1, range(2), rules, settings, now_s=0.0)
+    found = HeldUpdates(bounds).settle(round_, announced_by(0, 1), 1.0)
+    assert found is (Settling.SETTLED if enough else Settling.TOO_FEW)
+
+
+def test_what_cannot_be_weighed_is_refused_with_its_request_and_has_no_part_in_the_bounds() -> None:
+    async def main(hall: Hall) -> None:
+        def by_loss(facts: Facts) -> tuple[float, ...]:
+            return (1 / facts.metrics["loss"],)
+
+        hall.strategy.weights = by_loss  # type: ignore[method-assign]
+        await Sender(0).offer_to(hall)
+        assert hall.bus.receipts == [(0, False)]
+        assert [(strike.client_id, strike.reason) for strike in hall.strikes] == [(0, "refused")]
+        assert 0 not in hall.round.open
+
+    run_with(main, lies=Lies())
 
 
 def test_no_update_is_looked_at_before_there_may_be_enough() -> None:

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from patience import PATIENT_S, eventually
 
 from gradbus.actors.federated import dispatch as reception_module
 from gradbus.actors.federated import liveness
@@ -213,3 +214,32 @@ def test_the_end_of_a_run_is_announced_with_its_reason_also_where_that_names_a_f
     asyncio.run(monitor.announce_end(ok=False, reason="no space left: /data/\udcff/round-000003"))
     assert [control.decode(control.encode(body)) for body in said] == said
     assert [body.reason for body in said] == ["no space left: /data/\N{REPLACEMENT CHARACTER}/round-000003"]
+
+
+def test_the_end_of_a_run_waits_for_a_client_that_fetches_the_last_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(liveness, "BYE_S", 0.0)
+    said: list[Any] = []
+
+    async def publish(sender: Identity, body: Any) -> None:
+        said.append(body)
+
+    config = SimpleNamespace(clients=SimpleNamespace(heartbeat_s=0.01))
+    context: Any = RunContext(
+        SimpleNamespace(publish=publish), Identity(CONTROLLER, 1), None, config, SimpleNamespace(run_id=1), None  # type: ignore[arg-type]
+    )  # fmt: skip
+    members = ClientRegistry(dim=1, layout=0, session=1, dead_after_s=1.0, duplicate_after_s=1.0)
+    monitor = LivenessMonitor(context, members, None, Progress(), changed=nothing, open_round=lambda: None)  # type: ignore[arg-type]
+
+    def report(phase: str) -> None:
+        hello = Hello(PROTOCOL, 1, 0, True, 1, phase, 0, 0, "h", 1)
+        members.hello(Identity(0, 1), hello, next(_numbers), now_s=0.0, next_round=1)
+
+    async def main() -> None:
+        report("fetching")
+        ending = asyncio.create_task(monitor.announce_end(ok=True, reason="all rounds are done"))
+        await eventually(lambda: len(said) > 3)
+        assert not ending.done()
+        report("idle")  # it has the model; that it has not left yet is of no matter, as the time for that is over
+        await asyncio.wait_for(ending, PATIENT_S)
+
+    asyncio.run(main())

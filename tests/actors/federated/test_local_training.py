@@ -58,12 +58,12 @@ class Client:
             PayloadMemory(switched_on=False),
         )  # fmt: skip
 
-    def train(self, round_id: int, base: torch.Tensor) -> EncodedUpdate:
+    def train(self, round_id: int, base: torch.Tensor, *, accepted: bool = True) -> EncodedUpdate:
         command = TrainCmd(round_id, 0, 1, 0.1, 0)
         update = self.training.train(
             RoundInputs(welcome=self.welcome, command=command, base=base), round_id, lambda: False
         )
-        self.training.on_receipt(update, Receipt(0, 1, 7, round_id, round_id, True, ""))
+        self.training.on_receipt(update, Receipt(0, 1, 7, round_id, round_id, accepted, ""))
         return update
 
 
@@ -87,6 +87,18 @@ def test_what_a_client_owes_is_known_again_after_a_restart_also_where_frozen_par
     known = kept.before(2)["residual"]
     again.training.close()
     assert torch.equal(known, owed)
+
+
+def test_the_residual_of_an_update_that_was_refused_is_not_kept(tmp_path: Path) -> None:
+    client, kept = Client(Jumping(1e-3, 1), "s4"), ClientStateStore(tmp_path, 0)
+    client.training = LocalTraining(
+        Jumping(1e-3, 1), Identity(0, 1), FlatModel(nn.Linear(DIM, 1, bias=False)), kept,
+        PayloadMemory(switched_on=False),
+    )  # fmt: skip
+    counted = client.train(1, torch.zeros(DIM)).state["residual"].clone()
+    client.train(2, torch.zeros(DIM), accepted=False)
+    assert torch.equal(kept.before(3)["residual"], counted)
+    client.training.close()
 
 
 @each_variant

@@ -10,11 +10,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from intake_hall import CHUNK_BYTES, DIM, RUN, Hall, Sender, deliver, run_with
+from intake_hall import CHUNK_BYTES, DIM, RUN, Hall, Lies, Sender, deliver, run_with
 from torch import Tensor
 
 from gradbus import codecs
 from gradbus.actors.aggregation.packet_sum import MAX_PACKETS, max_packet_bytes, max_update_bytes
+from gradbus.actors.aggregation.updates import MODEL
 from gradbus.actors.federated.packets_in import CompleteUpdate, PacketCollector
 from gradbus.actors.federated.uploads import RequestedUpload
 from gradbus.runtime.wire import frames
@@ -290,6 +291,145 @@ def test_clients_in_packets_do_not_wait_for_each_other_where_the_budget_is_small
         await hall.until(lambda: len(hall.round.accepted) == 2)
 
     run_with(test, budget_bytes=1)
+
+
+def test_a_client_in_training_does_not_keep_the_others_out_with_its_packets() -> None:
+    async def test(hall: Hall) -> None:
+        early = packets(seed=1)
+        await deliver(hall, early[0])  # it goes on training, or never sends another
+        await deliver(hall, Sender(1))
+        assert hall.round.accepted == {1}
+        for packet in early[1:]:
+            await packet.offer_to(hall)
+            await packet.send_to(hall)
+        assert hall.bus.all(PacketsMissing)[-1].packets == [1]
+        await deliver(hall, early[0])
+        await hall.until(lambda: hall.round.accepted == {0, 1})
+        assert torch.allclose(hall.mean(), (4 * expected(early) + 10 * Sender(1).delta) / 14, atol=1e-6)
+
+    run_with(test, budget_bytes=1)
+
+
+def test_an_announced_update_of_which_nothing_comes_any_more_gives_up_its_place() -> None:
+    async def test(hall: Hall) -> None:
+        stalled = packets(client_id=0)[3]
+        await stalled.offer_to(hall)
+        await stalled.send_to(hall)
+        assert hall.bus.all(PacketsMissing)
+        await Sender(1).offer_to(hall)
+        await hall.until(lambda: hall.bus.granted == [0, 1])
+        await Sender(1).send_to(hall)
+        await hall.until(lambda: hall.round.accepted == {1})
+
+    run_with(test, budget_bytes=1, repair_after_s=0.02, stall_after_s=0.1)
+
+
+def test_a_packet_and_the_last_one_wait_for_room_at_the_same_time() -> None:
+    async def test(hall: Hall) -> None:
+        await Sender(1).offer_to(hall)
+        sent = packets(2)
+        for packet in sent:
+            await packet.offer_to(hall)
+        assert hall.bus.granted == [1]
+        await Sender(1).send_to(hall)
+        for packet, count in zip(sent, (2, 3), strict=True):
+            await hall.until(lambda count=count: len(hall.bus.granted) == count)  # type: ignore[misc]
+            await packet.send_to(hall)
+        await hall.until(lambda: hall.round.accepted == {0, 1})
+
+    run_with(test, budget_bytes=1)
+
+
+def test_two_last_packets_under_way_are_no_honest_clients_and_one_client_has_one_vote() -> None:
+    async def test(hall: Hall) -> None:
+        for number in (1, 2, 3):
+            one = Packet(number=number, of=number, transfer=number, num_samples=1 << 29)
+            await one.offer_to(hall)
+            assert len(hall.bus.granted) <= 1
+        assert [strike.reason for strike in hall.strikes] == ["packets"]
+        for client_id in (1, 2):
+            await Sender(client_id, num_samples=10).offer_to(hall)
+            await Sender(client_id, num_samples=10).send_to(hall)
+        await hall.until(lambda: hall.round.accepted == {1, 2})
+        assert hall.bounds is not None
+        assert hall.bounds.in_force()["weights"] == [10.0]
+
+    run_with(test, lies=Lies())
+
+
+def test_one_packet_has_one_upload() -> None:
+    async def test(hall: Hall) -> None:
+        for transfer in (1, 2):
+            await Packet(number=1, transfer=transfer).offer_to(hall)
+        assert len(hall.bus.granted) == 1
+        assert "comes again" in hall.bus.all(Receipt)[-1].reason
+        await Packet(number=2, transfer=1, client_id=1).offer_to(hall)
+        await Packet(number=3, transfer=1, client_id=1).offer_to(hall)
+        assert "has the number of an upload" in hall.bus.all(Receipt)[-1].reason
+
+    run_with(test)
+
+
+def test_no_packets_of_an_update_that_is_refused_make_it_count_after_all() -> None:
+    async def test(hall: Hall) -> None:
+        sent = packets(3)
+        await deliver(hall, sent[0])
+        for packet in sent[1:]:
+            await packet.offer_to(hall)
+        await Packet(number=2, transfer=9, num_samples=5).offer_to(hall)  # another packet 2
+        assert hall.bus.receipts[-1] == (0, False)
+        for packet in sent:
+            await packet.offer_to(hall)
+            await packet.send_to(hall)
+        await deliver(hall, Sender(1))
+        assert hall.round.accepted == {1}
+        assert hall.strategy.added == [1]
+
+    run_with(test)
+
+
+def test_the_last_packet_announces_the_update_while_others_are_missing() -> None:
+    async def test(hall: Hall) -> None:
+        sent = packets(2)
+        await sent[1].offer_to(hall)
+        await sent[1].send_to(hall)
+        for client_id in (1, 2):
+            await Sender(client_id).offer_to(hall)
+            await Sender(client_id).send_to(hall)
+        await hall.until(lambda: hall.round.accepted == {1, 2})
+        await deliver(hall, sent[0])
+        await hall.until(lambda: hall.round.accepted == {0, 1, 2})
+
+    run_with(test, lies=Lies())
+
+
+def test_in_a_first_round_an_update_in_packets_that_has_been_measured_makes_room_for_the_next() -> None:
+    async def test(hall: Hall) -> None:
+        sent = packets(2)
+        for packet in sent:
+            await deliver_packet(hall, packet)
+        for client_id in (1, 2):
+            await Sender(client_id, seed=client_id).offer_to(hall)
+            await hall.until(lambda client_id=client_id: hall.bus.granted[-1] == client_id)  # type: ignore[misc]
+            await Sender(client_id, seed=client_id).send_to(hall)
+        while hall.round.open:
+            count = len(hall.bus.granted)
+            for packet in sent:
+                await packet.offer_to(hall)
+                await packet.send_to(hall)
+            for client_id in (1, 2):
+                await Sender(client_id, seed=client_id).send_to(hall)
+            await hall.until(lambda count=count: len(hall.bus.granted) > count or not hall.round.open)  # type: ignore[misc]
+        totals = hall.intake.totals
+        assert totals.samples == {0: 2, 1: 10, 2: 10}
+        assert totals.bytes_up == sum(map(len, (*(one.data for one in sent), Sender(1).data, Sender(2).data)))
+
+    run_with(test, lies=Lies((MODEL,)), budget_bytes=1)
+
+
+async def deliver_packet(hall: Hall, packet: Packet) -> None:
+    await packet.offer_to(hall)
+    await packet.send_to(hall)
 
 
 def test_a_site_sends_its_sum_in_one_piece() -> None:

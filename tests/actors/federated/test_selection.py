@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from gradbus.actors.federated.selection import StartCondition
+from gradbus.actors.federated.client_names import ClientNames
+from gradbus.actors.federated.selection import StartCondition, StartTrouble
 from gradbus.runtime.errors import BarrierTimeout
 
 TIMEOUT_S = 120.0
@@ -18,7 +19,7 @@ def new_gathering(*, minimum: int = 1, expected: int | None = 3, now_s: float = 
         now_s=now_s,
         timeout_s=TIMEOUT_S,
         grace_s=GRACE_S,
-        describe=lambda: ("round 1: clients", "", ""),
+        describe=lambda: StartTrouble("round 1: clients"),
     )
 
 
@@ -77,13 +78,25 @@ def test_clients_that_are_excused_are_neither_waited_for_nor_missing() -> None:
         now_s=0.0,
         timeout_s=TIMEOUT_S,
         grace_s=GRACE_S,
-        describe=lambda: ("round 4", "", ""),
+        describe=lambda: StartTrouble("round 4"),
         excused={1},
     )
     assert not gathering.may_start([0], 0.0)
     assert gathering.may_start([0, 2], 0.0)
     with pytest.raises(BarrierTimeout, match=r"missing \[0, 2\]"):
         gathering.may_start([], TIMEOUT_S)
+
+
+def test_the_error_shows_names_where_there_are_some_and_not_thousands_of_ids() -> None:
+    names = ClientNames()
+    names.keep("site-2", 1)
+    condition = StartCondition(
+        minimum=1, expected=range(5000), now_s=0.0, timeout_s=TIMEOUT_S, grace_s=GRACE_S,
+        describe=lambda: StartTrouble("round 1", label=names.label),
+    )  # fmt: skip
+    with pytest.raises(BarrierTimeout, match=r"missing \[0, 1 \(site-2\), 2, .* and 4,980 more\]") as caught:
+        condition.may_start([], TIMEOUT_S)
+    assert caught.value.missing == tuple(range(5000))
 
 
 def test_an_id_that_nobody_expects_excuses_nobody() -> None:
@@ -93,7 +106,7 @@ def test_an_id_that_nobody_expects_excuses_nobody() -> None:
         now_s=0.0,
         timeout_s=5.0,
         grace_s=1.0,
-        describe=lambda: ("round 1: clients", "", ""),
+        describe=lambda: StartTrouble("round 1: clients"),
         excused={7, 9},
     )
     assert not gathering.may_start([0], 0.0)

@@ -10,7 +10,7 @@ import pytest
 from gradbus.actors.federated import session as orders_module
 from gradbus.actors.federated.session import ControllerSession
 from gradbus.runtime.errors import BarrierTimeout
-from gradbus.runtime.wire.control import RunEnded, Welcome
+from gradbus.runtime.wire.control import RepeatedCommand, RunEnded, Welcome
 from gradbus.runtime.wire.messages import TrainCmd
 
 WELCOME = Welcome(
@@ -87,6 +87,14 @@ def test_what_counted_for_one_start_of_the_controller_does_not_count_for_the_nex
     assert orders.wanted(WELCOME, command(3))
 
 
+def test_an_update_is_for_the_start_of_the_controller_that_has_commanded_it() -> None:
+    orders = welcomed()
+    assert orders.is_current(SESSION)
+    orders.start_session(SESSION + 1, WELCOME)
+    assert not orders.is_current(SESSION)
+    assert orders.is_current(SESSION + 1)
+
+
 def test_the_same_controller_that_welcomes_again_has_still_said_what_it_said() -> None:
     orders = welcomed()
     orders.take(command(3))
@@ -149,3 +157,68 @@ def test_a_client_of_a_controller_with_a_slow_heartbeat_still_notices_that_it_is
         orders.listen(again_within_s=8.0)
     with pytest.raises(BarrierTimeout):
         orders.check_controller("")
+
+
+def repeated(round_id: int, attempt: int = 1) -> RepeatedCommand:
+    return RepeatedCommand(5, round_id, subset_size=0, epochs=1, lr=0.1, seed=3, attempt=attempt)
+
+
+def test_a_repeated_command_is_as_good_as_the_one_that_was_lost() -> None:
+    orders = welcomed()
+    assert orders.take_repeated(repeated(3))
+    assert orders.command == command(3)
+    assert orders.wanted(WELCOME, command(3))
+
+
+@pytest.mark.parametrize("repetitions", [1, 3])
+def test_a_repeated_command_has_no_effect_on_a_client_that_has_answered_it(repetitions: int) -> None:
+    orders = welcomed()
+    orders.take(first := command(3))
+    orders.mark_handled(first)
+    assert [orders.take_repeated(repeated(3)) for _ in range(repetitions)] == [False] * repetitions
+    assert not orders.wanted(WELCOME, command(3))
+    orders.take(command(3))  # the next attempt
+    orders.mark_handled(orders.command or first)
+    assert not orders.take_repeated(repeated(3, attempt=2))
+    assert not orders.wanted(WELCOME, command(3))
+
+
+def test_a_repeated_command_has_no_effect_where_its_update_counts() -> None:
+    orders = welcomed()
+    orders.take(command(3))
+    orders.counted(3, SESSION)
+    orders.take_repeated(repeated(3))
+    orders.take_repeated(repeated(3, attempt=2))
+    assert not orders.wanted(WELCOME, command(3))
+
+
+def test_a_repeated_command_of_a_later_attempt_is_given_again_once() -> None:
+    orders = welcomed()
+    orders.take(first := command(3))
+    orders.mark_handled(first)
+    assert not orders.take_repeated(repeated(3, attempt=2))
+    assert orders.wanted(WELCOME, command(3))
+    assert orders.command is not None
+    orders.mark_handled(orders.command)
+    orders.take_repeated(repeated(3, attempt=2))
+    assert not orders.wanted(WELCOME, command(3))
+
+
+def test_the_command_that_comes_after_its_repetition_is_not_another_one() -> None:
+    orders = welcomed()  # topics have no order between them
+    orders.take_repeated(repeated(3))
+    assert orders.command is not None
+    orders.mark_handled(orders.command)
+    assert not orders.take(command(3))
+    assert not orders.wanted(WELCOME, command(3))
+    orders.take(command(3))  # but the next attempt is
+    assert orders.wanted(WELCOME, command(3))
+
+
+def test_a_repetition_of_an_earlier_round_that_comes_late_changes_nothing() -> None:
+    orders = welcomed()
+    orders.take(second := command(4))
+    orders.mark_handled(second)
+    assert not orders.take_repeated(repeated(3))
+    assert orders.command is second
+    assert not orders.wanted(WELCOME, second)

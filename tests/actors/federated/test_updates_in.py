@@ -15,6 +15,7 @@ from torch import Tensor
 
 from gradbus import codecs
 from gradbus.actors.aggregation.strategies import NoRoom
+from gradbus.actors.aggregation.updates import Facts, Update
 from gradbus.actors.federated.participation import Quarantine
 from gradbus.actors.federated.rounds import Round, RoundRules
 from gradbus.actors.federated.update_admission import UpdateAdmission
@@ -409,11 +410,37 @@ def test_admission_refuses_with_a_reason_and_strikes_only_where_no_honest_client
     assert refused(Sender(0)) == ("quarantine", False)
 
 
+def test_numbers_with_which_a_strategy_cannot_compute_are_a_strike_and_the_others_count() -> None:
+    async def test(hall: Hall) -> None:
+        add = hall.strategy.add
+
+        def divide(update: Update, facts: Facts) -> None:
+            assert 1 / (facts.num_samples - 10)
+            add(update, facts)
+
+        hall.strategy.add = divide  # type: ignore[method-assign]
+        await deliver(hall, Sender(0, num_samples=10), Sender(1, num_samples=11))
+        assert hall.bus.receipts == [(0, False), (1, True)]
+        assert [(strike.client_id, strike.reason) for strike in hall.strikes] == [(0, "refused")]
+
+    run_with(test)
+
+
+def test_an_update_without_a_metric_that_the_strategy_reads_is_a_strike_and_never_reaches_it() -> None:
+    async def test(hall: Hall) -> None:
+        hall.strategy.metrics = ("accuracy",)
+        await deliver(hall, Sender(0))
+        assert "does not announce accuracy, by which HeldFedAvg weighs" in hall.bus.all(Receipt)[0].reason
+        assert hall.strategy.added == []
+
+    run_with(test)
+
+
 def test_one_update_is_always_let_in_and_a_second_only_within_the_budget() -> None:
     admission = UpdateAdmission(
         Quarantine(0, 0), run_id=RUN, max_bytes=9999, budget_bytes=500, max_samples=100
     )  # fmt: skip
     small, large = (replace(Sender().request, total_bytes=size) for size in (200, 900))
-    assert admission.has_room(large, [])
-    assert admission.has_room(small, [small])
-    assert not admission.has_room(large, [small])
+    assert admission.has_room(large, 0)
+    assert admission.has_room(small, small.total_bytes)
+    assert not admission.has_room(large, small.total_bytes)

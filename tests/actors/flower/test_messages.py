@@ -553,8 +553,14 @@ def test_nodes_known_by_their_names_and_by_partitions_serve_one_run() -> None:
             found = await answers(hub, number, *numbers)
             assert found[robot.number].payload == b"b87654321"
             async with scene.bus("second") as bus:
-                with pytest.raises(JoinRefused, match=f"name of node {robot.number} is in use .* its own --name"):
+                with pytest.raises(
+                    JoinRefused,
+                    match=rf"the name 'robot-1' is in use by .* \(node {robot.number}\): give each node its own --name",
+                ):
                     await MessageNode(bus, Reversing(), place=robot).run()
+                text = f"its name 'robot-9' has the number {robot.number}, which is also that of 'robot-1'"
+                with pytest.raises(JoinRefused, match=text):
+                    await MessageNode(bus, Reversing(), place=NodePlace(robot.number, 0, "robot-9")).run()
 
     asyncio.run(run())
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import pytest
@@ -51,6 +51,29 @@ def finished(job: Run) -> tuple[gradbus.Controller, list[Any]]:
     with capture_logs() as logs:
         controller = job()
     return controller, [one for one in logs if one["log_level"] in ("warning", "error")]
+
+
+def played(
+    job: Run, task: Any, masking: type[ClientMasking], on_failure: Callable[[int], object]
+) -> tuple[gradbus.RoundReport, gradbus.Controller]:
+    """Run a round in which client 0 has this masking. ``on_failure`` gets the id of each client that has nothing to
+    train, as soon as it has said so."""
+
+    def make_client(bus: Any, task: Any, *, client_id: int, config: Any) -> Client:
+        client = Client(bus, task, client_id=client_id, config=config)
+        if client_id == 0:
+            replace_masking(client, masking)
+        return client
+
+    def observe(_: Any, message: Control) -> None:
+        if isinstance(message.body, TrainingFailure):
+            on_failure(message.sender)
+
+    job.task, job.make_client = task, make_client
+    Observer(job, observe)
+    controller, _ = finished(job)
+    (report,) = controller.progress.reports
+    return report, controller
 
 
 @SLOW
@@ -106,23 +129,10 @@ def test_who_sits_out_after_it_has_shared_helps_to_unmask_where_another_one_drop
             if has_sat_out or not isinstance(request, MaskRoster):
                 super().on_request(request, *arguments)
 
-    def make_client(bus: Any, task: Any, *, client_id: int, config: Any) -> Client:
-        client = Client(bus, task, client_id=client_id, config=config)
-        if client_id == 0:
-            replace_masking(client, Waiting)
-        return client
-
-    def observe(_: Any, message: Control) -> None:
-        if isinstance(message.body, TrainingFailure):
-            has_sat_out.append(message.sender)
-
     has_sat_out: list[int] = []
     job = Run(range(4), quits={2: 3}, secure_aggregation={"unmask_timeout_s": 3.0})
-    job.task, job.make_client = Sometimes({3: {1}}, 0.5), make_client
-    Observer(job, observe)
-    controller, _ = finished(job)
+    report, controller = played(job, Sometimes({3: {1}}, 0.5), Waiting, has_sat_out.append)
     assert set(has_sat_out) == {3}
-    (report,) = controller.progress.reports
     assert (report.clients, report.attempt) == ((0, 1, 2), 1)
     assert torch.equal(controller.weights, plain_weights(3))
 
@@ -151,20 +161,7 @@ def test_clients_that_say_one_after_the_other_that_they_have_nothing_have_all_sa
                 time.sleep(0.5)  # by now the controller has found that too few are left
             return super().train(model, **arguments)
 
-    def make_client(bus: Any, task: Any, *, client_id: int, config: Any) -> Client:
-        client = Client(bus, task, client_id=client_id, config=config)
-        if client_id == 0:
-            replace_masking(client, Silent)
-        return client
-
-    def observe(_: Any, message: Control) -> None:
-        if isinstance(message.body, TrainingFailure):
-            first_is_out.set()
-
     first_is_out = threading.Event()
-    job = Run(range(2))
-    job.task, job.make_client = OneAfterTheOther({0: {1}, 1: {1}}, 0.0), make_client
-    Observer(job, observe)
-    controller, _ = finished(job)
-    (report,) = controller.progress.reports
+    task = OneAfterTheOther({0: {1}, 1: {1}}, 0.0)
+    report, _ = played(Run(range(2)), task, Silent, lambda _: first_is_out.set())
     assert (report.clients, report.outcome, report.attempt) == ((), "no client had anything to train", 1)

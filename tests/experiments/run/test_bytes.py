@@ -12,40 +12,10 @@ from typing import Any
 
 import pytest
 from patience import until
+from shard_commands import read_until_epoch, write_task
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
 
-TASK = """
-import time, torch
-from torch import nn
-
-class Task:
-    def __init__(self, slow_s=0.0):
-        self.slow_s = slow_s
-
-    def build_model(self):
-        torch.manual_seed(5)
-        return nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 1))
-
-    def prepare_shard(self, rank, world):
-        pass
-
-    def num_batches(self, *, rank, world, epoch):
-        return 4
-
-    def batches(self, *, rank, world, epoch, seed):
-        for number in range(4):
-            time.sleep(self.slow_s)
-            yield torch.randn(8, 32, generator=torch.Generator().manual_seed(1000 * epoch + 10 * number + rank))
-
-    def loss(self, model, batch):
-        return (model(batch)[:, 0] - batch.sum(1)).square().mean()
-
-    def evaluate_shard(self, model, *, rank, world):
-        class Counts:
-            correct, total, loss_sum = 4 + rank, 5, 1.0
-        return Counts()
-"""
 VALUES = 32 * 32 + 32 + 32 + 1  # of the model
 STEPS = 4  # of an epoch
 WORLD = 2
@@ -62,13 +32,12 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
 
 def write(folder: Path, domain: int, **parallel: Any) -> Path:
     """A configuration, with the task beside it."""
-    (folder / "counted.py").write_text(TASK)
     path = folder / "counted.json"
     servers = parallel.pop("servers", 0)
     slow_s = parallel.pop("slow_s", 0.0)
     settings = {
         "bus": {"domain": domain, "job": "counted"},
-        "task": {"task": "counted:Task", "task_options": {"slow_s": slow_s}},
+        "task": write_task(folder, "counted", inputs=32, width=32, batches=STEPS, more_each_rank=0, slow_s=slow_s),
         "parallel": {"epochs": 2, "profile": {"window_steps": 2}, "timeouts": {"join_s": 100}, **parallel},
         "parameter_server": {"servers": servers},
     }
@@ -175,9 +144,7 @@ def test_bytes_of_a_run_with_parameter_servers(fork: Start, domain: int, tmp_pat
 def test_bytes_of_an_elastic_run_are_those_of_all_generations(fork: Start, domain: int, tmp_path: Path) -> None:
     config = write(tmp_path, domain, elastic={"min_world": 1}, epochs=300, slow_s=0.05)
     one, other = workers(fork, config)
-    for line in one.stdout:
-        if re.match("epoch 2/", line):
-            break
+    read_until_epoch(one, 2)
     other.send_signal(signal.SIGKILL)
     other.communicate(timeout=60)
     of_other = tmp_path / "run" / "profile-rank-1.jsonl"
@@ -202,9 +169,7 @@ def test_bytes_of_an_elastic_run_are_those_of_all_generations(fork: Start, domai
 def test_bytes_of_a_resumed_run_have_those_of_the_starts_before(fork: Start, domain: int, tmp_path: Path) -> None:
     config = write(tmp_path, domain, epochs=1000, slow_s=0.02)
     killed = workers(fork, config)
-    for line in killed[0].stdout:
-        if re.match("epoch 3/", line):
-            break
+    read_until_epoch(killed[0], 3)
     for worker in killed:
         worker.send_signal(signal.SIGKILL)
         worker.communicate(timeout=30)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import re
 import signal
 import sys
 import time
@@ -15,53 +14,19 @@ from typing import Any
 import psutil
 import pytest
 from server_scene import serve
+from shard_commands import read_until_epoch, write_task
 
 pytestmark = [pytest.mark.slow, pytest.mark.faults, pytest.mark.timeout(200)]
 
-TASK = """
-import time, torch
-from torch import nn
-
-class Task:
-    def __init__(self, slow_s=0.0):
-        self.slow_s = slow_s
-
-    def build_model(self):
-        model, own = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)), torch.Generator().manual_seed(5)
-        with torch.no_grad():  # not from torch's own generator: ranks that share a process do so at once
-            for parameter in model.parameters():
-                parameter.copy_(torch.randn(parameter.shape, generator=own) / 2)
-        return model
-
-    def prepare_shard(self, rank, world):
-        pass
-
-    def num_batches(self, *, rank, world, epoch):
-        return 5 + rank
-
-    def batches(self, *, rank, world, epoch, seed):
-        for number in range(5 + rank):
-            time.sleep(self.slow_s)
-            yield torch.randn(8, 4, generator=torch.Generator().manual_seed(1000 * epoch + 10 * number + rank))
-
-    def loss(self, model, batch):
-        return (model(batch)[:, 0] - batch.sum(1)).square().mean()
-
-    def evaluate_shard(self, model, *, rank, world):
-        class Counts:
-            correct, total, loss_sum = 4 + rank, 5, 1.0
-        return Counts()
-"""
 OPTIMIZER = {"name": "adamw", "lr": 0.01}
 
 
 @pytest.fixture
 def config(tmp_path: Path, domain: int) -> Path:
-    (tmp_path / "served.py").write_text(TASK)
     path = tmp_path / "served.json"
     settings: dict[str, Any] = {
         "bus": {"domain": domain},
-        "task": {"task": "served:Task", "task_options": {"slow_s": 0.02}},
+        "task": write_task(tmp_path, "served", slow_s=0.02),
         "parallel": {"epochs": 500, "optimizer": OPTIMIZER, "timeouts": {"join_s": 100}},
         "parameter_server": {"servers": 2},
     }
@@ -87,9 +52,7 @@ def test_a_dead_server_is_named_by_every_worker_and_the_run_goes_on_to_the_same_
     fork: Any, invoke: Any, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     workers, servers = everybody(fork, config, monkeypatch)
-    for line in workers[0].stdout:
-        if re.match("epoch 2/", line):
-            break
+    read_until_epoch(workers[0], 2)
     killed_s = time.monotonic()
     servers[1].send_signal(signal.SIGKILL)
     for worker in workers:

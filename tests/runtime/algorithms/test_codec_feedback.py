@@ -1,4 +1,4 @@
-"""``q8``, ``s4`` and ``sq8`` of a Worker: the messages of federated updates, with the same residuals."""
+"""``q8``, ``s4``, ``sq8`` and a codec of the user's as algorithms of a Worker: messages and residuals as of clients."""
 
 from __future__ import annotations
 
@@ -10,16 +10,27 @@ import torch
 from torch import Tensor
 
 from gradbus import codecs
+from gradbus.actors.data_parallel.algorithm import AlgorithmLabel
+from gradbus.experiments.examples.custom_codec import Ternary
 from gradbus.experiments.simulate.lockstep import Lockstep
 from gradbus.runtime.algorithms.base import Algorithm, Place, Step, bucket_of, make_algorithm
+from gradbus.runtime.choices import CODECS, Choice
 from gradbus.runtime.errors import ConfigError
 
 SHAPES = {"conv": (6, 3, 3, 3), "bias": (6,), "matrix": (40, 33), "scalar": ()}
 DIM = sum(math.prod(shape) for shape in SHAPES.values())
+TERNARY = "gradbus.experiments.examples.custom_codec:Ternary"
 OPTIONS: dict[str, dict[str, Any]] = {
     "q8": {"chunk_elems": 100}, "s4": {"density": 0.05}, "sq8": {"density": 0.05, "chunk_elems": 16},
+    TERNARY: {"threshold": 0.6, "chunk_elems": 50},
 }  # fmt: skip
 each = pytest.mark.parametrize("name", OPTIONS)
+
+
+class Named(Ternary):
+    """Other messages than those of the codec that it is like."""
+
+    magic = b"NAM1"
 
 
 def gradients(world: int, step: int) -> list[dict[str, Tensor]]:
@@ -48,13 +59,13 @@ def flat(tensors: dict[str, Tensor]) -> Tensor:
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_the_step_is_the_mean_of_what_clients_with_these_gradients_would_send(name: str, world: int) -> None:
     """With more than two ranks the means of q8 are rounded a second time, by half a scale at most."""
-    ranks, codec = made(name, world), codecs.get(name, **OPTIONS[name])
+    ranks, codec = made(name, world), CODECS.make(Choice.model_validate({**OPTIONS[name], "name": name}))
     residuals: list[Tensor | None] = [None] * world
     for step in range(5):
         own, total = gradients(world, step), torch.zeros(DIM)
         for rank, tensors in enumerate(own):
             payload, residuals[rank] = codecs.residual_step(flat(tensors), residuals[rank], codec)
-            total += codecs.decode(payload, expected_dim=DIM).vector
+            total += codecs.decode(payload, expected_dim=DIM, own=(type(codec),)).vector
         found = exchanged(ranks, own, step)
         assert all(torch.equal(found[0], other) for other in found)
         if name == "q8" and world == 3:
@@ -112,8 +123,35 @@ def test_q8_of_more_than_two_ranks_sends_a_quarter_of_dense() -> None:
         ("s4", {"density": 0}, "greater than 0"),
         ("sq8", {"chunk_elems": 0}, "greater than or equal to 1"),
         ("q8", {"version": 1}, "no such option"),
+        (TERNARY, {"threshold": 2.0}, "parallel.algorithm.threshold: Input should be less than"),
+        (TERNARY, {"density": 0.1}, "this is an option of"),
+        ("gradbus.codecs:CustomCodec", {}, "codec CustomCodec has no decode_body, encode_body, max_body_bytes: write"),
+        ("gradbus.codecs:SparseVector", {}, "is no Algorithm, and no codec: inherit from"),
     ],
 )
 def test_their_options_are_checked(name: str, options: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         make_algorithm(name, Place(0, 1), options)
+
+
+def test_ranks_compare_the_name_and_the_options_of_a_codec() -> None:
+    (rank,) = made(TERNARY, 1)
+    label = AlgorithmLabel.of(rank)
+    assert label.name == TERNARY
+    assert label.kept["algorithm.threshold"] == 0.6
+    assert type(rank) is type(made(TERNARY, 1)[0])
+    assert rank.called == TERNARY
+
+
+def test_messages_of_no_codec_but_the_own_one_are_read() -> None:
+    ranks, own = made(TERNARY, 2), gradients(2, 0)
+    ranks[1]._codec = Named()  # type: ignore[attr-defined]  # noqa: SLF001 - as of a rank with another file
+    with pytest.raises(codecs.CodecError, match="known magic"):
+        exchanged(ranks, own, 0)
+
+
+@each
+def test_a_rank_that_is_not_finite_makes_the_step_so_on_all(name: str) -> None:
+    ranks, own = made(name, 3), gradients(3, 0)
+    own[1]["bias"][0] = math.nan
+    assert all(not found.isfinite().all() for found in exchanged(ranks, own, 0))

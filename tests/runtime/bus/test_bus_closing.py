@@ -51,8 +51,8 @@ def threads_of_gradbus() -> list[str]:
     for thread in started:
         if thread.name == "gradbus-close":
             thread.join(5)
-    of_process = "gradbus-processes"  # one for all buses, which stays
-    names = [thread.name for thread in started if thread.is_alive() and thread.name != of_process]
+    of_process = ("gradbus-processes", "gradbus-unmap")  # one for all buses, which stays
+    names = [thread.name for thread in started if thread.is_alive() and thread.name not in of_process]
     return [name for name in names if name.startswith("gradbus-")]
 
 

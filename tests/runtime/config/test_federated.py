@@ -170,8 +170,9 @@ def test_a_far_fetched_guess_is_not_made(key: str) -> None:
 
 def test_an_unknown_key_that_is_near_to_nothing_is_answered_with_all_that_are_known() -> None:
     assert (
-        "known here: codecs, controller_timeout_s, evaluates, full_traceback, history, keep_personal, least_members, "
-        "least_noise, report_failures, rule, share_model, state_dir" in refused(ClientConfig, values={"zzz": 1})
+        "known here: budget, callbacks, codecs, controller_timeout_s, evaluates, full_traceback, history, "
+        "keep_personal, least_members, least_noise, report_failures, rule, share_model, state_dir"
+        in refused(ClientConfig, values={"zzz": 1})
     )
 
 

@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from dataclasses import replace
 from typing import Any
 
 import pytest
-from in_network_job import Run, aggregators, job, options, serve, total_of, values, work
+from in_network_job import (
+    Run,
+    aggregators,
+    are_totals,
+    final_sum,
+    job,
+    let_hang,
+    let_lie,
+    options,
+    serve,
+    sums_while_a_node_dies,
+    total_of,
+    values,
+    work,
+)
 from structlog.testing import capture_logs
 
 from gradbus.runtime.collectives.in_network import InNetworkSum
 from gradbus.runtime.errors import ConfigError
-from gradbus.runtime.in_network.packets import Packet, PacketKind
+from gradbus.runtime.in_network.packets import PacketKind
 from gradbus.runtime.in_network.topology import AggregatorTopology
-from gradbus.runtime.in_network.tree import TreeNode
 
 TOPOLOGIES = {
     "single": {},
@@ -51,45 +62,13 @@ def test_sums_are_exact_by_every_topology(place: dict[str, Any], run: Run, name:
     ("name", "node"), [("tree", 0), ("tree", 2), ("two trees", 3), ("chain", 0), ("chain", 1), ("two side by side", 1)]
 )
 def test_no_sum_is_lost_when_a_node_dies(place: dict[str, Any], run: Run, name: str, node: int) -> None:
-    topology, world = TOPOLOGIES[name], 2
+    topology = TOPOLOGIES[name]
     nodes = AggregatorTopology(**topology).num_nodes  # type: ignore[arg-type]
-    all_have_one = asyncio.Event()
-    finished: set[int] = set()
-
-    async def program(rank: int, sums: InNetworkSum) -> Any:
-        found = []
-        step = 0
-        while sums.uses_aggregator or step < 3:
-            found.append((await sums.all_reduce(values(rank, step)))[0])
-            finished.add(rank)
-            if len(finished) == world:
-                all_have_one.set()
-            step += 1
-        return found
-
-    async def main() -> list[Any]:
-        serving = [
-            asyncio.create_task(serve(place, actor, world, at, nodes)) for at, actor in enumerate(aggregators(nodes))
-        ]
-        workers = [
-            asyncio.create_task(work(place, rank, world, options(topology=topology, retry_s=0.0), program))
-            for rank in range(world)
-        ]
-        having_one = asyncio.create_task(all_have_one.wait())
-        await asyncio.wait([having_one, *workers], return_when=asyncio.FIRST_COMPLETED)
-        assert having_one.done(), [worker.exception() for worker in workers if worker.done()]
-        serving[node].cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await serving[node]
-        found = await asyncio.gather(*workers)
-        async with asyncio.timeout(20):
-            await asyncio.gather(*(one for at, one in enumerate(serving) if at != node))
-        return found
-
-    first, second = run(main)
+    asked = options(topology=topology, retry_s=0.0)
+    first, second = run(lambda: sums_while_a_node_dies(place, 2, asked, nodes, node))
     assert len(first) == len(second)
-    for found in (first, second):
-        assert all(total.equal(total_of(world, step)) for step, total in enumerate(found))
+    assert are_totals(first, 2)
+    assert are_totals(second, 2)
 
 
 @pytest.mark.parametrize(("name", "hangs"), [("tree", 4), ("tree", 3), ("chain", 3)])
@@ -97,21 +76,11 @@ def test_a_node_that_hangs_is_noticed_by_all_workers(
     place: dict[str, Any], run: Run, monkeypatch: pytest.MonkeyPatch, name: str, hangs: int
 ) -> None:
     topology = TOPOLOGIES[name]
-    receive = TreeNode.receive
-
-    def hanging(self: TreeNode, packet: Packet, now_s: float) -> list[Packet]:
-        return [] if self._config.node == hangs else receive(self, packet, now_s)
-
-    monkeypatch.setattr(TreeNode, "receive", hanging)
-
-    async def program(rank: int, sums: InNetworkSum) -> Any:
-        total, _ = await sums.all_reduce(values(rank))
-        assert not sums.uses_aggregator
-        return total
+    let_hang(monkeypatch, hangs)
 
     async def main() -> list[Any]:
         actors = aggregators(AggregatorTopology(**topology).num_nodes)  # type: ignore[arg-type]
-        return await job(place, 2, actors, options(topology=topology, timeout_s=0.4, retry_s=0.0), program)
+        return await job(place, 2, actors, options(topology=topology, timeout_s=0.4, retry_s=0.0), final_sum)
 
     assert all(total.equal(total_of(2)) for total in run(main))
 
@@ -186,31 +155,13 @@ def test_one_node_without_memory_refuses_the_job_for_all(place: dict[str, Any], 
 def test_a_node_that_lies_changes_no_sum_and_is_not_asked_again(
     place: dict[str, Any], run: Run, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    receive = TreeNode.receive
-
-    def lying(self: TreeNode, packet: Packet, now_s: float) -> list[Packet]:
-        """The first node passes on another sum than it has."""
-        answers = receive(self, packet, now_s)
-        if self._config.node != 2:
-            return answers
-        return [
-            replace(answer, values=answer.values + 1)
-            if answer.kind is PacketKind.CONTRIBUTION and answer.values is not None
-            else answer
-            for answer in answers
-        ]
-
-    monkeypatch.setattr(TreeNode, "receive", lying)
+    # The first node passes on another sum than it has.
+    let_lie(monkeypatch, lambda node, answer: node == 2 and answer.kind is PacketKind.CONTRIBUTION)
     topology = TOPOLOGIES[name]
     actors = aggregators(AggregatorTopology(**topology).num_nodes)  # type: ignore[arg-type]
 
-    async def program(rank: int, sums: InNetworkSum) -> Any:
-        total, _ = await sums.all_reduce(values(rank))
-        assert not sums.uses_aggregator
-        return total
-
     with capture_logs() as lines:
-        found = run(lambda: job(place, 2, actors, options(topology=topology, retry_s=0.1), program))
+        found = run(lambda: job(place, 2, actors, options(topology=topology, retry_s=0.1), final_sum))
     assert all(total.equal(total_of(2)) for total in found)
     (lost, _) = [line for line in lines if line["event"] == "aggregator lost"]
     assert lost["next_try"] == "none"

@@ -4,12 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from in_network_job import ELEMS, Run, aggregators, job, options, serve, total_of, values, work
+from in_network_job import (
+    ELEMS,
+    Run,
+    aggregators,
+    are_totals,
+    final_sum,
+    job,
+    let_hang,
+    let_lie,
+    options,
+    serve,
+    sums_while_a_node_dies,
+    total_of,
+    values,
+    work,
+)
 from patience import eventually
 from structlog.testing import capture_logs
 
@@ -85,61 +99,20 @@ def test_sums_are_exact_and_one_rank_of_a_host_sends(place: dict[str, Any], run:
     ("name", "node"), [("single", 0), ("tree", 0), ("tree", 2), ("chain", 0), ("chain", 1), ("two side by side", 1)]
 )
 def test_no_sum_is_lost_when_a_node_dies(place: dict[str, Any], run: Run, name: str, node: int) -> None:
-    world, nodes = 4, nodes_of(name)
-    all_have_one = asyncio.Event()
-    finished: set[int] = set()
-
-    async def program(rank: int, sums: InNetworkSum) -> Any:
-        found: list[Any] = []
-        while sums.uses_aggregator or len(found) < 3:
-            found.append((await sums.all_reduce(values(rank, len(found))))[0])
-            finished.add(rank)
-            if len(finished) == world:
-                all_have_one.set()
-        return found
-
-    async def main() -> list[Any]:
-        asked = options(topology=reducing(name), retry_s=0.0)
-        serving = [
-            asyncio.create_task(serve(place, actor, world, at, nodes)) for at, actor in enumerate(aggregators(nodes))
-        ]
-        workers = [asyncio.create_task(work(place, rank, world, asked, program)) for rank in range(world)]
-        having_one = asyncio.create_task(all_have_one.wait())
-        await asyncio.wait([having_one, *workers], return_when=asyncio.FIRST_COMPLETED)
-        assert having_one.done(), [worker.exception() for worker in workers if worker.done()]
-        serving[node].cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await serving[node]
-        found = await asyncio.gather(*workers)
-        async with asyncio.timeout(20):
-            await asyncio.gather(*(one for at, one in enumerate(serving) if at != node))
-        return found
-
-    of_ranks = run(main)
+    asked = options(topology=reducing(name), retry_s=0.0)
+    of_ranks = run(lambda: sums_while_a_node_dies(place, 4, asked, nodes_of(name), node))
     assert len({len(found) for found in of_ranks}) == 1
-    for found in of_ranks:
-        assert all(total.equal(total_of(world, step)) for step, total in enumerate(found))
+    assert all(are_totals(found, 4) for found in of_ranks)
 
 
 @pytest.mark.parametrize(("name", "hangs"), [("single", 4), ("chain", 5), ("tree", 6)])
 def test_a_node_that_hangs_is_noticed_by_all_ranks_of_the_host(
     place: dict[str, Any], run: Run, monkeypatch: pytest.MonkeyPatch, name: str, hangs: int
 ) -> None:
-    receive = TreeNode.receive
-
-    def hanging(self: TreeNode, packet: Packet, now_s: float) -> list[Packet]:
-        return [] if self._config.node == hangs else receive(self, packet, now_s)
-
-    monkeypatch.setattr(TreeNode, "receive", hanging)
-
-    async def program(rank: int, sums: InNetworkSum) -> Any:
-        total, _ = await sums.all_reduce(values(rank))
-        assert not sums.uses_aggregator
-        return total
-
+    let_hang(monkeypatch, hangs)
     asked = options(topology=reducing(name), timeout_s=0.4, retry_s=0.0)
     assert all(
-        total.equal(total_of(4)) for total in run(lambda: job(place, 4, aggregators(nodes_of(name)), asked, program))
+        total.equal(total_of(4)) for total in run(lambda: job(place, 4, aggregators(nodes_of(name)), asked, final_sum))
     )
 
 
@@ -181,26 +154,10 @@ def test_a_sum_of_which_a_part_is_known_is_finished_by_the_ranks(
 def test_a_node_that_lies_changes_no_sum_and_is_not_asked_again(
     place: dict[str, Any], run: Run, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    receive = TreeNode.receive
-
-    def lying(self: TreeNode, packet: Packet, now_s: float) -> list[Packet]:
-        return [
-            replace(answer, values=answer.values + 1)
-            if answer.kind is PacketKind.RESULT and answer.values is not None and answer.group == 1
-            else answer
-            for answer in receive(self, packet, now_s)
-        ]
-
-    monkeypatch.setattr(TreeNode, "receive", lying)
-
-    async def program(rank: int, sums: InNetworkSum) -> Any:
-        total, _ = await sums.all_reduce(values(rank))
-        assert not sums.uses_aggregator
-        return total
-
+    let_lie(monkeypatch, lambda _, answer: answer.kind is PacketKind.RESULT and answer.group == 1)
     with capture_logs() as lines:
         asked = options(topology=reducing(name), retry_s=0.1)
-        found = run(lambda: job(place, 4, aggregators(nodes_of(name)), asked, program))
+        found = run(lambda: job(place, 4, aggregators(nodes_of(name)), asked, final_sum))
     assert all(total.equal(total_of(4)) for total in found)
     lost = [line for line in lines if line["event"] == "aggregator lost"]
     assert [line["next_try"] for line in lost] == ["none"] * 4

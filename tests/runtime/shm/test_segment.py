@@ -9,6 +9,8 @@ import mmap
 import os
 import subprocess
 import sys
+import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +18,7 @@ import pytest
 from memory_maps import mapped, open_files
 
 from gradbus.runtime.shm import segment as segment_module
+from gradbus.runtime.shm import unmapping
 from gradbus.runtime.shm.segment import FREE_FROM, MAX_BYTES, Segment, SharedMemoryFault, attach, is_here, machine
 
 pytestmark = [
@@ -250,3 +253,46 @@ def test_a_forked_child_keeps_nothing_open() -> None:
     ran = subprocess.run([sys.executable, "-c", text, support], capture_output=True, check=True, close_fds=False)
     assert ran.stdout.split() == [b"0"]
     assert np.count_nonzero(segment.memory[FREE_FROM:]) == 0
+
+
+def test_large_memory_is_given_back_on_a_thread_whoever_drops_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    later = unmapping.unmap_later
+    gone, threads = threading.Event(), list[str]()
+
+    def noted(unmap: Callable[[], object]) -> None:
+        def call() -> None:
+            unmap()
+            threads.append(threading.current_thread().name)
+            gone.set()
+
+        later(call)
+
+    monkeypatch.setattr(unmapping, "unmap_later", noted)
+    large, small = Segment(unmapping.LARGE_BYTES), Segment(unmapping.LARGE_BYTES - 1)
+    del small
+    assert threads == [], "less is given back at once"
+    del large
+    assert gone.wait(30)
+    assert threads == ["gradbus-unmap"]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_a_child_by_fork_gives_large_memory_back_itself() -> None:
+    program = """
+import os
+from gradbus.runtime.shm.segment import Segment
+from gradbus.runtime.shm.unmapping import LARGE_BYTES
+from memory_maps import mapped
+mine = Segment(LARGE_BYTES)
+child = os.fork()
+if child == 0:
+    del mine
+    os._exit(mapped())
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+    support = Path(__file__).resolve().parents[2] / "support"
+    ended = subprocess.run(
+        [sys.executable, "-c", program], env=os.environ | {"PYTHONPATH": str(support)}, capture_output=True, text=True,
+        timeout=60, check=False,
+    )  # fmt: skip
+    assert (ended.stdout, ended.stderr) == ("0\n", "")

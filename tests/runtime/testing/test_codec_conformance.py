@@ -97,6 +97,16 @@ class Doubles(Halves):
         return super().decode_body(body, dim) * 3.0
 
 
+class Reuses(Halves):
+    """Returns memory that its next call writes to."""
+
+    memory: ClassVar[dict[int, Tensor]] = {}
+
+    @classmethod
+    def decode_body(cls, body: memoryview, dim: int) -> Tensor:
+        return cls.memory.setdefault(dim, torch.empty(dim)).copy_(super().decode_body(body, dim))
+
+
 class TooShort(Halves):
     def max_bytes(self, dim: int) -> int:
         return 16
@@ -129,6 +139,7 @@ def test_it_takes_an_object_a_class_or_a_name_with_options() -> None:
         (SaysNothing, "the messages say nothing of it, or more than it is"),
         (Doubles, "the messages say nothing of it, or more than it is|NaN or infinity|its own message"),
         (TooShort, "Raise max_bytes"),
+        (Reuses, "changes what was read of another one: return memory of its own"),
         (dict, "is no codec: inherit from gradbus.codecs.CustomCodec"),
         (CustomCodec, "has no decode_body, encode_body, max_body_bytes: write it"),
     ],

@@ -1,0 +1,155 @@
+"""Lightning's Trainer as a client of a federated run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from gradbus.actors.federated.handover import TrainingRound
+from gradbus.actors.federated.script_client import client
+from gradbus.actors.trainers.federated_rounds import FederatedRounds, OptimizerState, RoundLength
+from gradbus.actors.trainers.ranks import Ranks
+from gradbus.actors.trainers.round_counts import batch_size_of, length_of
+from gradbus.runtime.errors import ConfigError
+from gradbus.runtime.logs import get_logger
+
+try:
+    from lightning.pytorch import Callback
+except ModuleNotFoundError as missing:
+    try:  # the same library by its older name
+        from pytorch_lightning import Callback
+    except ModuleNotFoundError:
+        raise missing from None
+
+STRATEGIES = (
+    "SingleDeviceStrategy",
+    "DDPStrategy",
+)  # by name: lightning and pytorch_lightning have classes of their own
+SHARDED = ("DeepSpeedStrategy",)  # derived from DDPStrategy
+REMEDY = "max_epochs=-1 and max_steps=-1 have the Trainer go on until the run ends"
+
+log = get_logger("client")
+
+
+class LightningCallback(Callback):  # type: ignore[misc]  # a set-up need not have Lightning's types
+    """Takes part in a federated run with a LightningModule.
+
+    ``fit`` joins the run before its first batch. At the end of each round, which is an epoch unless the controller or
+    an argument says otherwise, the weights are sent with the number of samples seen, the mean training loss, and the
+    metrics of ``trainer.callback_metrics``, and those of the next round are loaded. When the run has ended, the Trainer
+    stops, and the module has the last global model.
+    """
+
+    def __init__(
+        self, job: str | None = None, *, every_n_epochs: int | None = None, every_n_steps: int | None = None,
+        optimizer_state: OptimizerState = "keep", metrics: Sequence[str] | None = None,
+        samples_in: Callable[[Any], int] = batch_size_of, **settings: Any,
+    ) -> None:  # fmt: skip
+        """A client that joins when ``fit`` begins; each ``fit`` joins anew.
+
+        Args:
+            job: name of the job, as of :func:`gradbus.client`.
+            every_n_epochs, every_n_steps: length of a round in epochs, or in optimizer steps; at most one of them.
+                None: what the controller asks for, ``federated.training.steps`` or ``epochs``, by default one epoch.
+            optimizer_state: "keep": optimizers go on over the rounds, as Lightning has it. "reset": each round begins
+                with the state that they had at first, such as no momentum; learning rates and schedulers go on.
+            metrics: names of the metrics to send; None: all.
+            samples_in: returns the number of samples in a batch.
+            settings: name, client_id, config and the settings of the bus, as of :func:`gradbus.client`.
+
+        Raises:
+            ConfigError, TypeError, ValueError: one of them is wrong.
+        """
+        super().__init__()
+        client(job, **settings)  # which has not been entered: it is made for its checks
+        length = RoundLength.of(every_n_epochs, every_n_steps)
+        self._rounds = FederatedRounds(partial(client, job, **settings), length, optimizer_state, metrics)
+        self._samples_in = samples_in
+        self._step = 0  # the newest that was looked at
+
+    @property
+    def round(self) -> TrainingRound:
+        """Return what the controller asks for in this round, such as ``lr``, which a module may follow. Raises
+        OutOfTurn: there is none."""
+        return self._rounds.round
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Raises ConfigError: the strategy of the Trainer spreads the model over its devices."""
+        kinds = {kind.__name__ for kind in type(trainer.strategy).__mro__}
+        if stage == "fit" and (kinds.isdisjoint(STRATEGIES) or not kinds.isdisjoint(SHARDED)):
+            raise ConfigError(
+                f"FederatedCallback exchanges whole models: it works on one device and with DDPStrategy, got "
+                f"{type(trainer.strategy).__name__}. Choose Trainer(strategy='ddp'), or one device for each client"
+            )
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Join the run, and load the model of its first round. This is behind the check of the validation loop."""
+        if trainer.fast_dev_run:
+            log.warning("not joined", reason="fast_dev_run: the Trainer tries the code with a batch or two")
+            return
+        # Lightning only notes SIGTERM, and ends at its next batch.
+        self._rounds.is_interrupted = partial(getattr, trainer, "received_sigterm", False)
+        ranks, self._step = Ranks(trainer.global_rank, trainer.world_size), trainer.global_step
+        if not self._rounds.begin(pl_module, trainer.optimizers, step=self._step, ranks=ranks):
+            trainer.should_stop = True
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Count a batch, and end the round if it is one of steps."""
+        if not self._rounds.is_running:
+            return
+        self._rounds.counts.add_batch(self._samples_in(batch), _loss_of(outputs, _divisor_of(trainer, pl_module)))
+        if trainer.global_step == self._step:  # gradients are accumulated: those of this round are not stepped yet
+            return
+        self._step = trainer.global_step
+        if self._rounds.is_unwanted or self._rounds.is_due(self._step):
+            self._advance(trainer, pl_module)
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        """End the round if it is one of epochs. This is before checkpoints are saved."""
+        if not self._rounds.is_running:
+            return
+        self._rounds.counts.add_epoch()
+        if self._rounds.is_due(trainer.global_step):
+            self._advance(trainer, pl_module)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Leave the run, if it goes on."""
+        self._rounds.stop(REMEDY)
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Leave the run, with the error as the reason."""
+        self._rounds.leave(exception)
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Leave the run, where ``fit`` had nothing to train."""
+        self._rounds.leave()
+
+    def _advance(self, trainer: Any, pl_module: nn.Module) -> None:
+        goes_on = self._rounds.advance(
+            pl_module, trainer.callback_metrics, step=trainer.global_step,
+            dataset=length_of(trainer.train_dataloader), is_last=_ends_by_itself(trainer),
+        )  # fmt: skip
+        if not goes_on:
+            trainer.should_stop = True
+
+
+def _loss_of(outputs: Any, divisor: int) -> Tensor | None:
+    """The loss that a training step has returned; None: it has not, as with some manual optimizations."""
+    loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+    return loss.detach() * divisor if isinstance(loss, Tensor) and loss.numel() == 1 else None
+
+
+def _divisor_of(trainer: Any, pl_module: Any) -> int:
+    """By what Lightning has divided a loss that it hands to callbacks: where it accumulates gradients."""
+    return int(trainer.accumulate_grad_batches) if pl_module.automatic_optimization else 1
+
+
+def _ends_by_itself(trainer: Any) -> bool:
+    """Whether a limit of the Trainer ends it behind this round, as far as can be seen."""
+    epochs = trainer.fit_loop.epoch_progress.current.processed  # with this one, at its end
+    has_all_epochs = trainer.max_epochs not in (None, -1) and epochs >= trainer.max_epochs
+    has_all_steps = trainer.max_steps not in (None, -1) and trainer.global_step >= trainer.max_steps
+    return bool(trainer.should_stop or has_all_epochs or has_all_steps)

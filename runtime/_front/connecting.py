@@ -1,0 +1,72 @@
+"""``gradbus.connect``: loads what a bus and its actors need, beside the event loop, and joins a job.
+
+It is a module of its own so that to call it costs nothing: the bus is a second of imports, torch some more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from typing import TYPE_CHECKING
+
+from gradbus import loading
+from gradbus.runtime.misuse import opening
+
+if TYPE_CHECKING:
+    from gradbus.runtime.bus.bus import Bus
+    from gradbus.runtime.dds.network import NetworkConfig, Profile
+    from gradbus.runtime.security import Level, Security
+    from gradbus.runtime.testing.faults import Faults
+
+
+@opening("gradbus.connect", "bus")
+async def connect(  # noqa: PLR0913 - settings by keyword, for programs that have no NetworkConfig
+    job: str | None = None,
+    *,
+    domain: int = 0,
+    network: Profile | NetworkConfig = "loopback",
+    interface: str | None = None,
+    peers: Sequence[str] = (),
+    lease_s: float | None = None,
+    stall_timeout_s: float = 30.0,
+    shared_memory: bool = True,
+    fast: bool | None = None,
+    faults: str | Faults = "",
+    security: Level | Security = "user",
+    load_actors: bool = True,
+) -> AsyncIterator[Bus]:
+    """Join a job on the data bus.
+
+    Args:
+        job: name of the job; only members of the same job see each other. By default one of this user:
+            ``default-USER``.
+        domain: DDS domain, 0 .. 232.
+        network: profile ``loopback`` or ``network``, or all settings at once.
+        interface: network interface; default ``lo``: nothing leaves this machine.
+        peers: IP addresses or host names of all machines of the job, this one included. A name that does not resolve
+            yet is looked up again; with an IPv6 address among them the bus uses IPv6.
+        lease_s: after so long a silence other machines take this process for dead; by default 60 s, and 10 s with
+            ``network``.
+        stall_timeout_s: sending fails when DDS takes nothing for so long.
+        shared_memory: large data between processes of one machine goes through memory they share.
+        fast: force (True) or forbid (False) the path around the binding; None: use it if its self-test passes.
+        faults: for tests: rules of what goes wrong with what is sent, see :mod:`gradbus.runtime.testing.faults`;
+            ``bus.faults`` has the counts of those that fired.
+        security: what protects the data, see docs/security.md. ``user`` takes the key that ``GRADBUS_KEY_FILE`` or
+            ``GRADBUS_KEY`` give, else that of this user, which is for one machine; ``psk`` needs one to be given;
+            ``none`` protects nothing; a :class:`Security` says more, as ``identity`` needs.
+        load_actors: whether to load, on a thread, what Controller, Client and Worker need, so that the event loop does
+            not wait where they are first used. False saves a program that sends and receives messages only some
+            seconds, and the memory of torch.
+
+    Raises:
+        ConfigError: a setting is wrong, or data would leave the machine without protection. BusError: DDS cannot be
+            started. ImportError: a package is missing or broken.
+    """
+    await loading.load_on_thread(loading.load_bus, *([loading.load_actors] if load_actors else []))
+    from gradbus.runtime.bus.bus import connect as join  # loaded by now
+
+    async with join(
+        job, domain=domain, network=network, interface=interface, peers=peers, lease_s=lease_s,
+        stall_timeout_s=stall_timeout_s, shared_memory=shared_memory, fast=fast, faults=faults, security=security,
+    ) as bus:  # fmt: skip
+        yield bus

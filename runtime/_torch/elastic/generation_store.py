@@ -1,0 +1,69 @@
+"""torch's store of one generation: its ranks have met already, and need it for further process groups alone."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, cast
+
+from torch._C._distributed_c10d import Store
+
+from gradbus.runtime.bus.background import JOB_KEY
+from gradbus.runtime.collectives.group import Group
+from gradbus.torch.groups import HeldGroup, Watch
+from gradbus.torch.store.address import Address
+from gradbus.torch.store.messages import Op, StoreAnswer
+from gradbus.torch.store.rendezvous import open_store
+from gradbus.torch.store.store import DdsStore
+
+
+class GenerationStore(DdsStore):
+    """A store over DDS that is opened with its first key. See :class:`~gradbus.torch.groups.FormedStore`."""
+
+    def __init__(
+        self, address: Address, bus_number: str, hold: Callable[[Watch], tuple[Group, HeldGroup]], timeout: timedelta
+    ) -> None:
+        """
+        Args:
+            address: of this generation alone. bus_number: of the bus that its process groups share.
+            hold: returns the group of all ranks.
+        """
+        Store.__init__(self)
+        self.set_timeout(timeout)
+        self.hold = hold
+        self._address = address
+        self._bus_number = bus_number
+        self._opening = threading.Lock()
+        self._opened: DdsStore | None = None
+        self._is_closed = False
+
+    def _call(
+        self, op: Op, keys: Sequence[str], values: Sequence[bytes] = (), number: int = 0, *, waits: bool = False,
+        timeout: timedelta | float | None = None,
+    ) -> StoreAnswer:  # fmt: skip
+        limit_s = self._limit_s(timeout)
+        return self._open()._call(op, keys, values, number, waits=waits, timeout=limit_s)  # noqa: SLF001 - of its class
+
+    def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
+        """As that of any store; the number of the bus is known."""
+        return self._bus_number.encode() if key == JOB_KEY else super().compare_set(key, expected_value, desired_value)
+
+    def clone(self) -> DdsStore:
+        """Another handle on the same store."""
+        return self._open().clone()
+
+    def close(self) -> None:
+        """Leave the store, if it was opened. Does not wait."""
+        with self._opening:
+            self._is_closed = True
+            if self._opened is not None:
+                self._opened.close()
+
+    def _open(self) -> DdsStore:
+        with self._opening:
+            if self._opened is None and not self._is_closed:
+                self._opened = open_store(self._address, cast(Any, self).timeout)
+        if self._opened is None:
+            raise RuntimeError(f"store {self._address.name}: its generation is over")
+        return self._opened

@@ -1,0 +1,368 @@
+"""What an elastic training goes on from: the state that all ranks had at their last commit.
+
+A commit copies the state in memory. When the members change, the rank with the newest commit gives it to all others, so
+that all have the bits of one. A step after the last commit leaves no trace.
+
+Models, optimizers, schedulers, samplers, and whatever else has ``state_dict`` and ``load_state_dict``, are parts; all
+other values are plain data. Nothing is pickled on its way to other ranks.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import os
+import socket
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from gradbus.runtime.collectives.objects import pack
+from gradbus.runtime.errors import CheckpointError, CollectiveError, ConfigError
+from gradbus.runtime.foreign_files import clear_way, open_named
+from gradbus.runtime.logs import get_logger
+from gradbus.torch.broadcast_state import broadcast_tree, limit_of
+from gradbus.torch.functions import current, gather_objects
+from gradbus.torch.optimizer import Distributed
+from gradbus.torch.whole_gradients import is_zero
+
+FORMAT = 1
+_SPACE = "elastic"
+NOTHING = -1
+"""The number of commits of a process that joins: it has no state to give."""
+
+log = get_logger("elastic")
+
+
+class MembersChanged(Exception):
+    """All ranks stand after the same commit, and the members change. Raised by :meth:`TorchState.commit` for ``run``,
+    which calls the function again: let it pass."""
+
+
+class TorchState:
+    """The state of a training: a model, an optimizer, and whatever else belongs to it.
+
+    Each is an attribute by its name. Values may be set at any time, and count with the next commit.
+
+        state = TorchState(model=model, optimizer=optimizer, scheduler=scheduler, epoch=0, batch=0)
+        state.epoch += 1
+        state.commit()
+    """
+
+    def __init__(
+        self, model: nn.Module | None = None, optimizer: torch.optim.Optimizer | None = None, *,
+        checkpoint: str | os.PathLike[str] | None = None, **values: Any,
+    ) -> None:  # fmt: skip
+        """Name what belongs to the state. All ranks name the same.
+
+        Args:
+            model: the module itself. DistributedDataParallel belongs to one process group: wrap it in the function that
+                ``run`` calls.
+            optimizer: of its parameters.
+            checkpoint: a file that each commit replaces, and from which a run goes on that is started again; under
+                torchrun, whose agents start all ranks again when one has died, it is needed. None: no file.
+            values: further parts, which have ``state_dict`` and ``load_state_dict``, and plain values: numbers, text,
+                bytes, None, tensors, and lists, tuples and maps of them.
+
+        Raises:
+            ConfigError: a part whose state is of one process group, or in shards.
+        """
+        given = {"model": model, "optimizer": optimizer, **values}
+        here = {name: one for name, one in given.items() if one is not None or name in values}
+        parts = {name: one for name, one in here.items() if _is_part(one)}
+        for name, part in parts.items():
+            if fault := _fault_of(part):
+                raise ConfigError(f"TorchState: {name} {fault}")
+        for name in here:
+            if hasattr(type(self), name):
+                raise ConfigError(f"TorchState: {name!r} is a method of the state: give the value another name")
+        self.__dict__.update(
+            _parts=parts, _values={name: one for name, one in here.items() if name not in parts},
+            _path=None if checkpoint is None else Path(checkpoint), _saved=None, _commits=0, _callbacks=[],
+            _vote=lambda: False, _writes=lambda: True, _has_failed=False,
+        )  # fmt: skip
+        self._parts: dict[str, Any]
+        self._values: dict[str, Any]
+        self._path: Path | None
+        self._saved: dict[str, Any] | None
+        self._commits: int
+        self._callbacks: list[Callable[[], object]]
+        self._vote: Callable[[], bool]
+        self._writes: Callable[[], bool]
+        self._has_failed: bool
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("_"):
+            for held in (self._parts, self._values):
+                if name in held:
+                    return held[name]
+        raise AttributeError(f"the state has no {name!r}: name it when the state is made, TorchState(..., {name}=...)")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self._values:
+            self._values[name] = value
+        elif name in self.__dict__:
+            super().__setattr__(name, value)
+        elif name in self._parts:
+            raise AttributeError(f"{name!r} is a part of the state, and stays the same object")
+        else:
+            self.__getattr__(name)
+
+    @property
+    def commits(self) -> int:
+        """Return the number of commits since the run began."""
+        return self._commits
+
+    def register_reset_callbacks(self, callbacks: Iterable[Callable[[], object]]) -> None:
+        """Call these in each new process group but the first, before the state is shared: to scale a learning rate by
+        the number of ranks, for one."""
+        self._callbacks += callbacks
+
+    # Commits
+
+    def commit(self) -> None:
+        """Have training go on from here, whatever happens. All ranks call it after the same steps.
+
+        It copies the state in memory, replaces the checkpoint if there is one, and asks whether the members change.
+
+        Raises:
+            MembersChanged: they do; for ``run``.
+            DistBackendError: a rank is lost.
+            RuntimeError, on all ranks: they have made different numbers of commits.
+        """
+        self._commits += 1
+        self.save()
+        self._write()
+        if self._vote():
+            raise MembersChanged
+
+    def check_host_updates(self) -> None:
+        """Ask whether processes join or leave, without a commit of each step. If they do, this is one. As
+        :meth:`commit`."""
+        if self._vote():
+            self._commits += 1
+            self.save()
+            raise MembersChanged
+
+    def save(self) -> None:
+        """Copy the state in memory, for :meth:`restore`. Raises ValueError: a value is no plain data."""
+        self._saved = self._copied()
+
+    def restore(self) -> None:
+        """Go back to the last commit. Gradients are dropped."""
+        if self._saved is not None:
+            self._load(self._saved)
+        for part in self._parts.values():
+            if isinstance(part, Distributed):
+                part.drop_gradients()
+            if isinstance(part, nn.Module):
+                part.zero_grad(set_to_none=True)
+
+    def sync(self) -> None:
+        """Give all ranks of the process group the newest commit that one of them has. All ranks call it.
+
+        Raises:
+            CollectiveError: no rank has one, as all that had are lost.
+            DistBackendError: a rank is lost.
+        """
+        backend = current()
+        found = gather_objects(backend, self._commits, (_SPACE, "commits"), "the state of an elastic run")
+        commits = [one if isinstance(one, int) else NOTHING for one in found]
+        newest = max(commits)
+        if newest == NOTHING:
+            raise CollectiveError(
+                "no process that is left has a state of the run: start all of them again, which goes on from the "
+                "checkpoint if TorchState has one"
+            )
+        root = commits.index(newest)
+        limit_bytes = limit_of(sum(one.nbytes for one in _tensors_of(self._saved or self._copied())))
+        tree = broadcast_tree(
+            backend, lambda: self._saved or self._copied(), root, of="the state of an elastic run",
+            call="TorchState.sync", limit_bytes=limit_bytes,
+        )  # fmt: skip
+        self._commits = newest
+        if backend.group.rank != root:
+            self._saved = _checked(tree, self._parts, self._values, "the state of another rank")
+            self._load(self._saved)
+        elif self._saved is None:
+            self._saved = tree
+
+    # What run calls
+
+    def begin(self, vote: Callable[[], bool], writes: Callable[[], bool], *, joins: bool) -> None:
+        """Take part in a run. ``vote``: whether members change, on all ranks together. ``writes``: whether this rank
+        writes the checkpoint. ``joins``: the state is that of others. Raises CheckpointError."""
+        self._vote, self._writes = vote, writes
+        if joins:
+            self._commits = NOTHING
+        else:
+            self._read()
+        self.save()
+
+    def end(self) -> None:
+        """Take part no more."""
+        self._vote = lambda: False
+
+    def reset(self) -> None:
+        """Call what was registered for a new process group."""
+        for callback in self._callbacks:
+            callback()
+
+    @property
+    def layout(self) -> int:
+        """Return a hash, of 64 bits, of what must be equal on all members: names, and shapes and types of tensors of
+        modules. The state of an optimizer grows with its steps."""
+        named = [f"{name} {type(part).__name__}" for name, part in sorted(self._parts.items())]
+        named += sorted(self._values)
+        for name, part in sorted(self._parts.items()):
+            if isinstance(part, nn.Module):
+                tensors = part.state_dict().items()
+                named += [f"{name}.{key} {one.dtype} {list(one.shape)}" for key, one in tensors if _is_tensor(one)]
+        return int.from_bytes(hashlib.blake2b("\n".join(named).encode(), digest_size=8).digest(), "little")
+
+    # Inside
+
+    def _copied(self) -> dict[str, Any]:
+        for name, value in self._values.items():
+            _check_plain(value, name)
+        return {
+            "parts": {name: _copy_of(part.state_dict()) for name, part in self._parts.items()},
+            "values": _copy_of(self._values),
+        }
+
+    def _load(self, saved: Mapping[str, Any]) -> None:
+        for name, part in self._parts.items():
+            part.load_state_dict(_copy_of(saved["parts"][name]))  # optimizers keep the tensors that they are given
+        self._values.update(_copy_of(saved["values"]))
+
+    def _write(self) -> None:
+        """A file that cannot be written is a warning: the others have the state in memory."""
+        path = self._path
+        if path is None or not self._writes():
+            return
+        part = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
+        try:
+            clear_way(part)
+            with part.open("xb") as file:
+                torch.save({"format": FORMAT, "commits": self._commits, **(self._saved or {})}, file)
+                file.flush()
+                os.fsync(file.fileno())
+            part.replace(path)
+        except OSError as error:
+            log.warning(
+                "checkpoint not written", path=str(path), error=error.strerror,
+                effect="a run that is started again goes on from an older one",
+            )  # fmt: skip
+            part.unlink(missing_ok=True)
+
+    def _read(self) -> None:
+        """Go on from the checkpoint, if there is one. Raises CheckpointError: it is none, or of another training."""
+        if self._path is None:
+            return
+        try:
+            with open_named(self._path) as file:
+                found = torch.load(file, map_location="cpu", weights_only=True)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise CheckpointError(f"checkpoint {self._path} cannot be read: {error.strerror or error}") from None
+        except Exception as error:  # pickle, zip and torch each have errors of their own
+            text = (str(error).splitlines() or [type(error).__name__])[0]
+            raise CheckpointError(
+                f"checkpoint {self._path} is damaged, or none of TorchState: {text:.200}. Move it away to begin anew"
+            ) from None
+        where = f"checkpoint {self._path}"
+        commits = found.get("commits") if isinstance(found, Mapping) and found.get("format") == FORMAT else None
+        if not isinstance(commits, int) or not 0 <= commits < 1 << 62:
+            raise CheckpointError(f"{where} is none of TorchState, format {FORMAT}. Move it away to begin anew")
+        saved = _checked({key: found.get(key) for key in ("parts", "values")}, self._parts, self._values, where)
+        try:
+            self._load(saved)
+        except Exception as error:  # of whatever part
+            text = (str(error).splitlines() or [type(error).__name__])[0]
+            raise CheckpointError(
+                f"{where} does not fit this training: {text:.300}. Move it away to begin anew"
+            ) from error
+        self._commits = commits
+        log.info("goes on from checkpoint", path=str(self._path), commits=commits)
+
+
+def _is_part(value: Any) -> bool:
+    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor)
+
+
+def _fault_of(part: Any) -> str:
+    """Why a part cannot be in a state; empty: it can."""
+    if isinstance(part, nn.parallel.DistributedDataParallel):
+        return (
+            "is wrapped in DistributedDataParallel, which belongs to one process group: give the module itself, and "
+            "wrap it in the function that elastic.run calls"
+        )
+    if is_zero(part):
+        return "is a ZeroRedundancyOptimizer: each rank has a part of its state, which is lost with the rank"
+    tensors: list[Any] = list(part.parameters()) if isinstance(part, nn.Module) else []
+    if isinstance(part, torch.optim.Optimizer):
+        tensors = [one for group in part.param_groups for one in group["params"]]
+    if any(isinstance(one, DTensor) for one in tensors):
+        return (
+            "has parameters in shards (FSDP2): a shard is lost with its rank. Use torch.distributed.checkpoint, and "
+            "torchrun --max-restarts"
+        )
+    return ""
+
+
+def _check_plain(value: Any, path: str) -> None:
+    """Raises ValueError: it is no plain data that other ranks can get."""
+    if isinstance(value, Tensor):
+        return
+    if isinstance(value, Mapping):
+        for key, one in value.items():
+            _check_plain(one, f"{path}.{key}")
+    elif isinstance(value, list | tuple):
+        for number, one in enumerate(value):
+            _check_plain(one, f"{path}.{number}")
+    else:
+        try:
+            pack(value)
+        except ValueError as error:
+            raise ValueError(f"TorchState: {path} cannot be sent to other ranks: {error}") from None
+
+
+def _copy_of(tree: Any) -> Any:
+    """Copy a tree of plain data, tensors included."""
+    if isinstance(tree, Tensor):
+        return tree.detach().clone()
+    if isinstance(tree, Mapping):
+        return {key: _copy_of(one) for key, one in tree.items()}
+    if isinstance(tree, list | tuple):
+        copied = [_copy_of(one) for one in tree]
+        return copied if isinstance(tree, list) else tuple(copied)
+    return copy.copy(tree)
+
+
+def _tensors_of(tree: Any) -> list[Tensor]:
+    if isinstance(tree, Tensor):
+        return [tree]
+    inner = tree.values() if isinstance(tree, Mapping) else tree if isinstance(tree, list | tuple) else ()
+    return [tensor for one in inner for tensor in _tensors_of(one)]
+
+
+def _checked(tree: Any, parts: Mapping[str, Any], values: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Raises CheckpointError: it is of another training."""
+    for kind, here in (("parts", parts), ("values", values)):
+        found = tree.get(kind) if isinstance(tree, Mapping) else None
+        names = sorted(map(str, found)) if isinstance(found, Mapping) else None
+        if names != sorted(here):
+            raise CheckpointError(
+                f"{where}: expected the {kind} {sorted(here)}, found {names!s:.200}. Give TorchState the same names, "
+                f"or begin anew without it"
+            )
+    return dict(tree)

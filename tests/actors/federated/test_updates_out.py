@@ -1,0 +1,125 @@
+"""How often a client repeats its request, on a clock that jumps to the next timer instead of waiting."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+import selectors
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from gradbus.actors.federated.updates_out import EncodedUpdate, UpdateSender
+from gradbus.actors.federated.uploads import STALL_AFTER_S
+from gradbus.runtime.wire.control import Grant, Receipt, UploadRequest
+from gradbus.runtime.wire.frames import FrameKey, Kind
+from gradbus.runtime.wire.messages import Identity
+
+KEY = FrameKey(Kind.UPDATE, 7, 1, 0, 100, 1)
+UPDATE = EncodedUpdate(KEY, UploadRequest(7, 1, 1, 4, 10, 0.5, 1.0, 0.1), b"data")
+
+
+class JumpingSelector(selectors.DefaultSelector):  # type: ignore[misc,valid-type]
+    """Does not wait: its clock goes on to the end of each wait."""
+
+    now_s = 0.0
+
+    def select(self, timeout: float | None = None) -> Any:
+        assert timeout is not None, "nothing is waited for: the test would stand still"
+        self.now_s += timeout
+        return super().select(0)
+
+
+class JumpingLoop(asyncio.SelectorEventLoop):
+    def __init__(self) -> None:
+        self.jumping = JumpingSelector()
+        super().__init__(self.jumping)
+
+    def time(self) -> float:
+        return self.jumping.now_s
+
+
+class Bus:
+    """Keeps when requests were published, and answers some of them."""
+
+    def __init__(self) -> None:
+        self.requested_s: list[float] = []
+        self.answer: Callable[[int], None] = lambda number: None
+
+    async def publish(self, sender: Identity, body: Any) -> None:
+        self.requested_s.append(asyncio.get_running_loop().time())
+        self.answer(len(self.requested_s))
+
+    async def send_update(self, key: FrameKey, num_samples: int, data: bytes, *, only: object = None) -> int:
+        return len(data)
+
+
+def receipt() -> Receipt:
+    return Receipt(0, 100, 7, 1, 1, True, "")
+
+
+def run(test: Callable[[Bus, UpdateSender], Coroutine[Any, Any, None]]) -> Bus:
+    bus = Bus()
+    sender = UpdateSender(bus, Identity(0, 100))  # type: ignore[arg-type]
+    with asyncio.Runner(loop_factory=JumpingLoop) as runner:
+        runner.run(test(bus, sender))
+    return bus
+
+
+@pytest.mark.parametrize(
+    ("is_held", "times_s"), [(False, [0.0, 0.5, 1.5, 3.5, 7.5, 15.5, 23.5]), (True, [0.0, 4.0, 12.0, 20.0, 28.0])]
+)
+def test_each_wait_for_an_answer_is_twice_as_long_up_to_a_bound(is_held: bool, times_s: list[float]) -> None:
+    async def test(bus: Bus, sender: UpdateSender) -> None:
+        async with asyncio.TaskGroup() as group:
+            bus.answer = lambda number: number == len(times_s) and sender.on_answer(receipt(), group)  # type: ignore[func-returns-value,assignment]
+            found = await sender.deliver(UPDATE, check=lambda: True, is_held=is_held)
+            assert found == receipt()
+
+    assert run(test).requested_s == pytest.approx(times_s)
+    assert max(after - before for before, after in itertools.pairwise(times_s)) < STALL_AFTER_S
+
+
+def test_an_update_that_is_held_for_a_minute_is_requested_a_few_times_only_also_after_its_grant() -> None:
+    async def test(bus: Bus, sender: UpdateSender) -> None:
+        async with asyncio.TaskGroup() as group:
+            delivering = group.create_task(sender.deliver(UPDATE, check=lambda: True, is_held=True))
+            await asyncio.sleep(1.0)
+            assert sender.on_answer(Grant(0, 100, 1, 1), group)
+            await asyncio.sleep(59.0)
+            assert sender.on_answer(receipt(), group)
+            await delivering
+            assert (sender.bytes_up, sender.phase) == (4, "idle")
+
+    assert len(run(test).requested_s) <= 9
+
+
+def test_a_new_command_has_the_request_repeated_at_once_and_the_waits_begin_again() -> None:
+    async def test(bus: Bus, sender: UpdateSender) -> None:
+        async with asyncio.TaskGroup() as group:
+            delivering = group.create_task(sender.deliver(UPDATE, check=lambda: True))
+            await asyncio.sleep(10.0)
+            sender.interrupt()
+            await asyncio.sleep(1.0)
+            sender.on_answer(receipt(), group)
+            await delivering
+
+    assert run(test).requested_s == pytest.approx([0.0, 0.5, 1.5, 3.5, 7.5, 10.0, 10.5])
+
+
+def test_what_is_no_longer_wanted_ends_without_another_request() -> None:
+    wanted = True
+
+    async def test(bus: Bus, sender: UpdateSender) -> None:
+        nonlocal wanted
+        async with asyncio.TaskGroup() as group:
+            delivering = group.create_task(sender.deliver(UPDATE, check=lambda: wanted))
+            await asyncio.sleep(5.0)
+            wanted = False
+            sender.interrupt()
+            assert await delivering is None
+            assert asyncio.get_running_loop().time() < math.nextafter(5.0, 6.0) + 0.1
+
+    assert run(test).requested_s == pytest.approx([0.0, 0.5, 1.5, 3.5])

@@ -1,0 +1,348 @@
+"""A program follows its client: callbacks, reports of rounds, and every global model, the last one included."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import threading
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from dds_domains import new_domain
+from patience import PATIENT_S, eventually, run
+from structlog.testing import capture_logs
+from torch import Tensor, nn
+
+import gradbus
+from gradbus.actors.federated.client import Client
+from gradbus.actors.federated.client_report import CALLED_OFF, ClientReport
+from gradbus.models import NoopTask, TrainResult
+from gradbus.runtime.errors import CallbackFailed, ConfigError
+
+_jobs = itertools.count()
+
+
+class Net(nn.Module):
+    """Has a shared layer, a head, a frozen layer and a buffer that is merged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(7)
+            self.body, self.head, self.fixed = nn.Linear(3, 3), nn.Linear(3, 2), nn.Linear(2, 2)
+        self.fixed.requires_grad_(False)
+        self.register_buffer("seen", torch.zeros(1, dtype=torch.int64))
+
+
+class NetTask:
+    """Moves what is trained by the client's id and the round. ``held``: rounds that last until they are let go."""
+
+    def __init__(self, *held: int) -> None:
+        self.held = set(held)
+        self.begun: list[int] = []
+
+    def build_model(self) -> nn.Module:
+        return Net()
+
+    def prepare(self, client_id: int, num_clients: int) -> None:
+        pass
+
+    def train(self, model: Any, *, client_id: int, round_id: int, should_stop: Any, **_: Any) -> TrainResult:
+        self.begun.append(round_id)
+        while round_id in self.held and not should_stop():
+            threading.Event().wait(0.002)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.requires_grad:
+                    parameter += 0.125 * (1 + client_id) * round_id
+            model.seen += 1
+        return TrainResult(10, 0.5 * round_id, metrics={"f1": 0.25})
+
+    def evaluate(self, model: Any) -> None:
+        return None
+
+
+class Follower:
+    """Notes its calls, in order, and the models that it is given."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, int]] = []
+        self.models: dict[int, dict[str, Tensor]] = {}
+        self.reports: list[ClientReport] = []
+        self.threads: set[str] = set()
+        self.summaries: list[Any] = []
+
+    def _note(self, what: str, round_id: int) -> None:
+        self.calls.append((what, round_id))
+        self.threads.add(threading.current_thread().name)
+
+    def on_round(self, round_id: int) -> None:
+        self._note("round", round_id)
+
+    def on_model(self, round_id: int, model: dict[str, Tensor]) -> None:
+        self._note("model", round_id)
+        self.models[round_id] = model
+
+    def on_report(self, report: ClientReport) -> None:
+        self._note("report", report.round_id)
+        self.reports.append(report)
+
+    def on_end(self, summary: Any) -> None:
+        self._note("end", summary.rounds)
+        self.summaries.append(summary)
+
+
+class Scene:
+    """A controller and clients on one loop. ``make``: makes each client of its bus and id."""
+
+    def __init__(
+        self, make: Callable[[gradbus.Bus, int], Client], count: int = 2, task: Any = None, **settings: Any
+    ) -> None:
+        self._make, self.count, self._task = make, count, task or NetTask()
+        self.job, self.domain = f"followed-{os.getpid()}-{next(_jobs)}", new_domain()
+        clients = {"num": count, "min": 1, "dead_after_s": PATIENT_S, "heartbeat_s": 0.1, "start_grace_s": PATIENT_S}
+        clients |= settings.pop("clients", {})
+        self.config = gradbus.FederatedConfig(**{"rounds": 3, "eval_every": 0, "clients": clients, **settings})
+        self.clients: dict[int, Client] = {}
+        self.results: dict[int, Any] = {}
+        self.states: list[dict[str, Tensor]] = []
+        self.reports: list[gradbus.RoundReport] = []
+        self.controller: gradbus.Controller
+
+    async def _client(self, client_id: int) -> None:
+        async with gradbus.connect(self.job, domain=self.domain) as bus:
+            client = self.clients[client_id] = self._make(bus, client_id)
+            self.results[client_id] = await self.take_part(client)
+
+    async def take_part(self, client: Client) -> Any:
+        """Have a client run."""
+        return await client.run()
+
+    async def main(self) -> None:
+        async with gradbus.connect(self.job, domain=self.domain) as bus, asyncio.TaskGroup() as group:
+            self.controller = gradbus.Controller(bus, self._task, self.config)
+            for client_id in range(self.count):
+                group.create_task(self._client(client_id))
+            async for report in self.controller.rounds():
+                self.reports.append(report)
+                self.states.append(await self.controller.state_dict())
+
+
+def same(left: dict[str, Tensor], right: dict[str, Tensor], names: Callable[[str], bool] = lambda name: True) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(left[one], right[one]) for one in left if names(one))
+
+
+def test_callbacks_follow_rounds_models_and_reports_on_a_thread_of_their_own() -> None:
+    follower = Follower()
+    scene = Scene(lambda bus, one: Client(bus, NetTask(), client_id=one, callbacks=[follower] if one else []))
+    run(scene.main())
+    without_models = [call for call in follower.calls if call[0] != "model"]
+    rounds = [(what, number) for number in (1, 2, 3) for what in ("round", "report")]
+    assert without_models == [*rounds, ("end", 3)]
+    assert ("model", 3) in follower.calls[-3:-1], "the last model comes before the end"
+    assert follower.threads == {"gradbus-client-callbacks_0"}
+    assert sorted(follower.models) == list(follower.models)
+    assert same(follower.models[3], scene.states[-1])
+    assert all(same(model, scene.states[number - 1]) for number, model in follower.models.items() if number)
+    first = follower.reports[0]
+    assert (first.round_id, first.counted, first.reason, first.num_samples, first.loss) == (1, True, "", 10, 0.5)
+    assert first.metrics == {"f1": 0.25}
+    assert first.bytes_up > 0
+    assert follower.summaries == [scene.results[1]]
+
+
+class Iterating(Scene):
+    """Clients whose programs iterate over their rounds."""
+
+    async def take_part(self, client: Client) -> Any:
+        return [(report, await client.state_dict()) async for report in client.rounds()]
+
+
+def test_a_program_iterates_over_the_rounds_of_its_client_and_has_the_model_at_any_time() -> None:
+    scene = Iterating(lambda bus, one: Client(bus, NetTask(), client_id=one))
+    run(scene.main())
+    for client_id, client in scene.clients.items():
+        reports = [report for report, _ in scene.results[client_id]]
+        assert [(report.round_id, report.counted) for report in reports] == [(1, True), (2, True), (3, True)]
+        assert same(run(client.state_dict()), scene.states[-1]), "after the end, too, and that of the last round"
+    net = Net()
+    net.load_state_dict(scene.results[0][0][1])
+
+
+def test_before_the_first_model_there_is_no_state() -> None:
+    async def main() -> None:
+        async with gradbus.connect(f"followed-{os.getpid()}-{next(_jobs)}", domain=new_domain()) as bus:
+            await Client(bus, NetTask(), client_id=0).state_dict()
+
+    with pytest.raises(RuntimeError, match="no global model has arrived yet"):
+        run(main())
+
+
+def test_a_model_comes_while_the_client_still_trains() -> None:
+    follower, tasks = Follower(), [NetTask(), NetTask(1)]
+    # The quorum is one client: the other one is in the midst of round 1 when the model after it arrives.
+    scene = Scene(
+        lambda bus, one: Client(bus, tasks[one], client_id=one, callbacks=[follower] if one else []),
+        round={"quorum": 0.5, "grace_s": 0.0}, rounds=1,
+    )  # fmt: skip
+    run(scene.main())
+    assert ("model", 1) in follower.calls
+    assert [(one.round_id, one.counted, one.reason) for one in follower.reports if not one.counted] in (
+        [(1, False, CALLED_OFF)], []
+    )  # fmt: skip
+
+
+def test_personal_tensors_of_the_model_are_the_clients_own() -> None:
+    follower = Follower()
+    scene = Iterating(
+        lambda bus, one: Client(bus, NetTask(), client_id=one, callbacks=[follower] if one else []),
+        share={"exclude": ["head.*"]},
+    )  # fmt: skip
+    run(scene.main())
+    state = run(scene.clients[1].state_dict())
+    assert same(state, scene.states[-1], lambda name: not name.startswith("head."))
+    expected = Net().head.weight.detach() + 0.125 * 2 * (1 + 2 + 3)
+    assert torch.allclose(state["head.weight"], expected)
+    assert torch.allclose(follower.models[3]["head.weight"], expected)
+
+
+def test_with_a_selection_a_follower_gets_the_models_of_rounds_that_it_sits_out_and_the_last_one() -> None:
+    followers = [Follower() for _ in range(4)]
+    scene = Scene(
+        lambda bus, one: Client(bus, NetTask(), client_id=one, callbacks=[followers[one]]), count=4,
+        selection={"name": "uniform", "count": 1}, rounds=4, clients={"min": 1},
+    )  # fmt: skip
+    run(scene.main())
+    assert all(len(report.clients) == 1 for report in scene.reports)
+    for follower in followers:
+        assert same(follower.models[4], scene.states[-1])
+        assert len(follower.models) >= 3
+
+
+class OtherFrozen(NetTask):
+    """Builds the model with other frozen values than the controller's."""
+
+    def build_model(self) -> nn.Module:
+        net = Net()
+        with torch.no_grad():
+            net.fixed.weight.fill_(9.0)
+        return net
+
+
+@pytest.mark.parametrize("is_paused", [False, True], ids=["trains", "paused"])
+def test_models_are_given_with_the_frozen_parameters_of_the_controller(is_paused: bool) -> None:
+    follower = Follower()
+
+    def make(bus: gradbus.Bus, one: int) -> Client:
+        client = Client(bus, OtherFrozen() if one else NetTask(), client_id=one, callbacks=[follower] if one else [])
+        if one and is_paused:
+            client.pause()
+        return client
+
+    scene = Scene(make)
+    run(scene.main())
+    assert same(follower.models[3], scene.states[-1])
+    assert not any((model["fixed.weight"] == 9.0).any() for model in follower.models.values())
+    assert ("report", 3) not in follower.calls or not is_paused
+
+
+class Losing(Client):
+    """Loses the model after the last round on its way."""
+
+    def _on_controller(self, session: int, body: Any, group: Any) -> None:
+        if type(body).__name__ == "ModelAvailable" and body.round_id == 3 and self._session.ended is None:
+            return
+        super()._on_controller(session, body, group)
+
+
+def test_a_last_model_that_is_late_is_waited_for() -> None:
+    follower = Follower()
+    task = NoopTask(20_000, delta="seeded")  # large enough for shared memory
+    scene = Scene(
+        lambda bus, one: (Losing if one else Client)(bus, task, client_id=one, callbacks=[follower] if one else []),
+        task=task,
+    )
+    with capture_logs() as logs:
+        run(scene.main())
+    assert same(follower.models[3], scene.states[-1])
+    assert not [one for one in logs if one["log_level"] in ("warning", "error")]
+
+
+@pytest.mark.parametrize("method", ["on_round", "on_report", "on_model"])
+def test_a_callback_that_returns_true_has_its_client_leave(method: str) -> None:
+    class Ending:
+        pass
+
+    setattr(Ending, method, lambda self, *arguments: True)
+    scene = Scene(lambda bus, one: Client(bus, NetTask(), client_id=one, callbacks=[Ending()] if one else []))
+    with capture_logs() as logs:
+        run(scene.main())
+    assert [report.clients for report in scene.reports][-1] == (0,)
+    (left,) = [one for one in logs if one["event"] == "client left" and one["client"] == 1]
+    assert left["reason"] == f"{__name__}:{Ending.__qualname__}.{method} has ended it"
+
+
+@pytest.mark.parametrize("method", ["on_round", "on_report", "on_model"])
+def test_a_callback_that_raises_ends_its_client_with_its_name(method: str) -> None:
+    class Broken:
+        pass
+
+    def fails(self: Any, *arguments: Any) -> None:
+        raise KeyError("battery")
+
+    setattr(Broken, method, fails)
+    scene = Scene(lambda bus, one: Client(bus, NetTask(), client_id=one, callbacks=[Broken()] if one else []))
+    with capture_logs() as logs, pytest.raises(ExceptionGroup) as caught:
+        run(scene.main())
+    assert caught.group_contains(CallbackFailed, match=f"Broken: {method} raised KeyError: 'battery'")
+    reasons = [one["reason"] for one in logs if one["event"] == "client left" and one["client"] == 1]
+    assert all(reason.startswith("failed: ") and "battery" in reason for reason in reasons), reasons
+
+
+def test_what_is_no_callback_of_a_client_is_refused_at_once() -> None:
+    class Wrong:
+        def on_step(self, report: Any) -> None:
+            pass
+
+    async def main() -> None:
+        async with gradbus.connect(f"followed-{os.getpid()}-{next(_jobs)}", domain=new_domain()) as bus:
+            Client(bus, NetTask(), client_id=0, callbacks=[Wrong()])
+
+    with pytest.raises(ConfigError, match="some of on_round, on_model, on_report, on_end"):
+        run(main())
+
+
+def test_callbacks_of_the_configuration_are_made_by_the_client() -> None:
+    config = gradbus.ClientConfig(callbacks=[f"{__name__}:Named"])
+    scene = Scene(lambda bus, one: Client(bus, NetTask(), client_id=one, config=config), count=1)
+    run(scene.main())
+    assert Named.made == [1, 2, 3]
+
+
+class Named:
+    """Is named in a configuration."""
+
+    made: ClassVar[list[int]] = []
+
+    def on_report(self, report: ClientReport) -> None:
+        self.made.append(report.round_id)
+
+
+def test_a_slow_reader_of_reports_misses_the_oldest_and_never_the_end() -> None:
+    from gradbus.runtime.tasks import items_of
+
+    async def serve(put: Callable[[int], object]) -> None:
+        for number in range(10):
+            put(number)
+
+    async def main() -> list[int]:
+        numbers = []
+        async for number in items_of(serve, name="numbers", most=4):
+            numbers.append(number)
+            await eventually(lambda: True)
+        return numbers
+
+    assert run(main()) == [6, 7, 8, 9]

@@ -1,0 +1,169 @@
+"""Importing takes seconds: where it is done while an event loop runs, and what is left of it after ``preload``."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import subprocess
+import sys
+import threading
+from typing import Any
+
+import pytest
+
+import gradbus
+from gradbus import loading
+from gradbus.runtime.bus.bus import connect as connect_loaded
+
+# A host with a client, its controller, and both ranks of a data-parallel run. It notes who imports what meanwhile.
+HOST = """
+import asyncio, json, sys, threading
+import gradbus
+
+preloads, domain = sys.argv[1] == "preload", int(sys.argv[2])
+
+def make_task():
+    import torch
+    from gradbus import models
+
+    torch.set_num_threads(1)
+    images, labels = torch.ones(32, 1, 28, 28), torch.ones(32, dtype=torch.int64)
+    data = models.Dataset("ones", images, labels)
+    return models.ClassificationTask(models.mnist_mlp, models.DataSplit(data, data))
+
+if preloads:
+    gradbus.preload()
+    task = make_task()
+
+imported = {"loop": [], "threads": []}
+
+class Watch:
+    def find_spec(self, name, path=None, target=None):
+        of_loop = threading.current_thread() is threading.main_thread()
+        imported["loop" if of_loop else "threads"].append(name)
+
+async def rank(number):
+    async with gradbus.connect("ranks", domain=domain) as bus:
+        async with gradbus.join_group(bus, rank=number, world=2, timeout_s=60) as group:
+            rules = gradbus.DataParallelConfig(epochs=1, max_steps=2, timeouts={"join_s": 60})
+            async for _ in gradbus.Worker(group, task, rules).epochs():
+                pass
+
+async def client():
+    async with gradbus.connect("rounds", domain=domain) as bus:
+        await gradbus.Client(bus, task, client_id=0).run()
+
+async def main():
+    global task
+    sys.meta_path.insert(0, Watch())
+    async with gradbus.connect("rounds", domain=domain) as bus:
+        if not preloads:
+            task = await asyncio.to_thread(make_task)
+        rules = gradbus.FederatedConfig(rounds=2, clients={"num": 1}, training={"epochs": 1})
+        async with asyncio.TaskGroup() as group:
+            group.create_task(gradbus.Controller(bus, task, rules).run())
+            group.create_task(client())
+            group.create_task(rank(0))
+            group.create_task(rank(1))
+
+asyncio.run(main())
+json.dump(imported, sys.stdout)
+"""
+
+
+def child(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-P", "-c", program, *arguments], capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+# What the names themselves need: a few files without packages of others.
+LIGHT = {
+    "gradbus.connecting", "gradbus.loading", "gradbus.runtime", "gradbus.runtime.misuse", "gradbus.runtime.errors",
+    "gradbus.runtime.nearest", "concurrent.futures.thread", "queue", "_queue", "gc",
+}  # fmt: skip
+
+
+@pytest.mark.slow
+def test_connect_imports_on_a_thread_and_a_run_imports_nothing_on_the_event_loop(domain: int) -> None:
+    ended = child(HOST, "connect", str(domain))
+    assert (ended.returncode, ended.stderr) == (0, "")
+    imported = json.loads(ended.stdout)
+    assert set(imported["loop"]) - LIGHT == set()
+    assert {"torch", "gradbus.actors.federated.client", "gradbus.actors.federated.controller"} <= {*imported["threads"]}
+
+
+@pytest.mark.slow
+def test_after_preload_a_run_imports_nothing_at_all(domain: int) -> None:
+    """Its end is quiet, too: objects that were frozen are let go, or libraries would report them as leaks."""
+    ended = child(HOST, "preload", str(domain))
+    assert (ended.returncode, ended.stderr) == (0, "")
+    imported = json.loads(ended.stdout)
+    assert imported["loop"] == []
+    assert [name for name in imported["threads"] if name.startswith(("gradbus", "torch"))] == []
+
+
+def test_a_program_that_only_sends_and_receives_needs_no_torch(domain: int) -> None:
+    program = """
+import asyncio, sys, gradbus
+async def main():
+    async with gradbus.connect("messages", domain=int(sys.argv[1]), load_actors=False):
+        print("torch" in sys.modules)
+asyncio.run(main())
+"""
+    assert child(program, str(domain)).stdout == "False\n"
+
+
+def test_a_package_that_is_missing_is_an_error_of_connect_with_its_name() -> None:
+    program = """
+import asyncio, sys, gradbus
+sys.modules["cyclonedds"] = None
+async def main():
+    async with gradbus.connect("missing"):
+        pass
+asyncio.run(main())
+"""
+    ended = child(program)
+    assert ended.stderr.splitlines()[-1].startswith(
+        "ImportError: gradbus: the package cyclonedds is not installed here"
+    )
+
+
+def test_preload_freezes_what_is_loaded_unless_it_is_asked_not_to() -> None:
+    program = "import gc, sys, gradbus; gradbus.preload(freeze=sys.argv[1] == 'freeze'); print(gc.get_freeze_count())"
+    assert int(child(program, "freeze").stdout) > 100_000
+    assert int(child(program, "leave").stdout) < 100_000
+
+
+def test_connect_takes_what_the_bus_takes() -> None:
+    """Its arguments are written down twice: here for what loads nothing, and there where all is loaded."""
+    loads, loaded = (inspect.signature(one).parameters for one in (gradbus.connect, connect_loaded))
+    assert {name: str(one) for name, one in loads.items() if name != "load_actors"} == {
+        name: str(one) for name, one in loaded.items()
+    }
+
+
+def test_a_connect_that_is_cancelled_while_it_loads_leaves_the_loading_to_its_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    begun, may_end, loaded = threading.Event(), threading.Event(), set[Any]()
+    monkeypatch.setattr(loading, "_loaded", loaded)
+
+    def part() -> None:
+        begun.set()
+        assert may_end.wait(30)
+        loaded.add(part)
+
+    async def scenario() -> None:
+        first = asyncio.create_task(loading.load_on_thread(part))
+        await asyncio.to_thread(begun.wait, 30)
+        first.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await first
+        second = asyncio.create_task(loading.load_on_thread(part))
+        may_end.set()
+        await second
+        assert loaded == {part}
+
+    asyncio.run(scenario())

@@ -1,0 +1,317 @@
+"""Faults that are planted in the shipped code, to see what finds them: one line changed in each, at run time.
+
+A net of tests is as fine as the faults that it finds. Each mutation here breaks one promise of admission, commit,
+resume, receipts, masks or agreement, and a test, a seed of the simulation or ``gradbus check`` should find it::
+
+    find("an update counts twice").apply(setattr)
+
+A mutation names the lines as they are in the source. Where these change, :meth:`Mutation.apply` fails, and the table is
+to be brought up to date; tests/simulation/test_mutations.py sees to that.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import textwrap
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any
+
+Patch = Callable[[Any, str, Any], object]  # as setattr, or MonkeyPatch.setattr
+
+
+class Outdated(AssertionError):
+    """The shipped code no longer has the lines that a mutation changes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mutation:
+    """Holds one planted fault.
+
+    Attributes:
+        name: of the fault. subject: admission, commit, resume, receipts, commands, masks or agreement.
+        place: of the function, ``module:function`` or ``module:Class.method``, without ``gradbus.``.
+        shipped: lines of its source, which are there once. mutant: what stands in their place.
+        promise: what it breaks: an invariant of ``gradbus check``, or a sentence.
+    """
+
+    name: str
+    subject: str
+    place: str
+    shipped: str
+    mutant: str
+    promise: str
+
+    @property
+    def file(self) -> str:
+        """Return the source file, from the root of the repository."""
+        return self.place.partition(":")[0].replace(".", "/") + ".py"
+
+    def apply(self, patch: Patch) -> None:
+        """Plant the fault in this process. ``patch`` sets an attribute, and may undo that later.
+
+        Raises:
+            Outdated: the lines are not there, or not once.
+        """
+        module_name, _, path = self.place.partition(":")
+        module = importlib.import_module(f"gradbus.{module_name}")
+        *owners, function_name = path.split(".")
+        owner: Any = module
+        for name in owners:
+            owner = getattr(owner, name)
+        shipped = inspect.unwrap(owner.__dict__[function_name])
+        patch(owner, function_name, self._rewritten(shipped, function_name))
+
+    def _rewritten(self, shipped: FunctionType, function_name: str) -> Any:
+        source = textwrap.dedent(inspect.getsource(shipped))
+        old, new = textwrap.dedent(self.shipped).strip("\n"), textwrap.dedent(self.mutant).strip("\n")
+        indented = _found(source, old)
+        if indented is None:
+            raise Outdated(f"{self.name}: {self.place} has these lines not once:\n{old}")
+        text, margin = indented
+        tree = ast.parse(source.replace(text, textwrap.indent(new, margin)))
+        ast.increment_lineno(tree, shipped.__code__.co_firstlineno - 1)
+        made: dict[str, Any] = {}
+        code = compile(tree, shipped.__code__.co_filename, "exec", annotations.compiler_flag)  # as the shipped files
+        exec(code, shipped.__globals__, made)  # noqa: S102 - the project's own source, with a line of this file in it
+        return made[function_name]
+
+
+def _found(source: str, lines: str) -> tuple[str, str] | None:
+    """Return the lines as they stand in the source, and their margin; None: they are not there once."""
+    found = [
+        (textwrap.indent(lines, margin), margin)
+        for margin in (" " * count for count in range(4, 24, 4))
+        if f"\n{textwrap.indent(lines, margin)}\n" in f"\n{source}\n"
+    ]
+    return found[0] if len(found) == 1 and source.count(found[0][0]) == 1 else None
+
+
+ROUNDS = "actors.federated.rounds:Round"
+RECEIVER = "actors.federated.updates_in:UpdateReceiver"
+CONTROLLER = "actors.federated.controller:Controller"
+SESSION = "actors.federated.session:ControllerSession"
+AGREEMENT = "runtime.collectives.agreement:GenerationAgreement"
+MASKING = "actors.secure_aggregation"
+
+MUTATIONS = (
+    Mutation(
+        "an update counts twice", "admission", f"{ROUNDS}.may_send",
+        """
+        if client_id in self.accepted:
+            return REPEATED
+        """,
+        "", "I1",
+    ),
+    Mutation(
+        "a late update counts", "admission", f"{ROUNDS}.staleness",
+        "return 0 if round_id == self.round_id else -1",
+        "return 0", "I1: an update counts in its own round",
+    ),
+    Mutation(
+        "an update beyond those that are enough counts", "admission", f"{ROUNDS}.may_send",
+        """
+        if self.is_full:
+            return SURPLUS
+        """,
+        "", "a round has as many updates as its selection asks for",
+    ),
+    Mutation(
+        "a quarantined client counts", "admission", "actors.federated.update_admission:UpdateAdmission.refusal",
+        "if (why := self.quarantine.exclusion_reason(client_id, request.round_id)) is not None:",
+        "if (why := None) is not None:", "a client in quarantine does not count",
+    ),
+    Mutation(
+        "an older training of a client is not dropped for its newer one", "admission", f"{RECEIVER}.on_request",
+        "if not transfer.source.goes_with(update):",
+        "if False:", "only the newest update of a client counts",
+    ),
+    Mutation(
+        "what has counted is forgotten", "receipts", f"{RECEIVER}.on_request",
+        "if self._counted.get(client_id) == update.whole_key:  # the receipt was lost",
+        "if False:", "I8",
+    ),
+    Mutation(
+        "a receipt goes out before the sum", "receipts", f"{RECEIVER}._fold",
+        "started_s = time.perf_counter()",
+        """
+        receipts.create_task(self._send_receipt(update), name="receipt")
+        started_s = time.perf_counter()
+        """,
+        "I1: a receipt is of an update that counts",
+    ),
+    Mutation(
+        "a refused update gets the receipt of one that counts", "receipts", f"{RECEIVER}._refuse",
+        "await self._send_receipt(update, refusal.text or refusal.reason)",
+        "await self._send_receipt(update)", "I1: a receipt is of an update that counts",
+    ),
+    Mutation(
+        "the residual is kept whatever the answer is", "receipts",
+        "actors.federated.local_training:LocalTraining.on_receipt",
+        """
+        if not receipt.accepted:
+            return
+        """,
+        "", "sent and residual make the whole change",
+    ),
+    Mutation(
+        "an update is offered once", "receipts", "actors.federated.updates_out:UpdateSender.deliver",
+        "async with asyncio.timeout(REPEAT_AFTER_S):",
+        "async with asyncio.timeout(1e6):", "a lost request costs half a second",
+    ),
+    Mutation(
+        "the model is published before it is committed", "commit", f"{CONTROLLER}._commit",
+        """
+        if state.is_durable or self._probe.history.on:
+            await self._compute.run(self._make_durable, report)
+        else:
+            self._make_durable(report)
+        committed_s = time.perf_counter()
+        """,
+        """
+        with tolerate_write_timeout("model", round_id):
+            await self._publisher.publish()
+        await self._compute.run(self._make_durable, report)
+        committed_s = time.perf_counter()
+        """,
+        "I2 and I4: a round that a client knows is not lost",
+    ),
+    Mutation(
+        "a commit is noted before it is saved", "commit", f"{CONTROLLER}._make_durable",
+        """
+        self._state.commit(report, self._publisher.held_apart)
+        self._probe.reached("after_commit_before_note", report.round_id)
+        self._publisher.note_commit(report)
+        """,
+        """
+        self._publisher.note_commit(report)
+        self._probe.reached("after_commit_before_note", report.round_id)
+        self._state.commit(report, self._publisher.held_apart)
+        """,
+        "I4",
+    ),
+    Mutation(
+        "the file of a checkpoint is not synced", "commit", "runtime.checkpoint:_replacing",
+        "_sync(temporary)",
+        "pass", "I4, where the machine loses its power",
+    ),
+    Mutation(
+        "the folder of a checkpoint is not synced", "commit", "runtime.checkpoint:CheckpointStore.save",
+        "_sync(self.directory)",
+        "pass", "I4, where the machine loses its power",
+    ),
+    Mutation(
+        "a resumed run has another id", "resume", "actors.federated.state:RunState._restore",
+        "self.run_id = int(saved.run_id, 16)",
+        "pass", "I4",
+    ),
+    Mutation(
+        "a strategy begins afresh after a resume", "resume", "actors.federated.state:RunState._restore",
+        "self._strategy.load_state(checkpoint.tensors)",
+        "pass", "I3: a resumed run continues bit-equal",
+    ),
+    Mutation(
+        "what the clients hold is forgotten at a resume", "resume", "actors.federated.state:RunState._restore",
+        "self.held = held",
+        "pass", "I2: a client holds the model that the controller believes it holds",
+    ),
+    Mutation(
+        "a start has the incarnation of the one before", "resume", f"{CONTROLLER}._open",
+        "self._identity = Identity(CONTROLLER, max(self._identity.incarnation, again))",
+        "self._identity = Identity(CONTROLLER, self._state.incarnation or self._identity.incarnation)",
+        "clients tell two starts of a controller apart",
+    ),
+    Mutation(
+        "a round that is done again begins with the residual after it", "resume",
+        "actors.federated.client_state:ClientStateStore.last_before",
+        "return max((known for known in self._by_round if known < round_id), default=0)",
+        "return max((known for known in self._by_round if known <= round_id), default=0)",
+        "a resumed run continues bit-equal",
+    ),
+    Mutation(
+        "a controller that was replaced is followed", "commands", f"{SESSION}.accepts_session",
+        "if session < self.incarnation and now_s - self._session_seen_s < OLD_SESSION_S:",
+        "if False:", "clients follow the newest controller",
+    ),
+    Mutation(
+        "an update for the session before is still offered", "commands", f"{SESSION}.is_current",
+        "return self.incarnation == session and self.welcome is not None and self.ended is None",
+        "return self.welcome is not None and self.ended is None",
+        "an update is from the model of its own session",
+    ),
+    Mutation(
+        "a client trains again though its update counts", "commands", f"{SESSION}.wanted",
+        "is_next = command.round_id > self.counted_round or self.repeats is True",
+        "is_next = True", "a client trains once for a command",
+    ),
+    Mutation(
+        "a lost command is not repeated", "commands", "actors.federated.clients:ClientRegistry.lacks_command",
+        """
+        return bool(lacking) and any(
+            _record(self._members[one]).client_id in lacking for one in ids if one in self._members
+        )
+        """,
+        "return False", "a lost message costs a heartbeat",
+    ),
+    Mutation(
+        "a repeated command is trained for again", "commands", f"{SESSION}.take_repeated",
+        "if is_known and repeated.attempt <= self._attempt:",
+        "if False:", "a client trains once for a command",
+    ),
+    Mutation(
+        "the masks of a client that dropped out stay in the sum", "masks",
+        f"{MASKING}.masking_server:MaskingServer._seeds",
+        "for survivor in self.survivors:  # each has added or taken off what it shares with the one that is missing",
+        "for survivor in ():", "I3",
+    ),
+    Mutation(
+        "shares that unmask are not compared with what was fixed", "masks",
+        f"{MASKING}.masking_server:MaskingServer.add_unmasking",
+        "self._check_share(sender, client_id, share)",
+        "pass", "a client that gives a wrong share is named",
+    ),
+    Mutation(
+        "a client unmasks two sets of survivors", "masks", f"{MASKING}.masking_client:MaskingClient.unmask",
+        "if self._survivors is not None and survivors != self._survivors:",
+        "if False:", "no update is ever seen alone",
+    ),
+    Mutation(
+        "two vectors are masked with the same masks", "masks", f"{MASKING}.masking_client:MaskingClient.mask",
+        "self._is_masked = True",
+        "pass", "no update is ever seen alone",
+    ),
+    Mutation(
+        "half of the members decide though the others may live", "agreement", f"{AGREEMENT}._is_quorum",
+        "return all(member in of or member in self._dead for member in self.members)",
+        "return True", "a generation has one successor",
+    ),
+    Mutation(
+        "a proposal that may have been decided is not kept", "agreement", f"{AGREEMENT}._value",
+        "return value if newest else self._target()",
+        "return self._target()", "a generation has one successor",
+    ),
+    Mutation(
+        "a ballot below the promised one is accepted", "agreement", f"{AGREEMENT}._vote",
+        "if view.accepted > self._accepted and view.accepted >= self._promised:",
+        "if view.accepted > self._accepted:", "a generation has one successor",
+    ),
+    Mutation(
+        "an older view of a process takes the place of a newer one", "agreement", f"{AGREEMENT}.receive",
+        """
+        if known is not None and view.version < known.version:
+            return
+        """,
+        "", "a promise that was given is not forgotten",
+    ),
+)  # fmt: skip
+
+
+def find(name: str) -> Mutation:
+    """Return the mutation of this name. Raises LookupError: there is none; the text has all names."""
+    for mutation in MUTATIONS:
+        if mutation.name == name:
+            return mutation
+    raise LookupError(f"no mutation {name!r}; there are: {'; '.join(one.name for one in MUTATIONS)}")

@@ -1,0 +1,70 @@
+"""An elastic script whose steps use what keeps something for a process group: an algorithm, and Horovod's optimizer.
+
+Rank 1 is killed in the midst of a step, with gradients of both on their way, started again, and joins.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import gradbus.torch as hvd
+
+DIES_AT = 6
+
+
+def net() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 2))
+
+
+@hvd.elastic.run
+def train(state: hvd.elastic.TorchState) -> None:
+    ddp = DistributedDataParallel(state.model)
+    hvd.with_algorithm(ddp, [state.optimizer], "topk", density=0.2)
+    state.worlds = [*state.worlds, dist.get_world_size()]
+    while state.step < 12 or len(state.worlds) < 3:
+        x = torch.full((4, 6), float(dist.get_rank() + state.step % 5))
+        state.optimizer.zero_grad()
+        state.other_optimizer.zero_grad()
+        ddp(x).square().mean().backward()
+        state.other(x).square().mean().backward()
+        if state.step == DIES_AT and os.environ["RANK"] == "1" and "GRADBUS_ELASTIC__JOIN" not in os.environ:
+            os.kill(os.getpid(), signal.SIGKILL)
+        state.optimizer.step()
+        state.other_optimizer.step()
+        state.step += 1
+        state.commit()
+        time.sleep(0.01)  # as a larger model would take
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    model, other = net(), net()
+    distributed = hvd.DistributedOptimizer(
+        torch.optim.SGD(other.parameters(), lr=0.01, momentum=0.9), other.named_parameters()
+    )  # fmt: skip
+    state = hvd.elastic.TorchState(
+        model, torch.optim.SGD(model.parameters(), lr=0.01), other=other, other_optimizer=distributed,
+        step=0, worlds=[],
+    )  # fmt: skip
+    scaled: list[int] = []
+    state.register_reset_callbacks([lambda: scaled.append(dist.get_world_size())])
+
+    train(state)
+    flat = torch.cat([one.detach().flatten() for part in (model, other) for one in part.parameters()])
+    weights = hashlib.sha256(flat.numpy().tobytes()).hexdigest()
+    finite = bool(flat.isfinite().all())
+    sys.stdout.write(f"END {weights} {finite} {state.worlds} {scaled}\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,203 @@
+"""The state of an elastic script and its sampler, without other processes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from doc_pages import rows, section
+from torch import nn
+
+import gradbus.torch as hvd
+from gradbus.runtime.errors import CheckpointError, ConfigError
+from gradbus.torch import elastic
+from gradbus.torch.elastic.launched import ScriptElasticSettings, member_place
+
+
+def make(**values: Any) -> elastic.TorchState:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    return elastic.TorchState(model, torch.optim.Adam(model.parameters(), lr=0.1), **values)
+
+
+def step(state: elastic.TorchState) -> None:
+    state.optimizer.zero_grad()
+    state.model(torch.ones(4, 3)).square().sum().backward()
+    state.optimizer.step()
+
+
+def bits(state: elastic.TorchState) -> list[torch.Tensor]:
+    held = state.optimizer.state_dict()["state"].values()
+    return [one.detach().clone() for one in [*state.model.parameters(), *(t for s in held for t in s.values())]]
+
+
+def test_a_restored_state_has_the_bits_of_the_last_commit_each_time() -> None:
+    state = make(epoch=0, seen=[1, 2])
+    step(state)
+    state.epoch, state.seen = 1, [3]
+    state.commit()
+    before = bits(state)
+    for _ in range(2):  # the second time finds what the first one has not changed
+        step(state)
+        state.epoch = 7
+        state.seen.append(4)
+        state.restore()
+        assert all(map(torch.equal, bits(state), before))
+        assert (state.epoch, state.seen, state.commits) == (1, [3], 1)
+        assert all(one.grad is None for one in state.model.parameters())
+
+
+def test_a_name_that_the_state_does_not_have_is_an_error_at_once() -> None:
+    state = make(epoch=0)
+    with pytest.raises(AttributeError, match=r"no 'batch': name it .* TorchState\(\.\.\., batch=\.\.\.\)"):
+        state.batch = 1
+    with pytest.raises(AttributeError, match="'model' is a part of the state"):
+        state.model = nn.Linear(1, 1)
+    with pytest.raises(ConfigError, match="'commit' is a method of the state"):
+        make(commit=1)
+
+
+def test_a_value_that_cannot_be_sent_is_named() -> None:
+    state = make(loss={"last": {1, 2}})
+    with pytest.raises(ValueError, match=r"loss\.last cannot be sent to other ranks"):
+        state.commit()
+
+
+def test_the_checkpoint_goes_on_and_a_foreign_or_damaged_one_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "state.pt"
+    state = make(epoch=0, checkpoint=path)
+    step(state)
+    state.epoch = 5
+    state.commit()
+    again = make(epoch=0, checkpoint=path)
+    begin(again)
+    assert (again.epoch, again.commits) == (5, 1)
+    assert all(map(torch.equal, bits(again), bits(state)))
+    assert [one.name for one in tmp_path.iterdir()] == ["state.pt"]
+    with pytest.raises(CheckpointError, match=r"expected the values \['step'\], found \['epoch'\]"):
+        begin(make(step=0, checkpoint=path))
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match="damaged, or none of TorchState"):
+        begin(make(epoch=0, checkpoint=path))
+    torch.save({"model": {}}, path)
+    with pytest.raises(CheckpointError, match="none of TorchState, format 1"):
+        begin(make(epoch=0, checkpoint=path))
+    path.write_bytes(b"\x80\x04cposix\nsystem\n(S'false'\ntR.")  # a pickle that would run a command
+    with pytest.raises(CheckpointError, match="damaged, or none of TorchState"):
+        begin(make(epoch=0, checkpoint=path))
+
+
+def begin(state: elastic.TorchState) -> None:
+    state.begin(lambda: False, lambda: True, joins=False)
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    dist.init_process_group("dds", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("alone")
+def test_what_belongs_to_one_process_group_is_refused() -> None:
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    model = nn.Linear(3, 2)
+    with pytest.raises(ConfigError, match=r"model is wrapped in DistributedDataParallel.*elastic\.run calls"):
+        elastic.TorchState(nn.parallel.DistributedDataParallel(model))
+    zero = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=torch.optim.SGD, lr=0.1)
+    with pytest.raises(ConfigError, match="optimizer is a ZeroRedundancyOptimizer: each rank has a part"):
+        elastic.TorchState(model, zero)
+    sharded = fully_shard(nn.Linear(3, 2), mesh=dist.init_device_mesh("cpu", (1,)))
+    with pytest.raises(ConfigError, match=r"model has parameters in shards \(FSDP2\)"):
+        elastic.TorchState(sharded)
+
+
+def test_no_sample_is_left_out_or_taken_twice_when_the_number_of_ranks_changes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of 203 samples, by 3 ranks, then 2, then 4, each with batches of 4; the last ones fill up from the first."""
+    sampler = elastic.ElasticSampler(range(203), seed=5)
+    sampler.set_epoch(2)
+    taken: list[int] = []
+    for world, steps in ((3, 5), (2, 3), (4, 100)):
+        by_rank = []
+        for rank in range(world):
+            monkeypatch.setattr("gradbus.torch.elastic.sampler._place", lambda place=(rank, world): place)
+            by_rank.append(list(sampler))
+            assert len(by_rank[-1]) == len(sampler)
+        for number in range(min(steps, -(-len(by_rank[0]) // 4))):
+            batches = [one[4 * number : 4 * number + 4] for one in by_rank]
+            taken += [one[place] for place in range(len(batches[0])) for one in batches]
+            sampler.record_batch(number, len(batches[0]))
+    assert sorted(taken[:203]) == list(range(203))
+    assert taken[203:] == taken[: len(taken) - 203]
+    assert sampler.processed == 203
+    assert list(sampler) == []
+    sampler.set_epoch(3)
+    assert sorted(sampler) != list(sampler)
+    with pytest.raises(CheckpointError, match="0 to 203 processed samples, got 0 and 204"):
+        sampler.load_state_dict({"epoch": 0, "processed": 204})
+
+
+def test_the_environment_says_how_a_process_takes_part() -> None:
+    assert member_place({"RANK": "0", "WORLD_SIZE": "2"}) is None
+    elastic_of = {"GRADBUS_ELASTIC__MIN_WORLD": "1", "GRADBUS_ELASTIC__MAX_WORLD": "3"}
+    place = member_place({**elastic_of, "RANK": "1", "WORLD_SIZE": "2"})
+    assert place is not None
+    assert (place.number, place.founders, place.limits.max_world) == (1, 2, 3)
+    joins = member_place({**elastic_of, "RANK": "1", "WORLD_SIZE": "2", "GRADBUS_ELASTIC__JOIN": "true"})
+    assert joins is not None
+    assert joins.founders == 0
+    with pytest.raises(ConfigError, match="RANK in the environment, a whole number, got ''"):
+        member_place(elastic_of)
+    with pytest.raises(ConfigError, match="torchrun has started this process"):
+        member_place({**elastic_of, "RANK": "1", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "x"})
+    with pytest.raises(ConfigError, match="min_wrold"):
+        member_place({"GRADBUS_ELASTIC__MIN_WROLD": "1"})
+
+
+def test_a_script_that_nothing_has_launched_trains_alone() -> None:
+    state = make(epoch=0)
+
+    @elastic.run
+    def train(state: elastic.TorchState, epochs: int) -> str:
+        while state.epoch < epochs:
+            step(state)
+            state.epoch += 1
+            state.commit()
+        return "trained"
+
+    assert train(state, epochs=3) == "trained"
+    assert (state.commits, dist.is_initialized(), elastic.generation()) == (3, False, 0)
+    with pytest.raises(RuntimeError, match=r"remove destroy_process_group\(\) from the function"):
+        elastic.run(lambda state: dist.destroy_process_group())(state)
+    with pytest.raises(ConfigError, match="the first argument is a TorchState, got int"):
+        elastic.run(lambda state: None)(3)  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match=r"no function of elastic\.run is running"):
+        elastic.leave()
+
+
+def test_the_settings_of_the_page_are_those_of_the_code(root: Path) -> None:
+    page = (root / "docs" / "elastic.md").read_text(encoding="utf-8")
+    told = {row[0]: row[1].strip("`") for row in rows(section(page, "A script of your own"), "variable")}
+    expected = {f"`GRADBUS_ELASTIC__{name.upper()}`": one for name, one in ScriptElasticSettings.model_fields.items()}
+    assert told.keys() - {"`RANK`, `WORLD_SIZE`"} == expected.keys()
+    for name, field in expected.items():
+        assert told[name] == ("" if field.default is None else str(field.default).lower().removesuffix(".0")), name
+
+
+def test_init_of_horovod_in_an_elastic_run_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRADBUS_ELASTIC__MIN_WORLD", "1")
+    with pytest.raises(RuntimeError, match=r"elastic\.run makes the process group.*leave init\(\) out"):
+        hvd.init()
+    model = nn.Linear(1, 1)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+    with pytest.raises(RuntimeError, match="there is no process group yet"):
+        model(torch.ones(1)).sum().backward()
+    elastic.TorchState(model, optimizer).restore()

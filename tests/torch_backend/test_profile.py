@@ -1,0 +1,102 @@
+"""gradbus.torch.profile: the parts of a step, the files, and nothing left behind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch_node import play
+
+import gradbus.torch
+from gradbus.experiments.rundir.reading import read_run
+from gradbus.runtime.profiling.profile import Profile
+from gradbus.runtime.profiling.summary import ProfileSummary, read_summary
+from gradbus.runtime.profiling.table import text_table
+
+STEPS, LATE_S = 12, 0.05  # of profile_scenes
+WAYS = ("dense", "topk", "DistributedOptimizer")
+
+
+@pytest.mark.slow
+def test_each_part_of_a_step_has_its_time_and_the_early_rank_waits(tmp_path: Path) -> None:
+    results = play("profile_scenes", "measured", folder=str(tmp_path))
+    for way in WAYS:
+        check_parts(way, *(result[way] for result in results))
+        check_files(tmp_path / way, [result[way] for result in results])
+    for result in results:
+        assert "another one is under way" in result["nested"]
+        assert result["by hand"] == [1, 4000, True]
+        assert result["left"] == [True, True]
+
+
+def check_parts(way: str, early: dict[str, Any], late: dict[str, Any]) -> None:
+    for one in (early, late):
+        mean = one["mean"]
+        assert (one["steps"], one["failed"]) == (STEPS, 0), way
+        parts = sum(mean[name] for name in ("forward_s", "backward_s", "wait_s", "apply_s", "other_s"))
+        assert parts == pytest.approx(mean["step_s"], rel=1e-6), way
+        assert mean["bytes_out"] > 0
+        assert mean["exchange_ms"] > 0
+        assert ("compression_ms" in mean) == (way == "topk")
+        lines = one["table"].splitlines()
+        assert lines[0].split()[:4] == ["rank", "0," if one is early else "1,", str(STEPS), "steps"]
+        assert [line.split(",")[0].strip() for line in lines[1:4]] == ["step", "forward", "backward"]
+    assert late["mean"]["forward_s"] > LATE_S
+    assert early["mean"]["wait_s"] > LATE_S / 2, way  # it begins to wait when its own backward pass is over
+    assert early["mean"]["forward_s"] < LATE_S / 2
+
+
+def check_files(folder: Path, results: list[dict[str, Any]]) -> None:
+    for rank, result in enumerate(results):
+        summary = read_summary(folder / f"profile-rank-{rank}.jsonl")
+        assert summary is not None
+        assert summary.total["bytes_out"] == result["total"]["bytes_out"]
+        assert summary.mean["wait_s"] == pytest.approx(result["mean"]["wait_s"], abs=1e-6)
+    run = read_run(folder)  # as gradbus report does
+    assert run.kind != "federated"
+    assert [len(windows) for windows in run.windows.values()] == [STEPS // 4] * 2
+    assert set(run.spans) == {0, 1}
+
+
+def test_without_a_process_group_the_error_says_how_to_make_one() -> None:
+    with pytest.raises(RuntimeError, match=r"gradbus\.torch\.init\(\)"), gradbus.torch.profile():
+        pass
+
+
+def test_a_step_that_is_cancelled_counts_nowhere() -> None:
+    profile = Profile(0)
+    with profile.step(0) as step, step.span("compute"):
+        pass
+    step = profile.step(1).__enter__()
+    step.count("bytes_out", 7)
+    with step.span("compute"):
+        pass
+    step.cancel()
+    summary = profile.summary()
+    assert (summary.steps, summary.failed_steps, summary.last_step) == (1, 0, 0)
+    assert summary.outside == {"bytes_out": 7}
+
+
+def test_an_inner_span_takes_its_time_from_the_one_around_it() -> None:
+    profile = Profile(0)
+    with profile.step(0), profile.span("backward") as span:
+        profile.add_inner_span("wait", span._start_s, span._start_s + 100.0)  # noqa: SLF001 - longer than it lasts
+    mean = profile.summary().mean
+    assert (mean["wait_s"], mean["backward_s"]) == (100.0, 0.0)
+
+
+def test_the_table_has_a_line_for_each_part() -> None:
+    summary = ProfileSummary(
+        rank=1, steps=3,
+        mean={"step_s": 0.01, "forward_s": 0.004, "wait_s": 0.006, "exchange_ms": 7.25, "bytes_out": 1234.0},
+        max={"step_s": 0.02, "forward_s": 0.005, "wait_s": 0.015, "exchange_ms": 9.0, "bytes_out": 1234.0},
+    )  # fmt: skip
+    assert text_table(summary).splitlines() == [
+        "rank 1, 3 steps                         mean     longest   share",
+        "  step, ms                             10.00       20.00",
+        "  forward, ms                           4.00        5.00    40 %",
+        "  wait (network), ms                    6.00       15.00    60 %",
+        "  bytes out                            1,234       1,234",
+        "  exchange (beside), ms                 7.25        9.00",
+    ]
