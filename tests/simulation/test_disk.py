@@ -74,4 +74,4 @@ def test_a_full_disk_syncs_nothing_until_there_is_room(tmp_path: Path, process: 
     CLOCK.now_s = START_S + 6.0
     disk.sync(process, file)
     os.close(file)
-    assert disk.refused == 1
+    assert disk.refused_s == {"controller": START_S}

@@ -31,7 +31,7 @@ class Disk:
         self._synced: dict[int, tuple[int, int]] = {}  # by inode: size and time of change as they were synced
         self._entries: dict[Path, bytes | None] = {}  # renamed to, folder not synced: what was there; None: nothing
         self._full_until_s: dict[str, float] = {}  # by role
-        self.refused = 0  # syncs for which there was no room
+        self.refused_s: dict[str, float] = {}  # by role: when there was no room for a sync last
 
     def folder_of(self, role: str) -> Path:
         """Return the folder in which an actor keeps its state."""
@@ -53,7 +53,7 @@ class Disk:
         """Keep the content of a file, or the entries of a folder. Raises OSError: the disk is full."""
         self._at_sync(process, "before")
         if self.is_full(process.role):
-            self.refused += 1
+            self.refused_s[process.role] = now_s()
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         status = os.fstat(file)
         if stat.S_ISDIR(status.st_mode):

@@ -70,7 +70,7 @@ class Fault:
         effect = {
             "kill": f"{self.role} is killed, and starts again after {seconds}",
             "stop": f"{self.role} is stopped gracefully, and starts again after {seconds}",
-            "power": f"the machine of {self.role} loses its power, and {self.role} starts again after {seconds}",
+            "power": f"the power of {self.role} fails, and it starts again after {seconds}",
             "pause": f"{self.role} is paused for {seconds}",
             "slow": f"{self.role} takes nothing from its readers for {seconds}",
             "clock": f"the wall clock of {self.role} jumps by {seconds}",

@@ -74,7 +74,3 @@ def prepared() -> Iterator[None]:
 def collect() -> None:
     """Take apart what finished runs have left."""
     gc.collect()
-
-
-if sys.flags.optimize:
-    raise SystemExit("the simulation relies on assertions: run it without -O")

@@ -62,7 +62,7 @@ def story(world: World, keep: Collection[int] | None = None) -> str:
     more = len(world.findings) - SHOWN_FINDINGS
     return "\n".join(
         [
-            f"seed {world.seed}, flavour {world.flavour}: what does not hold:",
+            f"seed {world.seed}, flavour {world.flavour}: {'what does not hold:' if world.findings else 'all holds'}",
             *(f"    {text}" for text in world.findings[:SHOWN_FINDINGS]),
             *([f"    and {more} more"] if more > 0 else []),
             f"  circumstances: {world.circumstances}",

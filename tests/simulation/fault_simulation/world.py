@@ -35,6 +35,7 @@ DIM = 100
 ROUND_LIMIT_S = 65.0  # of virtual time, for each round with all faults
 COMPUTE_S = 5e-4  # mean cost of a computation that is no training
 KERNEL_REPORTS_S = (1e-3, 0.04)  # from the end of a process until the kernel reports it
+FULL_S = 5.0  # from a sync that found the disk full until the actor has ended with that error
 RECONNECT_S = 3.0  # after a partition or a pause, until all have found each other again
 NEVER_LOGGED = ("strike", "history ends", "message not handled", "readers or writers not deleted")
 CHECK_EVERY = 64  # callbacks
@@ -112,7 +113,7 @@ class World:
         self.findings.append(f"at {now_s() - START_S:.3f} s: {text}")
 
     def on_loop_error(self, context: dict[str, Any]) -> None:
-        """An exception has reached the loop."""
+        """Note an exception that has reached the loop."""
         error, process = context.get("exception"), current()
         if isinstance(error, Killed) or (process is not None and process.dead):
             return
@@ -121,7 +122,7 @@ class World:
         self.finding(f"an exception reached the loop of {name}: {context.get('message')} {error!r}\n{text}")
 
     def on_log(self, process: VirtualProcess, method: str, event: str, facts: dict[str, Any], error: str) -> None:
-        """A process has logged an event."""
+        """Take an event that a process has logged."""
         shown = " ".join(f"{name}={value}" for name, value in sorted(facts.items()))
         self.trace.add(f"{process.name} logs {method}: {event} {shown}")
         if process.dead or self.disk.is_full(process.role):
@@ -130,7 +131,7 @@ class World:
             self.finding(f"{process.name} logged {method}: {event} {shown} {error}")
 
     def on_note(self, process: VirtualProcess, event: str, facts: dict[str, Any]) -> None:
-        """A process journals a decision."""
+        """Take a decision that a process journals."""
         if process.dead:
             return
         self.journal.append((process, event, facts))
@@ -275,10 +276,12 @@ class World:
         except asyncio.CancelledError:
             again_s = self._restart_s.pop(process.name)
         except CheckpointError as error:
-            if not self.disk.refused:
-                process.result = error
-            else:  # somebody makes room, and starts it again
+            if (
+                now_s() < self.disk.refused_s.get(process.role, 0.0) + FULL_S
+            ):  # somebody makes room, and starts it again
                 again_s = 1.0 + self.disk.full_for_s(process.role)
+            else:
+                process.result = error
         except Exception as error:
             process.result = error
         if process.dead:
