@@ -25,9 +25,9 @@ from fault_simulation.seeds import SMALL
 from fault_simulation.tasks import PacketTask
 from fault_simulation.trace import Trace
 from fault_simulation.virtual_loop import Deadlock, Livelock, VirtualLoop
-from gradbus import connect
 from gradbus.actors import Client, Controller
 from gradbus.models import NoopTask
+from gradbus.runtime.bus.bus import connect  # not gradbus.connect, which loads on a real thread
 from gradbus.runtime.config.federated import ClientConfig, FederatedConfig
 from gradbus.runtime.errors import CheckpointError
 
