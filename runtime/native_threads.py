@@ -34,12 +34,14 @@ def cpu_time_of(thread: int) -> float:
 
 
 class ThreadFamily:
-    """Knows the threads that one thread has started, and itself. Where the system has no ``/proc``, all of the process
-    stands for them."""
+    """Knows the threads that one thread has started, and itself. Where the system has no ``/proc``, or lets nobody name
+    a thread there, all of the process stands for them."""
 
     def __init__(self) -> None:
-        self._name = f"gradbus-{next(_numbers) % 10_000_000}"  # of 15 bytes at most
-        self._cpu_s: dict[int, float] = {}  # by thread, also of those that have ended
+        self._name = b"gradbus-%d" % (next(_numbers) % 10_000_000)  # of 15 bytes at most
+        self._is_known = _TASKS.is_dir()
+        self._cpu_s: dict[int, float] = {}  # by thread
+        self._ended_s = 0.0  # of those that have ended
         self._looked_s = float("-inf")
 
     def enter(self, cores: Collection[int] = ()) -> None:
@@ -52,8 +54,11 @@ class ThreadFamily:
         Raises:
             ConfigError: this system, or this process, cannot run threads there.
         """
-        if _TASKS.is_dir():
-            (_TASKS / str(threading.get_native_id()) / "comm").write_text(self._name)
+        if self._is_known:
+            try:
+                (_TASKS / str(threading.get_native_id()) / "comm").write_bytes(self._name)
+            except OSError:  # as in a container that may only read /proc
+                self._is_known = False
         if cores:
             _run_on(cores)
 
@@ -63,24 +68,24 @@ class ThreadFamily:
         return sorted(thread for thread in map(int, os.listdir(_TASKS)) if self._is_ours(thread))
 
     def _is_ours(self, thread: int) -> bool:
-        try:
-            return (_TASKS / str(thread) / "comm").read_text().rstrip("\n") == self._name
+        try:  # as bytes: a thread of the program may have any name, also half a character at its end
+            return (_TASKS / str(thread) / "comm").read_bytes().rstrip(b"\n") == self._name
         except OSError:  # it has ended
             return False
 
     def cpu_s(self) -> float:
         """Return the processor time of all of them so far, in seconds."""
-        if not _TASKS.is_dir():
+        if not self._is_known:
             return time.process_time()
         if time.monotonic() - self._looked_s >= _LOOK_S:
             self._cpu_s.update({thread: 0.0 for thread in self.threads if thread not in self._cpu_s})
             self._looked_s = time.monotonic()
-        for thread in self._cpu_s:
+        for thread in list(self._cpu_s):
             try:
                 self._cpu_s[thread] = max(self._cpu_s[thread], cpu_time_of(thread))
-            except OSError:  # it has ended: what it took stays
-                continue
-        return sum(self._cpu_s.values())
+            except OSError:  # it has ended: what it took stays, and its number may be given to a thread of others
+                self._ended_s += self._cpu_s.pop(thread)
+        return self._ended_s + sum(self._cpu_s.values())
 
 
 def _run_on(cores: Collection[int]) -> None:

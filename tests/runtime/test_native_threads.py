@@ -7,11 +7,14 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from patience import until
 
+from gradbus.runtime import native_threads
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.native_threads import ThreadFamily, cpu_time_of
 
@@ -95,6 +98,67 @@ def test_processor_time_is_that_of_the_thread_and_its_workers_alone_also_when_th
     other.join()
     assert 0.2 <= found_s <= 0.25 + own_s, "with the worker, and without the other thread"
     assert later_s >= found_s, "what has ended stays"
+
+
+@pytest.mark.parametrize("name", [b"\xd0\xba\xd0", b"two\nlines", b""], ids=["half a character", "two lines", "none"])
+def test_threads_of_the_program_may_have_any_name(name: bytes) -> None:
+    family, is_named, may_end = ThreadFamily(), threading.Event(), threading.Event()
+
+    def odd() -> None:
+        Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_bytes(name)
+        is_named.set()
+        may_end.wait(20.0)
+
+    def compute() -> bool:
+        family.enter()
+        return family.threads == [threading.get_native_id()]
+
+    other = threading.Thread(target=odd)
+    other.start()
+    try:
+        assert is_named.wait(20.0)
+        assert on_a_thread(compute)
+    finally:
+        may_end.set()
+        other.join()
+
+
+def test_threads_that_have_ended_are_forgotten_but_for_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native_threads, "_LOOK_S", 0.0)  # each time
+    family = ThreadFamily()
+
+    def compute() -> tuple[float, int]:
+        family.enter()
+        for _ in range(8):
+            is_burnt, may_end = threading.Event(), threading.Event()
+
+            def work(is_burnt: threading.Event = is_burnt, may_end: threading.Event = may_end) -> None:
+                burn(0.01)
+                is_burnt.set()
+                may_end.wait(20.0)
+
+            worker = threading.Thread(target=work)
+            worker.start()
+            assert is_burnt.wait(20.0)
+            family.cpu_s()
+            may_end.set()
+            worker.join()
+        # The system may have a thread a moment longer than Python.
+        until(lambda: len(family.threads) == 1)
+        return family.cpu_s(), len(family._cpu_s)  # noqa: SLF001 - what is kept of them
+
+    cpu_s, kept = on_a_thread(compute)
+    assert cpu_s >= 8 * 0.01
+    assert kept == 1, "the first one"
+
+
+def test_where_threads_cannot_be_named_the_process_stands_for_them(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(native_threads, "_TASKS", tmp_path)  # none of the files in it
+    family = ThreadFamily()
+    on_a_thread(family.enter)
+    assert family.cpu_s() == pytest.approx(time.process_time(), abs=0.5)
 
 
 def burn(cpu_s: float) -> None:
