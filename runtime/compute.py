@@ -27,7 +27,7 @@ class ComputeThread:
     def __init__(self, name: str = "compute") -> None:
         self._executor = drive.executor(name=f"gradbus-{name}")
         self._running = threading.Event()  # the stop flag of the function that runs
-        self._closed = False
+        self._closed = threading.Event()
         self._latest = self._running  # of the one that was brought last
 
     def __enter__(self) -> Self:
@@ -40,9 +40,10 @@ class ComputeThread:
         """Whether the running function is no longer wanted."""
         return self._running.is_set()
 
-    def wait_for_stop(self, timeout_s: float) -> bool:
-        """Wait, on any thread but the event loop's, until the running function is asked to stop; whether it is."""
-        return self._running.wait(timeout_s)
+    def rest(self, timeout_s: float) -> None:
+        """Wait so long, on any thread but the event loop's, or until the running function is asked to stop. A function
+        that goes on although it was asked waits all the same, until the thread is closed."""
+        (self._closed if self.should_stop() else self._running).wait(timeout_s)
 
     def stop_current(self) -> None:
         """Ask the function that runs, or is just about to, to give up. It does not concern those that follow."""
@@ -91,13 +92,13 @@ class ComputeThread:
 
     async def run_or_follow(self, function: Callable[[], T]) -> T:
         """The same; where the thread is closed, on another one once the last function has ended."""
-        task, was_closed = asyncio.current_task(), self._closed
+        task, was_closed = asyncio.current_task(), self._closed.is_set()
         cancels = task.cancelling() if task else 0
         try:
             if not was_closed:
                 return await self.run(function)
         except asyncio.CancelledError:
-            if not self._closed or (task and task.cancelling() > cancels):
+            if not self._closed.is_set() or (task and task.cancelling() > cancels):
                 raise
             # It is the function that was cancelled, not the caller: it had not begun when the thread was closed.
 
@@ -109,6 +110,6 @@ class ComputeThread:
 
     def close(self) -> None:
         """Ask what runs to stop, and take nothing new. Does not wait."""
-        self._closed = True
+        self._closed.set()
         self.stop_current()
         self._executor.shutdown(wait=False, cancel_futures=True)

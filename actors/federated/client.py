@@ -169,7 +169,7 @@ class Client:
         self._leaving = "stopped"  # why it leaves, unless the run has ended
         shown = NamedModel(self._shown_model, lambda: self._model)
         self._observer = ClientObserver(callbacks, self._config.callbacks, shown, self._changed)
-        self._budget = self._budget_kind(self._config.budget, wait=lambda seconds: self._compute.wait_for_stop(seconds))
+        self._budget = self._budget_kind(self._config.budget, wait=lambda seconds: self._compute.rest(seconds))
         self._paused_in: TrainCmd | None = None  # the command whose training a pause has called off
         self._group: TaskGroup | None = None  # of the tasks of a run
         self._declined: tuple[JoinDeclined, int] | None = None  # why it does not take part in a run, and in which

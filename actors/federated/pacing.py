@@ -66,7 +66,8 @@ class Pacer:
         """
         Args:
             cpu_s: processor time of what trains, in seconds.
-            wait: waits for so many seconds, or until training is called off. clock: in seconds.
+            wait: waits for so many seconds, or until training is called off; one that goes on after that still waits.
+            clock: in seconds.
         """
         self._budget = budget
         self._cpu_s = cpu_s
@@ -81,9 +82,9 @@ class Pacer:
         return PacedTraining(self, is_called_off, self._clock, self._budget.seconds_per_round)
 
     def pause(self, at_most_s: float) -> None:
-        """Wait as long as the share of a core asks for, at most so long."""
+        """Wait as long as the share of a core asks for, at most so long (more than 0)."""
         if self._limit is not None and (pause_s := self._limit.pause_s(self._cpu_s(), self._clock())) > 0.0:
-            self._wait(min(pause_s, max(0.0, at_most_s)))
+            self._wait(min(pause_s, at_most_s))
 
 
 class PacedTraining:
@@ -116,15 +117,18 @@ class PacedTraining:
         """Whether to train no longer; where training goes on, this has waited as the budget asks for."""
         if self.is_called_off():
             return True
-        self.pause()
+        if self._clock() < self._until_s:
+            self.pause()
         if self._clock() >= self._until_s and not self.is_called_off():
             self.is_out_of_time = True
         return self.is_out_of_time or self.is_called_off()
 
     def pause(self, *_: Any) -> None:
-        """Wait as the budget asks for."""
+        """Wait as the budget asks for: within the time of the round not longer than that, and after it, in a training
+        that goes on, in full."""
         if self._pacer is not None:
-            self._pacer.pause(self._until_s - self._clock())
+            left_s = self._until_s - self._clock()
+            self._pacer.pause(left_s if left_s > 0.0 else float("inf"))
 
     @property
     def overtime_s(self) -> float:

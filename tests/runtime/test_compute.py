@@ -221,6 +221,33 @@ def test_who_may_follow_gets_the_result_where_closing_drops_its_function_from_th
     run_quietly(main)
 
 
+def test_a_rest_ends_when_the_function_is_to_stop_and_one_that_goes_on_rests_until_the_thread_is_closed() -> None:
+    rested_s: list[float] = []
+    is_resting, goes_on = threading.Event(), threading.Event()
+
+    def deaf(compute: ComputeThread) -> None:
+        for seconds in (60.0, 0.05, 60.0):
+            began_s = time.monotonic()
+            is_resting.set()
+            compute.rest(seconds)
+            rested_s.append(time.monotonic() - began_s)
+            if len(rested_s) == 2:
+                goes_on.set()
+
+    async def main() -> None:
+        with ComputeThread() as compute:
+            running = asyncio.create_task(compute.run(deaf, compute))
+            assert await asyncio.to_thread(is_resting.wait, 20)
+            compute.stop_current()
+            assert await asyncio.to_thread(goes_on.wait, 20)
+        await running
+
+    run_quietly(main)
+    assert rested_s[0] < 50.0
+    assert rested_s[1] >= 0.05, "it was asked to stop before"
+    assert rested_s[2] < 50.0
+
+
 def test_a_stop_iteration_reaches_the_caller_as_what_a_future_can_hold() -> None:
     async def main() -> None:
         with ComputeThread() as compute:

@@ -115,6 +115,16 @@ def test_time_is_over_between_two_batches_and_a_pause_does_not_outlast_it() -> N
     assert training.overtime_s == 0.0
 
 
+def test_a_training_that_goes_on_after_its_time_keeps_its_share() -> None:
+    machine = Machine()
+    training = machine.pacer(core_share=0.5, seconds_per_round=5.0).begin(never)
+    training.use(1.0)
+    while machine.now_s < 1060.0:
+        machine.compute(0.2)
+        training.pause()  # after a step of its optimizer: it never asks whether to stop
+    assert max(machine.share_of(1000.0 + start_s) for start_s in range(45)) <= 0.55
+
+
 def test_the_model_that_stays_here_has_half_of_the_time_and_the_global_one_what_is_left() -> None:
     machine = Machine()
     training = machine.pacer(seconds_per_round=60.0).begin(never)
