@@ -99,8 +99,8 @@ class RunAborted(TrainingFailed):
 
 
 class OutOfTurn(GradbusError, RuntimeError):
-    """A client in a script was used out of order, such as a second ``send`` for one ``receive``; the text says what to
-    call."""
+    """A client was used out of order, such as a second ``run``, or a second ``send`` for one ``receive`` in a script;
+    the text says what to call."""
 
 
 class RunOver(GradbusError):

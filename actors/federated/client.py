@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import itertools
 import operator
+import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from functools import partial
@@ -53,7 +54,15 @@ from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.compute import ComputeThread
 from gradbus.runtime.config.federated import ClientConfig
 from gradbus.runtime.dds.missing_peers import EVERY_S, WaitLog
-from gradbus.runtime.errors import BarrierTimeout, ConfigError, JoinDeclined, JoinRefused, RunAborted, TrainingFailed
+from gradbus.runtime.errors import (
+    BarrierTimeout,
+    ConfigError,
+    JoinDeclined,
+    JoinRefused,
+    OutOfTurn,
+    RunAborted,
+    TrainingFailed,
+)
 from gradbus.runtime.logs import get_logger, process_name
 from gradbus.runtime.misuse import awaited
 from gradbus.runtime.names import check_name
@@ -172,6 +181,7 @@ class Client:
         self._budget = self._budget_kind(self._config.budget, wait=lambda seconds: self._compute.rest(seconds))
         self._paused_in: TrainCmd | None = None  # the command whose training a pause has called off
         self._group: TaskGroup | None = None  # of the tasks of a run
+        self._home: tuple[int, asyncio.AbstractEventLoop] | None = None  # thread and event loop of the run
         self._declined: tuple[JoinDeclined, int] | None = None  # why it does not take part in a run, and in which
         self._context: ClientContext  # made by _open, as are models and answers
         self._models: ClientModels
@@ -310,8 +320,26 @@ class Client:
 
         A training that is under way is called off between two batches. An update that is made already is still sent,
         and with secure aggregation this client goes on helping to unmask the sum that it is in. Models still arrive.
-        Called on the event loop; from another thread by ``loop.call_soon_threadsafe``.
+        May be called on any thread, such as that of a callback; on another one than the event loop's it takes effect
+        as soon as the loop gets to it. Once the run has ended it does nothing.
         """
+        self._on_loop(self._pause)
+
+    def resume(self) -> None:
+        """Take part again, from the next round on; in asynchronous runs at once. May be called on any thread."""
+        self._on_loop(self._resume)
+
+    def _on_loop(self, call: Callable[[], None]) -> None:
+        """Call this on the event loop of the run: now, where that runs on this thread, or there is none."""
+        if self._home is None or self._home[0] == threading.get_ident():
+            call()
+        else:
+            with contextlib.suppress(RuntimeError):  # the loop has closed just now
+                self._home[1].call_soon_threadsafe(call)
+
+    def _pause(self) -> None:
+        if self._session.ended is not None:  # it may still wait for the last model, which is announced
+            return
         if not self._status.is_paused:
             self._status.is_paused = True
             if not self._status.is_delivering:
@@ -319,8 +347,7 @@ class Client:
                 self._compute.stop_current()
             self._announce_pause()
 
-    def resume(self) -> None:
-        """Take part again, from the next round on; in asynchronous runs at once."""
+    def _resume(self) -> None:
         if self._status.is_paused:
             self._status.is_paused = False
             self._forget_pause()
@@ -374,8 +401,15 @@ class Client:
             ConfigError: its settings do not fit the model.
             BarrierTimeout: no controller was received for ``controller_timeout_s``.
             TrainingFailed: the run has ended because training failed here. RunAborted: because it failed on the other
-                clients, or a setting of the controller is wrong. CallbackFailed: a callback has raised.
+                clients, or a setting of the controller is wrong. CallbackFailed: a callback has raised. OutOfTurn: this
+            client has run before, or runs.
         """
+        if self._home is not None:
+            raise OutOfTurn(
+                "this client has run before, or runs now: a client takes part once, by one run() or one rounds(). To "
+                "take part again, make another gradbus.Client"
+            )
+        self._home = threading.get_ident(), asyncio.get_running_loop()
         try:
             await self._do_or_report(self._build)
             self._session.begin()

@@ -55,6 +55,7 @@ class ClientObserver:
         self._models = models
         self._changed = changed
         self._thread = ComputeThread(f"{name}-callbacks")
+        self._copying = ComputeThread(f"{name}-state")  # a callback may be slow, and may itself wait for a state
         self._pending = asyncio.Event()  # a model has come that on_model has not had
         self._shown: ArrivedModel | None = None  # that it has had
         self._on_report: Callable[[ClientReport], object] = lambda report: None
@@ -124,7 +125,7 @@ class ClientObserver:
             raise RuntimeError("no global model has arrived yet: await this after the client's first round has begun")
         if self._models.lacks_frozen(model.welcome):
             raise RuntimeError("the frozen parameters have not arrived yet: they come before the first round")
-        return await self._thread.run_or_follow(lambda: self._models.state(model, self.personal))
+        return await self._copying.run_or_follow(lambda: self._models.state(model, self.personal))
 
     async def _call(self, method: str, make: Callable[[], tuple[Any, ...]]) -> None:
         """Call this method of all callbacks that have it, with what ``make`` makes on their thread."""
@@ -136,5 +137,6 @@ class ClientObserver:
             self._changed.set()
 
     def close(self) -> None:
-        """End the thread. A callback that runs is finished."""
+        """End the threads. A callback that runs is finished."""
         self._thread.close()
+        self._copying.close()

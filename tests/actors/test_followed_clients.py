@@ -20,7 +20,7 @@ import gradbus
 from gradbus.actors.federated.client import Client
 from gradbus.actors.federated.client_report import CALLED_OFF, ClientReport
 from gradbus.models import NoopTask, TrainResult
-from gradbus.runtime.errors import CallbackFailed, ConfigError
+from gradbus.runtime.errors import CallbackFailed, ConfigError, OutOfTurn
 
 _jobs = itertools.count()
 
@@ -179,6 +179,51 @@ def test_before_the_first_model_there_is_no_state() -> None:
 
     with pytest.raises(RuntimeError, match="no global model has arrived yet"):
         run(main())
+
+
+class Asking:
+    """Asks its client for the newest model in the midst of a callback, and waits for it there."""
+
+    def __init__(self) -> None:
+        self.client: Client
+        self.loop: asyncio.AbstractEventLoop
+        self.states: list[dict[str, Tensor]] = []
+
+    def on_model(self, round_id: int, model: dict[str, Tensor]) -> None:
+        asked = asyncio.run_coroutine_threadsafe(self.client.state_dict(), self.loop)
+        self.states.append(asked.result(PATIENT_S))
+
+
+def test_a_callback_may_wait_for_the_state_of_its_client() -> None:
+    asking = Asking()
+
+    def make(bus: gradbus.Bus, client_id: int) -> Client:
+        asking.loop = asyncio.get_running_loop()
+        asking.client = Client(bus, NetTask(), client_id=client_id, callbacks=[asking])
+        return asking.client
+
+    scene = Scene(make, count=1, rounds=1)
+    run(scene.main())
+    assert same(asking.states[-1], scene.states[-1])
+
+
+def test_a_client_runs_once_and_a_second_time_is_an_error_that_says_so() -> None:
+    async def again(client: Client) -> None:
+        with pytest.raises(OutOfTurn, match=r"make another gradbus\.Client"):
+            await anext(client.rounds())
+        with pytest.raises(OutOfTurn, match="runs now"):
+            await client.run()
+
+    class Twice(Scene):
+        async def take_part(self, client: Client) -> Any:
+            async for report in client.rounds():
+                if report.round_id == 1:
+                    await again(client)
+            await again(client)
+
+    scene = Twice(lambda bus, one: Client(bus, NetTask(), client_id=one), count=1, rounds=2)
+    run(scene.main())
+    assert [report.clients for report in scene.reports] == [(0,), (0,)]
 
 
 def test_a_model_comes_while_the_client_still_trains() -> None:

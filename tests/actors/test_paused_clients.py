@@ -9,7 +9,7 @@ import os
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -251,6 +251,62 @@ def test_the_checker_of_histories_computes_rounds_without_a_paused_client_again(
     found = {one.name: one for one in check(read_history(tmp_path))}
     assert {name: one.violations for name, one in found.items() if one.violations} == {}
     assert found["I3"].checked >= 4
+
+
+class Notes(Client):
+    """Notes on which threads it changes what its event loop looks at."""
+
+    threads: ClassVar[list[int]] = []
+
+    def _announce_pause(self) -> None:
+        self.threads.append(threading.get_ident())
+        super()._announce_pause()
+
+
+def test_a_callback_pauses_and_resumes_its_client_on_the_thread_that_it_is_called_on() -> None:
+    class PausesOnce:
+        client: Client
+        threads: ClassVar[set[int]] = set()
+
+        def on_report(self, report: Any) -> None:
+            self.threads.add(threading.get_ident())
+            if report.round_id == 1:
+                for _ in range(100):
+                    self.client.pause()
+                    self.client.resume()
+                self.client.pause()
+
+    callback = PausesOnce()
+
+    def make(bus: gradbus.Bus, task: Any, *, client_id: int) -> Client:
+        client = Notes(bus, task, client_id=client_id, callbacks=[callback] if client_id else [])
+        if client_id:
+            callback.client = client
+        return client
+
+    Notes.threads.clear()
+    scene = Scene(Held(2), Held(), rounds=3, make=make)
+
+    async def program(scene: Scene) -> None:
+        await eventually(lambda: 2 in scene.tasks[0].begun)
+        await eventually(lambda: scene.controller._registry.paused_ids())  # noqa: SLF001 - no event tells of it
+        scene.clients[1].resume()
+        await eventually(lambda: not scene.controller._registry.paused_ids())  # noqa: SLF001 - no event tells of it
+        scene.tasks[0].held.clear()
+
+    scene.play(program)
+    assert scene.reports[-1].clients == (0, 1)
+    assert len(Notes.threads) == 202
+    assert set(Notes.threads) == {threading.get_ident()}
+    assert callback.threads.isdisjoint(Notes.threads)
+
+
+def test_a_pause_after_the_end_of_the_run_is_none() -> None:
+    scene = Scene(Held(), Held(), rounds=1)
+    scene.play(nothing)
+    scene.clients[1].pause()
+    assert not scene.clients[1].is_paused
+    scene.clients[1].resume()
 
 
 class PausesWhileSending(Client):
