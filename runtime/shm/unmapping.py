@@ -6,6 +6,7 @@ longer on a busy machine.
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 from collections.abc import Callable
@@ -13,6 +14,9 @@ from collections.abc import Callable
 from gradbus.runtime import forks
 
 LARGE_BYTES = 16 << 20  # less is given back in less than a millisecond
+MAX_WAITING = (
+    64  # mappings; whoever drops another one gives it back itself, or memory would fill faster than it empties
+)
 
 _waiting: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()  # may be put into by destructors, at any point
 _lock = forks.new_lock()
@@ -28,17 +32,19 @@ forks.in_child(_forget)
 
 
 def start() -> None:
-    """Start the thread, if it does not run. For whoever makes memory: a destructor should start none."""
+    """Start the thread, if it does not run. For whoever makes memory: a destructor should start none. Where the system
+    starts none, as at the end of the interpreter, memory is given back by whoever drops it."""
     global _thread
     with _lock:
         if _thread is None:
             _thread = threading.Thread(target=_run, name="gradbus-unmap", daemon=True)
-            _thread.start()
+            with contextlib.suppress(RuntimeError):
+                _thread.start()
 
 
 def unmap_later(unmap: Callable[[], object]) -> None:
-    """Call ``unmap`` on the thread; here, where there is none."""
-    if _thread is None or not _thread.is_alive():
+    """Call ``unmap`` on the thread; here, where there is none, or where it is far behind."""
+    if _thread is None or not _thread.is_alive() or _waiting.qsize() >= MAX_WAITING:
         unmap()
     else:
         _waiting.put(unmap)

@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from memory_maps import mapped, open_files
+from patience import until
 
 from gradbus.runtime.shm import segment as segment_module
 from gradbus.runtime.shm import unmapping
@@ -274,6 +275,32 @@ def test_large_memory_is_given_back_on_a_thread_whoever_drops_it(monkeypatch: py
     del large
     assert gone.wait(30)
     assert threads == ["gradbus-unmap"]
+
+
+def test_memory_that_waits_to_be_given_back_is_bounded() -> None:
+    unmapping.start()
+    may_go_on, here, done = threading.Event(), threading.get_ident(), list[int]()
+    try:
+        unmapping.unmap_later(lambda: may_go_on.wait(30))
+        for _ in range(unmapping.MAX_WAITING + 3):
+            unmapping.unmap_later(lambda: done.append(threading.get_ident()))
+        assert len(done) >= 2, "more than wait is given back at once"
+        assert set(done) == {here}
+    finally:
+        may_go_on.set()
+    until(lambda: len(done) == unmapping.MAX_WAITING + 3)
+    assert set(done) != {here}
+
+
+def test_large_memory_is_made_where_no_thread_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none_left(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(unmapping, "_thread", None)
+    monkeypatch.setattr(threading.Thread, "start", none_left)
+    large = Segment(unmapping.LARGE_BYTES)
+    assert len(large.memory) == unmapping.LARGE_BYTES
+    del large
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
