@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from dds_domains import new_domain
-from patience import PATIENT_S, run
+from patience import PATIENT_S, run, until
 from script_scene import build_model
 from structlog.testing import capture_logs
 from torch import nn
@@ -197,6 +197,38 @@ def test_a_training_takes_its_share_of_a_core() -> None:
     # A credit of half a second, building the model, and one batch more; less on a machine that is busy.
     assert 0.25 * 0.2 * train_s < used_s < 0.2 * (train_s + 0.5) + 0.5
     assert warnings == []
+
+
+class PausedAndDeaf(Slow):
+    """Has its client paused in the first attempt, and makes its steps all the same. ``took_s``: for these."""
+
+    client: Client
+    took_s = 0.0
+
+    def train(self, model: Any, *, should_stop: Callable[[], bool], **_: Any) -> TrainResult:
+        if not self.took_s:
+            self.client.pause()
+            until(should_stop)
+            optimizer, began_s = torch.optim.SGD(model.parameters()), time.monotonic()
+            for _ in range(20):
+                until_s = time.thread_time() + 0.02
+                while time.thread_time() < until_s:
+                    pass
+                optimizer.step()
+            self.took_s = time.monotonic() - began_s
+            self.client.resume()
+        return TrainResult(1, 0.5)
+
+
+def test_a_training_that_does_not_stop_when_its_client_is_paused_keeps_its_share() -> None:
+    task = PausedAndDeaf()
+
+    def make(*arguments: Any, **settings: Any) -> Client:
+        task.client = Client(*arguments, **settings)
+        return task.client
+
+    played(task, {"core_share": 0.2}, make)
+    assert task.took_s >= 20 * 0.02 / 0.2 - 0.5 - 0.1, "less the credit, and the last pause"
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system has no sched_setaffinity")
