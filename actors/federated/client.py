@@ -363,7 +363,11 @@ class Client:
         log.info("paused" if self._status.is_paused else "resumed", **self._facts)
         self._changed.set()
         if self._group is not None:
-            self._group.create_task(self._heartbeat.send_hello(), name=f"client-{self.client_id}-hello")
+            hello = self._heartbeat.send_hello()
+            try:
+                self._group.create_task(hello, name=f"client-{self.client_id}-hello")
+            except RuntimeError:  # something has ended this client, which only waits for its training to let go
+                hello.close()
 
     async def state_dict(self) -> dict[str, Any]:
         """Return the newest global model that has arrived: tensors by name, for ``model.load_state_dict``.

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from dds_domains import new_domain
-from patience import PATIENT_S, eventually, run
+from patience import PATIENT_S, eventually, run, until
 from secure_runs import DIM as SECURE_DIM
 from secure_runs import Moving, delta_of
 from structlog.testing import capture_logs
@@ -30,7 +30,7 @@ from gradbus.experiments.history.invariants import check
 from gradbus.experiments.history.reader import read_history
 from gradbus.models import NoopTask, TrainingStopped
 from gradbus.models.task import EvalResult
-from gradbus.runtime.errors import BarrierTimeout
+from gradbus.runtime.errors import BarrierTimeout, CallbackFailed
 
 DIM = 50
 _jobs = itertools.count()
@@ -299,6 +299,46 @@ def test_a_callback_pauses_and_resumes_its_client_on_the_thread_that_it_is_calle
     assert len(Notes.threads) == 202
     assert set(Notes.threads) == {threading.get_ident()}
     assert callback.threads.isdisjoint(Notes.threads)
+
+
+class Unstoppable(Held):
+    """Trains until ``may_end``, whoever calls it off."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_end = threading.Event()
+
+    def train(self, model: Any, **arguments: Any) -> Any:
+        self.begun.append(arguments["round_id"])
+        self.may_end.wait(PATIENT_S)
+        return NoopTask.train(self, model, **arguments)
+
+
+def test_a_client_that_something_has_ended_is_paused_while_it_waits_for_its_training() -> None:
+    task = Unstoppable()
+
+    class Fails:
+        def on_model(self, round_id: int, model: Any) -> None:
+            until(lambda: task.begun)
+            raise KeyError("map")
+
+    def make(bus: gradbus.Bus, task: Any, *, client_id: int) -> Client:
+        return Client(bus, task, client_id=client_id, callbacks=[Fails()])
+
+    async def program(scene: Scene) -> None:
+        try:
+            await eventually(lambda: scene.clients[0]._leaving.startswith("failed"))  # noqa: SLF001 - no event tells of it
+            scene.clients[0].pause()
+            scene.clients[0].resume()
+            paused.append(True)
+        finally:
+            task.may_end.set()
+
+    paused: list[bool] = []
+    with pytest.raises(ExceptionGroup) as caught:
+        Scene(task, make=make).play(program)
+    assert caught.group_contains(CallbackFailed, match="KeyError: 'map'")
+    assert paused == [True]
 
 
 def test_a_pause_after_the_end_of_the_run_is_none() -> None:
