@@ -545,6 +545,8 @@ class Client:
 
     def _start_session(self, session: int, welcome: Welcome) -> None:
         """Follow another controller, or another start of it: work for the one before is of no use."""
+        if welcome.run_id != self._session.run_id:
+            self._observer.personal = {}  # training begins with what was built, too
         self._session.start_session(session, welcome)
         self._masking.forget()
         self._interrupt_sending()

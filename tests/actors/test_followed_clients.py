@@ -254,6 +254,34 @@ def test_personal_tensors_of_the_model_are_the_clients_own() -> None:
     assert torch.allclose(follower.models[3]["head.weight"], expected)
 
 
+def test_what_a_client_kept_of_one_run_is_not_in_its_state_of_another_run() -> None:
+    task = NetTask(2)
+    config = gradbus.FederatedConfig(
+        rounds=3, eval_every=0, share={"exclude": ["head.*"]},
+        clients={"num": 1, "dead_after_s": PATIENT_S, "heartbeat_s": 0.1},
+    )  # fmt: skip
+
+    async def main() -> dict[str, Tensor]:
+        job, domain = f"followed-{os.getpid()}-{next(_jobs)}", new_domain()
+        async with gradbus.connect(job, domain=domain) as bus, gradbus.connect(job, domain=domain) as other:
+            client = Client(other, task, client_id=0)
+            taking_part = asyncio.create_task(client.run())
+            first = asyncio.create_task(gradbus.Controller(bus, NetTask(), config).run())
+            await eventually(lambda: 2 in task.begun)
+            assert not torch.equal((await client.state_dict())["head.weight"], Net().head.weight)
+            first.cancel()
+            await asyncio.wait([first])
+            task.held = {1}
+            second = asyncio.create_task(gradbus.Controller(bus, NetTask(), config).run())
+            await eventually(lambda: task.begun[-1] == 1 and len(task.begun) > 2)
+            state = await client.state_dict()
+            task.held = set()
+            await asyncio.gather(second, taking_part)
+            return state
+
+    assert same(run(main()), Net().state_dict())
+
+
 def test_with_a_selection_a_follower_gets_the_models_of_rounds_that_it_sits_out_and_the_last_one() -> None:
     followers = [Follower() for _ in range(4)]
     scene = Scene(
