@@ -301,12 +301,13 @@ class ScriptClient(contextlib.AbstractContextManager["ScriptClient"]):
 
     def _set_paused(self, thread: LoopThread[ClientSummary | None], paused_by: int | None) -> None:
         self._paused_by = paused_by
-        thread.call_soon(self._apply_pause)
+        thread.call_soon(self._apply_pause, paused_by is not None)
 
-    def _apply_pause(self) -> None:
-        """On the loop: pass on whether the client is paused."""
+    def _apply_pause(self, is_paused: bool) -> None:
+        """On the loop: pass on that the client is paused, or resumed. A pause that ends at once counts, too: the round
+        that was received is over."""
         if self._client is not None:
-            (self._client.resume if self._paused_by is None else self._client.pause)()
+            (self._client.pause if is_paused else self._client.resume)()
 
     def _load_last(self, task: HandoverTask, model: nn.Module) -> None:
         """Load the last global model into the script's. The client has ended."""
@@ -337,7 +338,7 @@ class ScriptClient(contextlib.AbstractContextManager["ScriptClient"]):
                     bus, self._task, self._handover, client_id=self._named.client_id, name=self._named.name,
                     config=self._config, callbacks=self._callbacks,
                 )  # fmt: skip
-                self._apply_pause()
+                self._apply_pause(self._paused_by is not None)
                 try:
                     return await self._client.run()
                 finally:

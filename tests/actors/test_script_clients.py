@@ -424,6 +424,23 @@ def test_a_script_pauses_and_resumes_and_is_followed_by_callbacks() -> None:
     assert {one["event"] for one in logs if one["log_level"] == "warning"} <= {"round goes on"}
 
 
+def test_a_pause_of_a_script_that_ends_at_once_ends_the_round_that_was_received() -> None:
+    def script(job: str, domain: int, client_id: int) -> bool:
+        model = script_scene.build_model()
+        config = gradbus.ClientConfig(controller_timeout_s=PATIENT_S)
+        with gradbus.client(job, client_id=0, domain=domain, config=config) as fed:
+            assert fed.receive(model)
+            fed.pause()
+            fed.resume()
+            until(lambda: fed.should_stop)
+            while fed.receive(model):
+                fed.send(model, samples=7)
+            return True
+
+    reports, _ = run([script], rounds=2, clients={"heartbeat_s": 0.1})
+    assert [(report.clients, report.attempt) for report in reports] == [((0,), 2), ((0,), 1)]
+
+
 def _crc32(model: nn.Module) -> int:
     """As reports have it of the global model."""
     return zlib.crc32(FlatModel(model).read().numpy().tobytes())
