@@ -176,8 +176,8 @@ class Client:
         self._prepared = False  # the task has loaded its data: from then on the client may be ready
         self._failure = ""  # of the training here, the newest one
         self._leaving = "stopped"  # why it leaves, unless the run has ended
-        shown = NamedModel(self._shown_model, lambda: self._model)
-        self._observer = ClientObserver(callbacks, self._config.callbacks, shown, self._changed)
+        self._shown = NamedModel(self._shown_model, lambda: self._model)
+        self._observer = ClientObserver(callbacks, self._config.callbacks, self._shown, self._changed)
         self._budget = self._budget_kind(self._config.budget, wait=lambda seconds: self._compute.rest(seconds))
         self._paused_in: TrainCmd | None = None  # the command whose training a pause has called off
         self._group: TaskGroup | None = None  # of the tasks of a run
@@ -229,6 +229,8 @@ class Client:
         self._budget.enter()
         self._bus.access_policy.check_client()
         self._model = self._flat_model()
+        if self._observer.follows_models:  # now: later on it would be built beside a training
+            self._shown.build()
 
     async def _request_id(self) -> None:
         """Have the controller assign an id, and become the client with that."""

@@ -67,7 +67,6 @@ class HandoverClient(Client):
         super().__init__(bus, task, client_id=client_id, name=name, config=config, callbacks=callbacks)
         self._handover = handover
         self._is_unwanted = False
-        self._copy: nn.Module  # of the script's, where a callback takes models
 
     def wake(self) -> None:
         """Look again at whether the script waits for a round."""
@@ -87,13 +86,8 @@ class HandoverClient(Client):
     def _flat_model(self) -> FlatModel:
         return FlatModel(self._task.build_model())  # which cannot be built again
 
-    def _build(self) -> None:
-        super()._build()
-        if self._observer.follows_models:  # now, as the script waits: later on it may be in the midst of a step
-            self._copy = copy.deepcopy(self._model.module)
-
     def _shown_model(self) -> FlatModel:
-        return FlatModel(self._copy)
+        return FlatModel(copy.deepcopy(self._model.module))  # made while the script waits, and in the midst of no step
 
     def load_newest(self) -> int:
         """Load the newest global model into the script's own, once the client has ended. Called on the thread of the

@@ -34,7 +34,8 @@ class ArrivedModel:
 class NamedModel:
     """Names the tensors of models that have arrived, in a module of its own: training goes on in the other one.
 
-    The module is built when it is first needed. :meth:`state` may be called on any thread but the event loop's.
+    Both methods that take long may be called on any thread but the event loop's. To build the module draws from torch's
+    global random numbers: :meth:`build` does so where nothing trains, else :meth:`state` does when it is first called.
     """
 
     def __init__(self, build: Callable[[], FlatModel], trained: Callable[[], FlatModel]) -> None:
@@ -48,13 +49,21 @@ class NamedModel:
         """Whether the frozen parameters of the controller are not here yet, so that no model is complete."""
         return bool(welcome.frozen) and self._trained().frozen != welcome.frozen
 
+    def build(self) -> None:
+        """Build the module, if it is not there yet."""
+        with self._lock:
+            self._built()
+
+    def _built(self) -> FlatModel:
+        if self._flat is None:
+            self._flat = self._build()
+        return self._flat
+
     def state(self, model: ArrivedModel, personal: Mapping[str, Tensor]) -> dict[str, Any]:
         """Return the tensors of this model by name, for ``load_state_dict``: copies on the CPU. ``personal``: what this
         client keeps of its own, by name."""
         with self._lock:
-            if self._flat is None:
-                self._flat = self._build()
-            flat = self._flat
+            flat = self._built()
             flat.arrange(Sharing.of_welcome(model.welcome))
             if model.welcome.frozen and flat.frozen != model.welcome.frozen:
                 flat.write_frozen(self._trained().read_frozen().clone())

@@ -154,6 +154,28 @@ def test_callbacks_follow_rounds_models_and_reports_on_a_thread_of_their_own() -
     assert follower.summaries == [scene.results[1]]
 
 
+class NotingBuilds(NetTask):
+    """Notes the threads on which its model is built."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.built_on: list[str] = []
+
+    def build_model(self) -> nn.Module:
+        self.built_on.append(threading.current_thread().name)
+        return super().build_model()
+
+
+def test_a_follower_of_models_has_none_built_beside_its_training_whose_random_numbers_that_would_take() -> None:
+    task = NotingBuilds()
+    scene = Scene(
+        lambda bus, one: Client(bus, task if one else NetTask(), client_id=one, callbacks=[Follower()] if one else [])
+    )
+    run(scene.main())
+    assert len(task.built_on) == 2
+    assert set(task.built_on) == {"gradbus-client-1_0"}, "the thread that trains, before it does"
+
+
 class Iterating(Scene):
     """Clients whose programs iterate over their rounds."""
 
