@@ -790,7 +790,7 @@ class Client:
 
     async def _train_and_send(self, welcome: Welcome, command: TrainCmd, base: Tensor, group: TaskGroup) -> None:
         began_s, sent_before = time.monotonic(), self._uploaded_bytes
-        if not await self._may_begin(command.round_id):
+        if not await self._may_begin(command):
             return
         update, reason = await self._train_update(welcome, command, base, group)
         if update is not None:
@@ -816,10 +816,12 @@ class Client:
             await self._heartbeat.send_hello()
         await self._observer.round_done(report)
 
-    async def _may_begin(self, round_id: int) -> bool:
-        """Call the callbacks before a round; whether to train in it after that."""
-        await self._observer.round_begins(round_id)
-        return not (self._observer.ending or self._status.is_paused)
+    async def _may_begin(self, command: TrainCmd) -> bool:
+        """Call the callbacks before a round; whether to train in it after that: not where it was paused meanwhile, also
+        if it goes on already."""
+        await self._observer.round_begins(command.round_id)
+        has_paused = self._status.is_paused or self._paused_in is command
+        return not (self._observer.ending or has_paused)
 
     async def _train_update(
         self, welcome: Welcome, command: TrainCmd, base: Tensor, group: TaskGroup

@@ -301,6 +301,31 @@ def test_a_callback_pauses_and_resumes_its_client_on_the_thread_that_it_is_calle
     assert callback.threads.isdisjoint(Notes.threads)
 
 
+def test_a_pause_before_a_training_that_ends_at_once_sits_the_round_out() -> None:
+    class Pauses:
+        client: Client
+
+        def on_round(self, round_id: int) -> None:
+            if round_id == 1:
+                self.client.pause()
+                self.client.resume()
+
+    callback = Pauses()
+
+    def make(bus: gradbus.Bus, task: Any, *, client_id: int) -> Client:
+        client = Client(bus, task, client_id=client_id, callbacks=[callback] if client_id else [])
+        if client_id:
+            callback.client = client
+        return client
+
+    scene = Scene(Held(), Held(), rounds=2, make=make)
+    logs = scene.play(nothing)
+    assert [report.clients for report in scene.reports] == [(0,), (0, 1)]
+    assert scene.reports[0].dropped == {PAUSED: 1}
+    assert scene.tasks[1].begun == [2]
+    assert warnings_in(logs) == []
+
+
 class Unstoppable(Held):
     """Trains until ``may_end``, whoever calls it off."""
 
