@@ -11,7 +11,6 @@ import atexit
 import gc
 import importlib
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 _BUS = (
     "gradbus.connecting",
@@ -95,7 +94,9 @@ async def load_on_thread(*parts: Callable[[], None]) -> None:
     Raises:
         ImportError: as :func:`load`.
     """
-    executor = ThreadPoolExecutor(1, thread_name_prefix="gradbus-load")  # that of the host may be busy
+    from gradbus.runtime import drive
+
+    executor = drive.executor(name="gradbus-load")  # that of the host may be busy
     try:
         for part in parts:
             if part not in _loaded:

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from gradbus.runtime.errors import ConfigError
 
@@ -32,6 +31,12 @@ def is_zero(optimizer: Any) -> bool:
     return kind is not None and isinstance(optimizer, kind)
 
 
+def is_sharded(tensor: Any) -> bool:
+    """Whether a tensor is a DTensor. To load that class takes longer than most of what is done here."""
+    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    return kind is not None and isinstance(tensor, kind)
+
+
 def inner_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Return the optimizer that makes the steps: that of a ZeroRedundancyOptimizer has the settings of all of them."""
     return optimizer.optim if is_zero(optimizer) else optimizer  # type: ignore[attr-defined]
@@ -40,7 +45,7 @@ def inner_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 def check_whole(parameters: Iterable[tuple[str, Tensor]], what: str) -> None:
     """Raise ConfigError: a parameter is in shards, so that no rank has its whole gradient. ``what`` was asked for."""
     for name, parameter in parameters:
-        if isinstance(parameter, DTensor):
+        if is_sharded(parameter):
             raise ConfigError(
                 f"{what}: parameter {name!r} is in shards (FSDP2, HSDP or tensor parallel), and gradients are summed "
                 f"shard by shard inside of torch, so no rank has a whole gradient to exchange: leave the gradients to "
@@ -64,8 +69,8 @@ def check_shards_of_weights(parameters: Iterable[tuple[str, Tensor]], group: Any
                 f"{what}: parameter {name!r} belongs to FullyShardedDataParallel (FSDP1), which does not show its "
                 f"shards: use fully_shard (FSDP2), and give the ranks that hold the same shard as group"
             )
-        if isinstance(parameter, DTensor):
-            mesh = parameter.device_mesh
+        if is_sharded(parameter):
+            mesh: Any = parameter.device_mesh  # type: ignore[attr-defined]
             ranks = set(dist.get_process_group_ranks(group)) - {dist.get_rank()}
             others = set(mesh.mesh.flatten().tolist()) & ranks
             if others:

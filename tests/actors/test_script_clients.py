@@ -429,7 +429,19 @@ def _crc32(model: nn.Module) -> int:
     return zlib.crc32(FlatModel(model).read().numpy().tobytes())
 
 
-def test_after_the_run_the_model_is_the_last_global_one() -> None:
+@pytest.mark.parametrize(
+    "rules",
+    [
+        {},
+        {"selection": {"name": "round_robin", "count": 1}},
+        {"mode": "asynchronous", "asynchronous": {"buffer": 1}, "clients": {"min": 1}},
+        {"secure_aggregation": {"enabled": True}, "clients": {"min": 3}},
+    ],
+    ids=["all", "selected", "asynchronous", "masked"],
+)
+def test_after_the_run_the_model_is_the_last_global_one(rules: dict[str, Any]) -> None:
+    """Also at a client that had no part in the last round."""
+
     def script(job: str, domain: int, client_id: int) -> int:
         model = script_scene.build_model()
         with client(job, domain, client_id) as fed:
@@ -438,8 +450,10 @@ def test_after_the_run_the_model_is_the_last_global_one() -> None:
                 fed.send(model, samples=samples, loss=loss)
         return _crc32(model)
 
-    reports, found = run([script, script])
-    assert found == [reports[-1].weights_crc32] * 2
+    with capture_logs() as logs:
+        reports, found = run([script] * 3, **rules)
+    assert found == [reports[-1].weights_crc32] * 3
+    assert not [one for one in logs if one["event"] == "the last model has not arrived"]
 
 
 @contextlib.contextmanager

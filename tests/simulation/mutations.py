@@ -159,7 +159,7 @@ MUTATIONS = (
     ),
     Mutation(
         "an update is offered once", "receipts", "actors.federated.updates_out:UpdateSender.deliver",
-        "async with asyncio.timeout(REPEAT_AFTER_S):",
+        "async with asyncio.timeout(wait_s):",
         "async with asyncio.timeout(1e6):", "a lost request costs half a second",
     ),
     Mutation(

@@ -33,7 +33,7 @@ from gradbus.models import TrainResult
 
 ROOT = Path(__file__).resolve().parents[2]
 ROUNDS, CLIENTS, IMAGES = 2, 2, 6000
-PLACE = {"job": f"mnist-{os.getpid()}", "domain": 0}
+PLACE: dict[str, Any] = {"job": f"mnist-{os.getpid()}", "domain": 0}
 
 
 def changed(source: str, page: str) -> tuple[str, int]:
@@ -121,8 +121,8 @@ def be_a_client(kind: str, file: Path, seed: int) -> None:
         asyncio.run(_follow(ExampleTask(example, seed), seed - 1))
         return
     plain = gradbus.client
-    gradbus.client = lambda _, **named: plain(PLACE["job"], domain=PLACE["domain"], **named)  # type: ignore[assignment]
-    example.datasets = SimpleNamespace(MNIST=mnist)
+    gradbus.client = lambda _, **named: plain(PLACE["job"], domain=PLACE["domain"], **named)
+    vars(example)["datasets"] = SimpleNamespace(MNIST=mnist)
     sys.argv = ["main.py", "--seed", str(seed), "--no-accel"]
     example.main()
 

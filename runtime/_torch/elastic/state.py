@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from gradbus.runtime.collectives.objects import pack
 from gradbus.runtime.errors import CheckpointError, CollectiveError, ConfigError
@@ -28,7 +27,7 @@ from gradbus.runtime.logs import get_logger
 from gradbus.torch.broadcast_state import broadcast_tree, limit_of
 from gradbus.torch.functions import current, gather_objects
 from gradbus.torch.optimizer import Distributed
-from gradbus.torch.whole_gradients import is_zero
+from gradbus.torch.whole_gradients import is_sharded, is_zero
 
 FORMAT = 1
 _SPACE = "elastic"
@@ -311,7 +310,7 @@ def _fault_of(part: Any) -> str:
     tensors: list[Any] = list(part.parameters()) if isinstance(part, nn.Module) else []
     if isinstance(part, torch.optim.Optimizer):
         tensors = [one for group in part.param_groups for one in group["params"]]
-    if any(isinstance(one, DTensor) for one in tensors):
+    if any(map(is_sharded, tensors)):
         return (
             "has parameters in shards (FSDP2): a shard is lost with its rank. Use torch.distributed.checkpoint, and "
             "torchrun --max-restarts"

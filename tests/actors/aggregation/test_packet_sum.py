@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
@@ -50,6 +52,22 @@ def test_any_mix_comes_to_the_sum_in_the_order_of_the_numbers(variants: list[tup
     assert total.is_delta == all(one.is_delta for one in decoded)
 
 
+@given(st.lists(st.lists(st.sampled_from([0.0, -0.0, 1.0, -1.0]), min_size=4, max_size=4), min_size=1, max_size=6),
+       st.integers(0, 255))  # fmt: skip
+def test_zeros_keep_the_sign_that_adding_whole_vectors_gives_them(rows: list[list[float]], kinds: int) -> None:
+    def message(number: int, row: list[float]) -> bytes:
+        if kinds >> number & 1:
+            return codecs.get("fp32").encode(torch.tensor(row))
+        return codecs.get("s4", density=0.5).encode(torch.tensor(row))
+
+    sent = [message(number, row) for number, row in enumerate(rows)]
+    total = codecs.decode(sent[0], expected_dim=4).vector.clone()
+    for packet in sent[1:]:
+        total += codecs.decode(packet, expected_dim=4).vector
+    found = codecs.decode(sum_packets(sent, dim=4), expected_dim=4).vector
+    assert found.numpy().tobytes() == total.numpy().tobytes()
+
+
 @pytest.mark.parametrize(
     ("variants", "is_delta"),
     [
@@ -74,6 +92,22 @@ def test_weights_sent_layer_by_layer_come_to_the_weights() -> None:
     total = codecs.decode(sum_packets(packets, dim=DIM), expected_dim=DIM)
     assert not total.is_delta
     assert torch.equal(total.vector, weights)
+
+
+def test_a_packet_of_a_few_bytes_takes_no_time_by_the_size_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client could else keep the controller's thread busy for seconds with 10 kB."""
+    dim, decoded = 100_000, list[int]()
+    decode = codecs.decode
+
+    def counted(*args: Any, **options: Any) -> Any:
+        decoded.append(1)
+        return decode(*args, **options)
+
+    monkeypatch.setattr(codecs, "decode", counted)
+    packet = codecs.get("s4", density=1e-5).encode(torch.ones(dim))
+    total = sum_packets([packet] * 256, dim=dim)
+    assert len(decoded) == 1, "one vector of all elements"
+    assert decode(total, expected_dim=dim).vector.sum() == 256
 
 
 def test_a_packet_that_cannot_be_decoded_is_named() -> None:

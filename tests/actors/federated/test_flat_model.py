@@ -10,6 +10,7 @@ from default_dtype import default_dtype
 from torch import Tensor, nn
 
 from gradbus.actors.federated.flat_model import FlatModel
+from gradbus.actors.federated.sharing import Sharing
 
 
 def small_net(seed: int = 0) -> nn.Sequential:
@@ -234,3 +235,15 @@ def test_named_tensors_of_another_model_are_refused() -> None:
         model.vector_of({"weight": torch.zeros(4, 3)})
     with pytest.raises(ValueError, match=r"'weight' has shape \(3, 4\), expected \(4, 3\)"):
         model.vector_of({"weight": torch.zeros(3, 4), "bias": torch.zeros(4)})
+
+
+def test_a_compiled_model_has_the_layout_of_a_plain_one() -> None:
+    """So that a client may compile where its controller does not. Checkpoints of gradbus 0.1 have the other one."""
+    plain = FlatModel(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)), Sharing(buffers=(("*", "max"),)))
+    whole = FlatModel(torch.compile(plain.module, backend="eager"), plain.sharing)  # type: ignore[arg-type]
+    part = FlatModel(nn.Sequential(torch.compile(nn.Linear(3, 4), backend="eager"), nn.BatchNorm1d(4)), plain.sharing)
+    for compiled in (whole, part):
+        assert compiled.layout == plain.layout
+        assert compiled.buffers.digest == plain.buffers.digest != 0
+        assert compiled.layouts > plain.layouts
+    assert plain.layouts == {plain.layout}
