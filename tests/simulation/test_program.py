@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import re
 from pathlib import Path
 
 import pytest
 from fault_simulation.flavours import FLAVOURS
+from fault_simulation.mutants import MUTANTS
 from fault_simulation.seeds import first_seed
 from simulations import simulate
 
@@ -45,6 +48,15 @@ def test_a_planted_fault_is_found_and_its_seed_shows_it_again(mutant: str) -> No
     again = simulate("--mutant", mutant, "--seed", found[1], "--flavour", "s4", "--shrink")
     assert again.returncode == 1, again.stdout + again.stderr
     assert "KEEP=" in again.stdout
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_the_text_that_a_planted_fault_replaces_is_in_the_product(name: str) -> None:
+    mutant = MUTANTS[name]
+    module = importlib.import_module(mutant.module)
+    owner = getattr(module, mutant.owner) if mutant.owner else module
+    source = inspect.getsource(inspect.unwrap(getattr(owner, mutant.name)))
+    assert source.count(mutant.before) >= 1, f"write mutant {name!r} anew: {mutant.name} has changed"
 
 
 def test_a_flavour_that_does_not_exist_is_named_with_those_that_do() -> None:

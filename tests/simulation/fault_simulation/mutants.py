@@ -5,6 +5,7 @@ Each changes one function in this process, as a slip of its author would have: t
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import textwrap
 from collections.abc import Callable, Mapping
@@ -51,13 +52,13 @@ MUTANTS: Mapping[str, Mutant] = {
         "Identity(CONTROLLER, self._state.incarnation or self._identity.incarnation)",
     ),
     "the update is not offered again": Mutant(
-        _IN + "updates_out", "UpdateSender", "deliver", "asyncio.timeout(REPEAT_AFTER_S)", "asyncio.timeout(1e6)",
+        _IN + "updates_out", "UpdateSender", "deliver", "asyncio.timeout(wait_s)", "asyncio.timeout(1e6)",
     ),
     "the run id is new after a resume": Mutant(
         _IN + "state", "RunState", "_restore", "        self.run_id = int(saved.run_id, 16)\n", "",
     ),
     "training of the session before is sent": Mutant(
-        _IN + "client", "Client", "_train_and_send",
+        _IN + "client", "Client", "_train_update",
         "session != current.incarnation or current.superseded(command) or self._is_called_off()", "False",
     ),
     "another start is not asked": Mutant(
@@ -77,8 +78,6 @@ def plant(name: str) -> None:
     Raises:
         ValueError: there is none of this name, or its text is not in the function any more.
     """
-    import importlib
-
     if name not in MUTANTS:
         raise ValueError(f"no mutant {name!r}: expected one of {', '.join(MUTANTS)}")
     mutant = MUTANTS[name]
