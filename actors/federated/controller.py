@@ -85,6 +85,7 @@ from gradbus.runtime.wire.messages import ClientUpdate, Control, Identity, Train
 STEPS_PER_SAMPLE = 16
 
 ALL_DONE = "all rounds are done"
+_PAUSED_ATTEMPTS = 10  # times max_attempts: clients that pause and resume for ever do not keep a round open for ever
 LINES_OF_A_ROUND = 20  # about how updates come in, however many clients there are
 
 log = get_logger("controller")
@@ -565,10 +566,13 @@ class Controller:
             if outcome is not Outcome.TOO_FEW:
                 self._masked.round_done(outcome)
                 return round_, outcome, attempt
-            # Without some clients it is another one, and their number is finite.
-            tries += len(self._masked.left_out) == known
+            # Without some clients it is another one, and their number is finite. One that is paused was asked too soon.
+            has_paused = round_.lacks_only_paused and attempt < _PAUSED_ATTEMPTS * self._config.round.max_attempts
+            tries += len(self._masked.left_out) == known and not has_paused
             self._losses.note_attempt(round_)
-            log.warning("round goes on", round=round_id, updates=len(accepted), needed=round_.minimum, attempt=attempt)
+            (log.info if has_paused else log.warning)(
+                "round goes on", round=round_id, updates=len(accepted), needed=round_.minimum, attempt=attempt
+            )
             for member in self._registry.admit(round_id):
                 with contextlib.suppress(WriteTimeout):  # its next Hello brings another
                     await self._dispatcher.welcome(member)

@@ -182,6 +182,12 @@ class Round:
         self._quorum = max(self._quorum, minimum)
         self._enough = None if self._enough is None else max(self._enough, minimum)
 
+    @property
+    def lacks_only_paused(self) -> bool:
+        """Return whether no update is missing but those of clients that have paused, at least one."""
+        missing = {self.failed.get(client_id) for client_id in self.expected - self.accepted}
+        return PAUSED in missing and missing <= {PAUSED, SAT_OUT}
+
     def fail_all(self, reason: str) -> None:
         """No update counts, not even those that did: the round has failed."""
         for client_id in self.expected - self.failed.keys():

@@ -218,6 +218,25 @@ def test_a_round_in_which_too_few_take_part_waits_for_them_and_goes_on(least: in
     assert len({report.weights_crc32 for report in scene.reports}) == 3
 
 
+def test_a_client_that_is_needed_may_pause_more_often_in_a_round_than_the_round_is_tried() -> None:
+    scene = Scene(Held(), Held(2), rounds=2, clients={"min": 2}, round={"max_attempts": 2})
+    pauses = 5
+
+    async def program(scene: Scene) -> None:
+        for number in range(1, pauses + 1):
+            await eventually(lambda number=number: scene.tasks[1].begun.count(2) == number)
+            scene.clients[1].pause()
+            await eventually(lambda: scene.controller.progress.phase == "waiting")
+            if number == pauses:
+                scene.tasks[1].held.clear()
+            scene.clients[1].resume()
+
+    logs = scene.play(program)
+    assert [report.clients for report in scene.reports] == [(0, 1), (0, 1)]
+    assert scene.reports[1].attempt == pauses + 1
+    assert warnings_in(logs) == []
+
+
 def test_a_round_for_which_too_few_clients_are_back_in_time_ends_as_the_settings_say() -> None:
     scene = Scene(Held(), Held(2), rounds=3, clients={"min": 2, "start_timeout_s": 0.5})
 
