@@ -17,7 +17,7 @@ from gradbus.torch.functions import check_reachable, check_root, current, gather
 # What a rank takes as the optimizer state of another one, in bytes: Adam has 2 x the parameters, LBFGS up to 200 x.
 _STATE_PER_PARAMETERS = 256
 _STATE_AT_LEAST_BYTES = 64 << 20
-_MAX_DEPTH = 32
+MAX_DEPTH = 32
 _AGREED, _PARAMETERS, _STATE = "agreed", "parameter", "state"  # spaces of names
 
 Parameters = Mapping[str, Any] | Iterable[tuple[str, Any]]
@@ -150,8 +150,8 @@ def _room_for(announced: list[Any], of: str, limit_bytes: int) -> list[tuple[str
 
 def _packed(value: Any, path: str, tensors: list[tuple[str, Tensor]], of: str, depth: int = 0) -> list[Any]:
     """The tree without its tensors, which are appended. Raises ValueError: it has something else."""
-    if depth > _MAX_DEPTH:
-        raise ValueError(f"{of} is nested more than {_MAX_DEPTH} deep at {path}")
+    if depth > MAX_DEPTH:
+        raise ValueError(f"{of} is nested more than {MAX_DEPTH} deep at {path}")
     if isinstance(value, Tensor):
         check_sendable(value)
         tensors.append((path, value.detach().cpu()))
@@ -174,7 +174,7 @@ def _unpacked(packed: Any, tensors: list[Tensor], of: str, depth: int = 0) -> An
     """The tree again. Raises CollectiveError: it is none."""
     try:
         kind, content = packed
-        if depth > _MAX_DEPTH:
+        if depth > MAX_DEPTH:
             raise ValueError("too deep")
         match kind:
             case "t":
