@@ -56,6 +56,26 @@ def test_a_restored_state_has_the_bits_of_the_last_commit_each_time() -> None:
         assert all(one.grad is None for one in state.model.parameters())
 
 
+def test_what_a_reset_callback_changes_belongs_to_the_state_that_is_shared() -> None:
+    state = make()
+    state.commit()
+    (group,) = state.optimizer.param_groups
+    state.register_reset_callbacks([lambda: group.update(lr=0.3)])
+    state.reset()
+    state.restore()  # as after a rank that was lost while the state was shared
+    assert [one["lr"] for one in state.optimizer.param_groups] == [0.3]
+
+
+def test_a_sampler_with_another_order_is_another_layout() -> None:
+    def layout(*arguments: Any, **options: Any) -> int:
+        return make(sampler=elastic.ElasticSampler(*arguments, **options)).layout
+
+    assert layout(range(9), seed=1) == layout(list(range(9)), seed=1)
+    others = {layout(range(9), seed=2), layout(range(8), seed=1), layout(range(9), shuffle=False, seed=1)}
+    assert layout(range(9), seed=1) not in others
+    assert len(others) == 3
+
+
 def test_a_name_that_the_state_does_not_have_is_an_error_at_once() -> None:
     state = make(epoch=0)
     with pytest.raises(AttributeError, match=r"no 'batch': name it .* TorchState\(\.\.\., batch=\.\.\.\)"):

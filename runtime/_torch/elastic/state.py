@@ -28,6 +28,7 @@ from gradbus.runtime.errors import CheckpointError, CollectiveError, ConfigError
 from gradbus.runtime.foreign_files import clear_way, open_named
 from gradbus.runtime.logs import get_logger
 from gradbus.torch.broadcast_state import MAX_DEPTH, broadcast_tree, limit_of
+from gradbus.torch.elastic.sampler import ElasticSampler
 from gradbus.torch.functions import current, gather_objects
 from gradbus.torch.optimizer import Distributed
 from gradbus.torch.whole_gradients import is_sharded, is_zero
@@ -209,20 +210,24 @@ class TorchState:
         self._vote = lambda: False
 
     def reset(self) -> None:
-        """Call what was registered for a new process group."""
+        """Call what was registered for a new process group. What it changes is part of the last commit, which all ranks
+        get: else the rank that gives it would be the only one with the change."""
         for callback in self._callbacks:
             callback()
+        self.save()
 
     @property
     def layout(self) -> int:
-        """Return a hash, of 64 bits, of what must be equal on all members: names, and shapes and types of tensors of
-        modules. The state of an optimizer grows with its steps."""
+        """Return a hash, of 64 bits, of what must be equal on all members: names, shapes and types of tensors of
+        modules, and the order of samplers. The state of an optimizer grows with its steps."""
         named = [f"{name} {type(part).__name__}" for name, part in sorted(self._parts.items())]
         named += sorted(self._values)
         for name, part in sorted(self._parts.items()):
             if isinstance(part, nn.Module):
                 tensors = part.state_dict().items()
                 named += [f"{name}.{key} {one.dtype} {list(one.shape)}" for key, one in tensors if _is_tensor(one)]
+            elif isinstance(part, ElasticSampler):
+                named.append(f"{name} {part!r}")
         return int.from_bytes(hashlib.blake2b("\n".join(named).encode(), digest_size=8).digest(), "little")
 
     # Inside
