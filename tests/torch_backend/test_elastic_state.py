@@ -20,6 +20,8 @@ from gradbus.runtime.errors import CheckpointError, ConfigError
 from gradbus.torch import elastic
 from gradbus.torch.broadcast_state import broadcast_tree
 from gradbus.torch.elastic.launched import ScriptElasticSettings, member_place
+from gradbus.torch.elastic.membership import FixedRanks
+from gradbus.torch.elastic.training import _one_generation
 from gradbus.torch.functions import current
 
 
@@ -64,6 +66,23 @@ def test_what_a_reset_callback_changes_belongs_to_the_state_that_is_shared() -> 
     state.reset()
     state.restore()  # as after a rank that was lost while the state was shared
     assert [one["lr"] for one in state.optimizer.param_groups] == [0.3]
+
+
+def test_what_the_function_changes_after_its_last_commit_is_dropped_when_members_change() -> None:
+    state = make(epoch=0)
+
+    def train(state: elastic.TorchState) -> None:
+        try:
+            step(state)
+            state.commit()
+            raise elastic.MembersChanged
+        finally:
+            state.epoch = 7
+
+    meeting = FixedRanks(True)
+    assert _one_generation(meeting, state, lambda: train(state), is_first=True) is None
+    assert (state.epoch, state.commits) == (0, 1)
+    assert all(one.grad is None for one in state.model.parameters())
 
 
 def test_a_sampler_with_another_order_is_another_layout() -> None:
