@@ -162,7 +162,7 @@ class ElasticMembership:
             hold.leave(departure)
 
     def close(self) -> None:
-        """Be a member no more."""
+        """Stop being a member, and give the bus back. Takes a bounded time."""
         self._thread.call(self._asked.put_nowait, None)
         if self._asking is not None and not self._asking.done():
             self._task.cancel()  # interrupted while it waited for a generation, which may take minutes

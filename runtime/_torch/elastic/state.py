@@ -22,12 +22,10 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor, nn
 
-from gradbus.runtime.collectives.objects import pack
-from gradbus.runtime.collectives.tensors import check_sendable
 from gradbus.runtime.errors import CheckpointError, CollectiveError, ConfigError
 from gradbus.runtime.foreign_files import clear_way, open_named
 from gradbus.runtime.logs import get_logger
-from gradbus.torch.broadcast_state import MAX_DEPTH, broadcast_tree, limit_of
+from gradbus.torch.broadcast_state import broadcast_tree, check_tree, limit_of
 from gradbus.torch.elastic.sampler import ElasticSampler
 from gradbus.torch.functions import current, gather_objects
 from gradbus.torch.optimizer import Distributed
@@ -151,7 +149,7 @@ class TorchState:
             raise MembersChanged
 
     def save(self) -> None:
-        """Copy the state in memory, for :meth:`restore`. Raises ValueError: a value is no plain data."""
+        """Copy the state in memory, for :meth:`restore`. Raises ValueError: other ranks could not get it."""
         self._saved = self._copied()
 
     def restore(self) -> None:
@@ -233,12 +231,9 @@ class TorchState:
     # Inside
 
     def _copied(self) -> dict[str, Any]:
-        for name, value in self._values.items():
-            _check_plain(value, name)
-        return {
-            "parts": {name: _copy_of(part.state_dict()) for name, part in self._parts.items()},
-            "values": _copy_of(self._values),
-        }
+        tree = {"parts": {name: part.state_dict() for name, part in self._parts.items()}, "values": self._values}
+        check_tree(tree, "TorchState")  # when members change it is too late: then that would end the run
+        return {kind: _copy_of(one) for kind, one in tree.items()}
 
     def _load(self, saved: Mapping[str, Any]) -> None:
         for name, part in self._parts.items():
@@ -331,41 +326,6 @@ def _fault_of(part: Any) -> str:
             "torchrun --max-restarts"
         )
     return ""
-
-
-def _check_plain(value: Any, path: str, depth: int = 2) -> None:
-    """Raise ValueError if a value is no plain data that other ranks can get.
-
-    All that :func:`.broadcast_tree` refuses is refused here, in the commit that brings it, and not when members change:
-    then it would end the run. ``depth``: of the value in the tree that is sent.
-    """
-    try:
-        if depth > MAX_DEPTH:
-            raise ValueError(f"it is nested more than {MAX_DEPTH - 2} deep")
-        if isinstance(value, Tensor):
-            check_sendable(value)
-        elif not isinstance(value, Mapping | list | tuple):
-            _check_leaf(value)
-        for key in value if isinstance(value, Mapping) else ():
-            _check_leaf(key, "a key of a map is ")
-    except ValueError as error:
-        raise ValueError(f"TorchState: {path:.200} cannot be sent to other ranks: {error}") from None
-    if isinstance(value, Mapping):
-        for key, one in value.items():
-            _check_plain(one, f"{path}.{key}", depth + 1)
-    elif isinstance(value, list | tuple):
-        for number, one in enumerate(value):
-            _check_plain(one, f"{path}.{number}", depth + 1)
-
-
-def _check_leaf(value: Any, what: str = "it is ") -> None:
-    """Raise ValueError if a value is neither a number nor text, bytes or None, or too large."""
-    if value is not None and not isinstance(value, bool | int | float | str | bytes):
-        raise ValueError(
-            f"{what}a {type(value).__name__}. Tensors, numbers, text, bytes, None, and lists, tuples and maps of them "
-            f"can be sent"
-        )
-    pack(value)
 
 
 def _copy_of(tree: Any) -> Any:
