@@ -1,7 +1,7 @@
 """The command ``run`` for a script of one's own: the environment of each rank, as torchrun gives it.
 
-What ranks may die, they come again with ``--elastic``, for a script whose training function is one of
-``gradbus.torch.elastic.run``.
+With ``--elastic`` a rank that is killed is started again and joins the others. The script's training function must be
+one of ``gradbus.torch.elastic.run``.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from gradbus.runtime.cores import usable_cores
 from gradbus.runtime.errors import ConfigError
 
 _JOIN_WAIT_S = 30.0
-"""For so long a rank that is started again looks for the others: they may have come to the end meanwhile."""
+"""How long a rank that is started again looks for the others, which may have ended meanwhile."""
 
 
 def is_script(arguments: Sequence[str]) -> bool:
-    """Whether these name a script of Python, or ``-m`` a module, in place of a configuration file."""
+    """Return whether these name a Python script, or a module with ``-m``, instead of a configuration file."""
     return arguments[0] == "-m" or arguments[0].endswith((".py", ".pyc"))
 
 
@@ -48,7 +48,7 @@ def plan_script(
     arguments: Sequence[str], *, ranks: int | None, grace_s: float, elastic: ElasticLaunch | None,
     variables: Mapping[str, str] = os.environ,
 ) -> Launch:  # fmt: skip
-    """The processes to start; arguments as for :func:`launch_script`. Raises ConfigError."""
+    """Return the processes to start; arguments as for :func:`launch_script`. Raises ConfigError."""
     if arguments[0] == "-m" and len(arguments) < 2:
         raise ConfigError("-m: the name of a module is missing, as in: gradbus run -n 2 -- -m package.train")
     world = elastic.max_world if ranks is None and elastic is not None else ranks

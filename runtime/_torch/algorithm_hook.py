@@ -453,8 +453,8 @@ class AlgorithmHook:
                 f"(no sparse=True of embeddings, no mixed_precision of DDP)"
             )
         self.start_pass()
-        if observed.observer is not None:
-            observed.observer.submitted()
+        if (observer := observed.observer) is not None:
+            observer.submitted()
         if bucket.index() == 0:
             self._start_run()
         self.dense_bytes += flat.nbytes

@@ -388,8 +388,8 @@ class DdsBackend(Backend):
         if opts.asyncOp:
             self.group.engine.progress.wake_io_thread()
         call = together(calls)
-        if observed.observer is not None:
-            observed.observer.submitted()
+        if (observer := observed.observer) is not None:
+            observer.submitted()
         work = DdsWork(self.queue, call, _ORDERED, self._limit_s(opts.timeout), ordered=True)
         return self._note(self.queue.submit(work))
 

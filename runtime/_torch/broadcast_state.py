@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradbus.runtime.collectives.objects import pack
 from gradbus.runtime.collectives.tensors import check_sendable, describe, empty_like_described
 from gradbus.runtime.errors import CollectiveError
 from gradbus.torch.backend import DdsBackend
@@ -18,6 +19,7 @@ from gradbus.torch.functions import check_reachable, check_root, current, gather
 _STATE_PER_PARAMETERS = 256
 _STATE_AT_LEAST_BYTES = 64 << 20
 _MAX_DEPTH = 32
+_SENDABLE_KEYS = "numbers of 64 bits, text, bytes and None can be keys"
 _AGREED, _PARAMETERS, _STATE = "agreed", "parameter", "state"  # spaces of names
 
 Parameters = Mapping[str, Any] | Iterable[tuple[str, Any]]
@@ -116,8 +118,9 @@ def broadcast_tree(
     def plan() -> list[Any]:
         nonlocal made
         made = make()
-        packed = _packed(made, "", tensors, of)
-        return [packed, [[path, describe(tensor)] for path, tensor in tensors]]
+        planned = _planned(made, tensors, of)
+        tensors[:] = [(path, tensor.cpu()) for path, tensor in tensors]
+        return planned
 
     is_root = backend.group.rank == root_rank
     match share_object(backend, plan, (_AGREED, of), root_rank, call):
@@ -129,6 +132,20 @@ def broadcast_tree(
     numbered = [(f"{number} {path}", tensor) for number, (path, tensor) in enumerate(tensors)]
     _broadcast_all(backend, numbered, _STATE, root_rank)
     return made if is_root else _unpacked(packed, [tensor for _, tensor in tensors], of)
+
+
+def check_tree(tree: Any, of: str) -> None:
+    """Raise ValueError if :func:`broadcast_tree` would refuse a tree; the text names the place. Copies no tensor."""
+    try:
+        pack(_planned(tree, [], of))
+    except ValueError as error:
+        raise ValueError(f"{of} cannot be sent to other ranks: {error}") from None
+
+
+def _planned(tree: Any, tensors: list[tuple[str, Tensor]], of: str) -> list[Any]:
+    """Return what is sent before the tensors, which are appended."""
+    packed = _packed(tree, "", tensors, of)
+    return [packed, [[path, describe(tensor)] for path, tensor in tensors]]
 
 
 def _room_for(announced: list[Any], of: str, limit_bytes: int) -> list[tuple[str, Tensor]]:
@@ -154,20 +171,29 @@ def _packed(value: Any, path: str, tensors: list[tuple[str, Tensor]], of: str, d
         raise ValueError(f"{of} is nested more than {_MAX_DEPTH} deep at {path}")
     if isinstance(value, Tensor):
         check_sendable(value)
-        tensors.append((path, value.detach().cpu()))
+        tensors.append((path, value.detach()))
         return ["t", len(tensors) - 1]
     if isinstance(value, Mapping):
         pairs = [(key, one, f"{path}.{key}".strip(".")) for key, one in value.items()]
+        for key in value:  # a tuple would arrive as a list, which cannot be a key
+            if not _is_plain(key):
+                raise ValueError(f"{of} has a map at {path}, with a {type(key).__name__} as a key: {_SENDABLE_KEYS}")
         return ["m", [[key, _packed(one, its_path, tensors, of, depth + 1)] for key, one, its_path in pairs]]
     if isinstance(value, list | tuple):
         kind = "l" if isinstance(value, list) else "u"
         return [kind, [_packed(one, f"{path}.{i}".strip("."), tensors, of, depth + 1) for i, one in enumerate(value)]]
-    if value is None or isinstance(value, bool | int | float | str | bytes):
+    if _is_plain(value):
         return ["v", value]
     raise ValueError(
-        f"{of} has a {type(value).__name__} at {path}. Tensors, numbers, text, bytes, None, and "
+        f"{of} has a {type(value).__name__} at {path}. Tensors, numbers of 64 bits, text, bytes, None, and "
         f"lists, tuples and maps of them can be sent"
     )
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, int):
+        return -(1 << 63) <= value < 1 << 64  # as msgpack has it
+    return value is None or isinstance(value, float | str | bytes)
 
 
 def _unpacked(packed: Any, tensors: list[Tensor], of: str, depth: int = 0) -> Any:

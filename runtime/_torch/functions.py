@@ -100,7 +100,7 @@ def init(*, stall_warning_s: float | None = None, **options: Any) -> None:
     """
     warning_s = None if stall_warning_s is None else checked_warning_s(stall_warning_s)
     if not dist.is_initialized():
-        if "GRADBUS_ELASTIC__MIN_WORLD" in os.environ:
+        if os.environ.get("GRADBUS_ELASTIC__MIN_WORLD", "").strip(" 0"):  # 0: ranks are fixed
             raise RuntimeError(
                 "init: this process was started as one of an elastic run, where gradbus.torch.elastic.run makes the "
                 "process group, anew for each generation of ranks: leave init() out, or start it without --elastic"

@@ -29,7 +29,8 @@ class Observed:
     """Who measures in this process.
 
     Attributes:
-        observer: None: nobody. :func:`gradbus.torch.profile` sets it.
+        observer: None: nobody. :func:`gradbus.torch.profile` sets it. Read it once for each use: the thread that trains
+            may take it away while another one reports.
     """
 
     def __init__(self) -> None:
@@ -37,9 +38,10 @@ class Observed:
 
     def while_waiting(self, wait: Callable[..., R], *arguments: Any) -> R:
         """Call a function that waits for the others, and have that measured. Returns what it returns."""
-        if self.observer is None:
+        observer = self.observer
+        if observer is None:
             return wait(*arguments)
-        with self.observer.waiting():
+        with observer.waiting():
             return wait(*arguments)
 
 

@@ -108,8 +108,8 @@ def run_program(
             value: R = end.value
             return value
         finally:
-            if observed.observer is not None:
-                observed.observer.computed(time.perf_counter() - began_s)
+            if (observer := observed.observer) is not None:
+                observer.computed(time.perf_counter() - began_s)
         on_request(request)
         pending = [_start(simple, group) for simple in simple_requests(request)]
         answer = joined_results(request, [finish() for finish in pending])

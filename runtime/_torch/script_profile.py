@@ -16,11 +16,12 @@ For the time of the block ``torch.autograd.backward`` is another function, as to
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any, Self
 
 import torch
@@ -32,6 +33,7 @@ from gradbus.runtime.profiling.summary import ProfileSummary
 from gradbus.runtime.profiling.table import text_table
 from gradbus.torch.functions import current
 from gradbus.torch.observed import observed
+from gradbus.torch.untraced import untraced
 
 WINDOW_STEPS = 10
 
@@ -64,6 +66,7 @@ class profile:  # noqa: N801 - as torch.profiler.profile
         self._step: StepProfile | None = None
         self._spans: list[Span] = []
         self._depth = {"forward": 0, "apply": 0}
+        self._stepping: FrameType | None = None  # the call of step() that the span "apply" is of
         self._in_backward = False
         self._submitted_s = 0.0
         self._thread = 0
@@ -112,6 +115,8 @@ class profile:  # noqa: N801 - as torch.profiler.profile
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self._undo.close()
+        self._drop_spans()
+        self._thread = 0  # whoever has kept our torch.autograd.backward measures nothing more
         if self._step is not None:
             if kind is None:
                 self._step.cancel()
@@ -158,17 +163,40 @@ class profile:  # noqa: N801 - as torch.profiler.profile
         self._spans.pop().__exit__(None, None, None)
         return True
 
+    def _drop_spans(self) -> None:
+        """End those whose end was not seen."""
+        while self._spans:
+            self._spans.pop().cancel()
+        self._depth = dict.fromkeys(self._depth, 0)
+        self._stepping = None
+
+    # A module that torch.compile takes in has no parts: its hooks would break the graph. The call around it counts.
+    # A compiled step of an optimizer ends a step like any other one, so its graph is broken here.
+
     def _before_forward(self, module: Any, inputs: Any) -> None:
-        self._open("forward")
+        if not torch.compiler.is_compiling():
+            self._open("forward")
 
     def _after_forward(self, module: Any, inputs: Any, output: Any) -> None:
-        self._close("forward")
+        if not torch.compiler.is_compiling():
+            self._close("forward")
 
+    @untraced
     def _before_apply(self, optimizer: Any, arguments: Any, options: Any) -> None:
+        if not self._is_here:
+            return
+        # torch has no hook for a step that fails. If this one is not inside the one before, that one has failed.
+        if self._stepping is not None and not _is_running(self._stepping):
+            self._drop_spans()
+        self._stepping = self._stepping or sys._getframe(1)  # noqa: SLF001 - inspect.currentframe() does the same
         self._open("apply")
 
+    @untraced
     def _after_apply(self, optimizer: Any, arguments: Any, options: Any) -> None:
-        if self._close("apply") and self._optimizer in (None, optimizer):
+        if not self._close("apply"):
+            return
+        self._stepping = None
+        if self._optimizer in (None, optimizer):
             self.step()
 
     def _measured(self, backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -211,3 +239,11 @@ class profile:  # noqa: N801 - as torch.profiler.profile
         """Measure a wait of the thread that trains."""
         is_counted = self._is_here and not (self._in_backward and self._submitted_s)
         return self.profile.span("wait") if is_counted else contextlib.nullcontext()
+
+
+def _is_running(frame: FrameType) -> bool:
+    """Return whether a call is under way on this thread, around this one."""
+    caller: FrameType | None = sys._getframe(1)  # noqa: SLF001 - inspect.currentframe() does the same
+    while caller is not None and caller is not frame:
+        caller = caller.f_back
+    return caller is not None

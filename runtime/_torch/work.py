@@ -193,8 +193,8 @@ class DdsWork(Work):
             self._queue.later(self._fail_others)
 
     def _announce(self, has_future: bool) -> None:
-        if observed.observer is not None and self._began_s:
-            observed.observer.exchanged(self.call.what, self._began_s, time.perf_counter())
+        if (observer := observed.observer) is not None and self._began_s:
+            observer.exchanged(self.call.what, self._began_s, time.perf_counter())
         self._over.set()
         self._queue.engine.progress.wake_inline()
         self._queue.ended(self, has_future)

@@ -434,6 +434,12 @@ class Span:
             self._in_step, self._name, self._start_s, end_s, max(0.0, took_s - self._inner_s), self._args
         )
 
+    def cancel(self) -> None:
+        """End it in place of the block's end, where that is not known: it counts nowhere."""
+        self._is_open = False
+        outer, self._outer = self._outer, None
+        _innermost.set(outer)
+
 
 def _amounts_of(traffic: Traffic) -> dict[str, int]:
     return dict(zip(BYTES, (traffic.sent_bytes, traffic.received_bytes), strict=True))

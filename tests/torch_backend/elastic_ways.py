@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gradbus.torch as hvd
 
 DIES_AT = 6
+LR_OF_RANK = 0.005
 
 
 def net() -> nn.Module:
@@ -31,7 +32,8 @@ def train(state: hvd.elastic.TorchState) -> None:
     ddp = DistributedDataParallel(state.model)
     hvd.with_algorithm(ddp, [state.optimizer], "topk", density=0.2)
     state.worlds = [*state.worlds, dist.get_world_size()]
-    while state.step < 12 or len(state.worlds) < 3:
+    least = max(12, state.step + 4)  # steps with the rank that has joined, too
+    while state.step < least or len(state.worlds) < 3:
         x = torch.full((4, 6), float(dist.get_rank() + state.step % 5))
         state.optimizer.zero_grad()
         state.other_optimizer.zero_grad()
@@ -46,18 +48,30 @@ def train(state: hvd.elastic.TorchState) -> None:
         time.sleep(0.01)  # as a larger model would take
 
 
+def scale(optimizers: list[torch.optim.Optimizer]) -> None:
+    """Have the learning rate follow the number of ranks. A rank that joins gets it with the state."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = LR_OF_RANK * dist.get_world_size()
+
+
 def main() -> None:
     torch.set_num_threads(1)
     model, other = net(), net()
     distributed = hvd.DistributedOptimizer(
-        torch.optim.SGD(other.parameters(), lr=0.01, momentum=0.9), other.named_parameters()
+        torch.optim.SGD(other.parameters(), lr=2 * LR_OF_RANK, momentum=0.9), other.named_parameters()
     )  # fmt: skip
     state = hvd.elastic.TorchState(
-        model, torch.optim.SGD(model.parameters(), lr=0.01), other=other, other_optimizer=distributed,
+        model, torch.optim.SGD(model.parameters(), lr=2 * LR_OF_RANK), other=other, other_optimizer=distributed,
         step=0, worlds=[],
     )  # fmt: skip
     scaled: list[int] = []
-    state.register_reset_callbacks([lambda: scaled.append(dist.get_world_size())])
+    state.register_reset_callbacks(
+        [
+            lambda: scaled.append(dist.get_world_size()),
+            lambda: scale([state.optimizer, state.other_optimizer]),
+        ]
+    )
 
     train(state)
     flat = torch.cat([one.detach().flatten() for part in (model, other) for one in part.parameters()])

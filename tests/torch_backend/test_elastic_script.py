@@ -79,6 +79,53 @@ def test_a_rank_that_leaves_ends_well_and_the_other_goes_on_without_a_lost_step(
     assert "starting it again" not in ended.stderr
 
 
+OTHER_MODEL = """
+import os, signal
+from pathlib import Path
+import torch
+from torch import nn
+from gradbus.torch import elastic
+
+joins = "GRADBUS_ELASTIC__JOIN" in os.environ
+model = nn.Linear(2, 3 if joins else 1)
+state = elastic.TorchState(model, torch.optim.SGD(model.parameters(), lr=0.1), worlds=[], step=0)
+refused = Path("refused")
+
+
+@elastic.run
+def train(state):
+    ddp = nn.parallel.DistributedDataParallel(model)
+    state.worlds = [*state.worlds, torch.distributed.get_world_size()]
+    while not refused.exists():
+        ddp(torch.ones(1, 2)).sum().backward()
+        state.optimizer.step()
+        state.step += 1
+        if state.step == 4 and os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGKILL)
+        state.commit()
+
+
+try:
+    train(state)
+except Exception as error:
+    refused.write_text(f"{type(error).__name__}: {error}")
+    raise
+print("END", state.worlds)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.faults
+@pytest.mark.timeout(200)
+def test_a_joining_rank_with_another_model_is_refused_and_the_others_go_on(tmp_path: Path, domain: int) -> None:
+    (tmp_path / "other.py").write_text(OTHER_MODEL)
+    ended = launched(domain, tmp_path, "--elastic", "1:2", "--", "other.py")
+    assert ended.returncode == 0, ended.stderr
+    assert (tmp_path / "refused").read_text().startswith("ConfigError: process 1 cannot join generation "), ended.stderr
+    assert "its state differs from that of the members" in (tmp_path / "refused").read_text()
+    assert ended.stdout.count("END") == ended.stdout.count("[rank 0] END [2, 1]") == 1, ended.stdout
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_the_script_of_the_page_trains(root: Path, tmp_path: Path, domain: int) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import resource
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,12 +12,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from doc_pages import rows, section
+from structlog.testing import capture_logs
 from torch import nn
 
 import gradbus.torch as hvd
 from gradbus.runtime.errors import CheckpointError, ConfigError
 from gradbus.torch import elastic
+from gradbus.torch.broadcast_state import broadcast_tree
 from gradbus.torch.elastic.launched import ScriptElasticSettings, member_place
+from gradbus.torch.functions import current
 
 
 def make(**values: Any) -> elastic.TorchState:
@@ -51,6 +56,45 @@ def test_a_restored_state_has_the_bits_of_the_last_commit_each_time() -> None:
         assert all(one.grad is None for one in state.model.parameters())
 
 
+def test_what_a_reset_callback_changes_belongs_to_the_state_that_is_shared() -> None:
+    state = make()
+    state.commit()
+    (group,) = state.optimizer.param_groups
+    state.register_reset_callbacks([lambda: group.update(lr=0.3)])
+    state.reset()
+    state.restore()  # as after a rank that was lost while the state was shared
+    assert [one["lr"] for one in state.optimizer.param_groups] == [0.3]
+
+
+def test_what_the_function_changes_after_its_last_commit_is_dropped_when_members_change() -> None:
+    state, begun = make(epoch=0), list[tuple[int, int, bool]]()
+
+    @elastic.run
+    def train(state: elastic.TorchState) -> None:
+        begun.append((state.epoch, state.commits, all(one.grad is None for one in state.model.parameters())))
+        if len(begun) == 2:
+            return
+        try:
+            step(state)
+            state.commit()
+            raise elastic.MembersChanged
+        finally:
+            state.epoch = 7
+
+    train(state)
+    assert begun == [(0, 0, True), (0, 1, True)]
+
+
+def test_a_sampler_with_another_order_is_another_layout() -> None:
+    def layout(*arguments: Any, **options: Any) -> int:
+        return make(sampler=elastic.ElasticSampler(*arguments, **options)).layout
+
+    assert layout(range(9), seed=1) == layout(list(range(9)), seed=1)
+    others = {layout(range(9), seed=2), layout(range(8), seed=1), layout(range(9), shuffle=False, seed=1)}
+    assert layout(range(9), seed=1) not in others
+    assert len(others) == 3
+
+
 def test_a_name_that_the_state_does_not_have_is_an_error_at_once() -> None:
     state = make(epoch=0)
     with pytest.raises(AttributeError, match=r"no 'batch': name it .* TorchState\(\.\.\., batch=\.\.\.\)"):
@@ -61,10 +105,103 @@ def test_a_name_that_the_state_does_not_have_is_an_error_at_once() -> None:
         make(commit=1)
 
 
-def test_a_value_that_cannot_be_sent_is_named() -> None:
-    state = make(loss={"last": {1, 2}})
-    with pytest.raises(ValueError, match=r"loss\.last cannot be sent to other ranks"):
+def nested(depth: int) -> list[Any]:
+    return [nested(depth - 1)] if depth else []
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ({"last": {1, 2}}, r"cannot be sent to other ranks: TorchState has a set at values\.seen\.last\. Tensors"),
+        ([{(0, 1): 3}], r"TorchState has a map at values\.seen\.0, with a tuple as a key: numbers of 64 bits"),
+        (bytearray(3), r"TorchState has a bytearray at values\.seen\."),
+        (2**70, r"TorchState has a int at values\.seen\. Tensors, numbers of 64 bits"),
+        (torch.eye(3).to_sparse(), "cannot be sent to other ranks: .*sparse_coo"),
+        (nested(31), "TorchState is nested more than 32 deep at values.seen.0.0"),
+        (list(range(1 << 18)), "cannot be sent to other ranks: .*more than 262144 lists and maps; send it in parts"),
+    ],
+)
+def test_a_value_that_cannot_be_sent_is_named_in_the_commit_that_has_it(value: Any, text: str) -> None:
+    state = make(seen=0)
+    state.commit()
+    state.seen = value
+    with pytest.raises(ValueError, match=text):
         state.commit()
+    assert state.commits == 1
+
+
+@pytest.mark.usefixtures("alone")
+def test_what_a_commit_takes_can_be_sent() -> None:
+    value = {"deep": nested(29), 1: (True, None, b"x"), None: torch.ones(2)}
+    state = make(seen=value)
+    state.commit()
+    tree = broadcast_tree(current(), lambda: state._saved, 0, of="it", call="test", limit_bytes=1 << 20)  # noqa: SLF001 - as sync() does
+    assert tree["values"]["seen"].keys() == value.keys()
+
+
+class Failing:
+    """A part whose state cannot be had once it is told so."""
+
+    fails = False
+
+    def state_dict(self) -> dict[str, int]:
+        if self.fails:
+            raise RuntimeError("out of memory")
+        return {"a": 1}
+
+    def load_state_dict(self, state: dict[str, int]) -> None: ...
+
+
+def test_a_state_that_cannot_be_copied_is_no_commit() -> None:
+    part = Failing()
+    state = make(part=part)
+    state.commit()
+    part.fails = True
+    state._vote = lambda: True  # noqa: SLF001 - as begin() sets it
+    for attempt in (state.commit, state.check_host_updates):
+        with pytest.raises(RuntimeError, match="out of memory"):
+            attempt()
+    assert state.commits == 1
+
+
+def test_a_full_disk_is_a_warning_and_leaves_the_older_checkpoint_alone(tmp_path: Path) -> None:
+    path = tmp_path / "state.pt"
+    model = nn.Linear(1000, 1000)
+    state = elastic.TorchState(model, checkpoint=path)
+    state.commit()
+    before = path.read_bytes()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2_000_000, hard))  # of the 4 MB
+    try:
+        with capture_logs() as logs:
+            state.commit()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert [(one["event"], one["error"]) for one in logs] == [("checkpoint not written", "File too large")]
+    assert [one.name for one in tmp_path.iterdir()] == ["state.pt"]
+    assert path.read_bytes() == before
+    assert state.commits == 2
+
+
+def test_a_checkpoint_that_would_fill_the_memory_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "state.pt"
+    state = make(checkpoint=path)
+    state.commit()
+    with zipfile.ZipFile(path) as plain, zipfile.ZipFile(tmp_path / "packed.pt", "w", zipfile.ZIP_DEFLATED) as packed:
+        for entry in plain.infolist():
+            packed.writestr(entry.filename, plain.read(entry))
+    path.with_name("packed.pt").replace(path)
+    with pytest.raises(CheckpointError, match="it has compressed entries"):
+        begin(make(checkpoint=path))
+    parts = {"model": {"weight": torch.zeros(1).expand(1 << 30), "bias": torch.zeros(2)}, "optimizer": {}}
+    torch.save({"format": 1, "commits": 1, "parts": parts, "values": {}}, path)
+    assert path.stat().st_size < 10_000
+    with pytest.raises(CheckpointError, match="more than 67,108,864 bytes, too many for this training"):
+        begin(make(checkpoint=path))
+    with path.open("wb") as file:
+        file.truncate(1 << 30)
+    with pytest.raises(CheckpointError, match="cannot be read: has 1,073,741,824 bytes, at most 67,108,864"):
+        begin(make(checkpoint=path))
 
 
 def test_the_checkpoint_goes_on_and_a_foreign_or_damaged_one_is_refused(tmp_path: Path) -> None:
@@ -196,6 +333,10 @@ def test_init_of_horovod_in_an_elastic_run_says_what_to_do(monkeypatch: pytest.M
     monkeypatch.setenv("GRADBUS_ELASTIC__MIN_WORLD", "1")
     with pytest.raises(RuntimeError, match=r"elastic\.run makes the process group.*leave init\(\) out"):
         hvd.init()
+    with monkeypatch.context() as fixed:
+        fixed.setenv("GRADBUS_ELASTIC__MIN_WORLD", "0")  # ranks are fixed
+        hvd.init(store=dist.HashStore(), rank=0, world_size=1)
+        hvd.shutdown()
     model = nn.Linear(1, 1)
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
     with pytest.raises(RuntimeError, match="there is no process group yet"):

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
 from torch_node import play
 
 import gradbus.torch
@@ -62,6 +67,77 @@ def check_files(folder: Path, results: list[dict[str, Any]]) -> None:
 def test_without_a_process_group_the_error_says_how_to_make_one() -> None:
     with pytest.raises(RuntimeError, match=r"gradbus\.torch\.init\(\)"), gradbus.torch.profile():
         pass
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    dist.init_process_group("dds", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class Fails(torch.optim.SGD):
+    """An optimizer whose second step fails."""
+
+    steps = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.steps += 1
+        if self.steps == 2:
+            raise RuntimeError("a rank was lost")
+        return super().step(closure)
+
+
+def train(model: Any, optimizer: torch.optim.Optimizer, steps: int) -> None:
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.ones(4, 3)).sum().backward()
+        with contextlib.suppress(RuntimeError):
+            optimizer.step()
+
+
+@pytest.mark.usefixtures("alone")
+def test_steps_count_after_one_whose_optimizer_has_failed() -> None:
+    model = nn.Linear(3, 2)
+    with gradbus.torch.profile() as p:
+        train(model, Fails(model.parameters(), lr=0.1), steps=5)
+    summary = p.summary()
+    assert summary.steps == 4
+    assert 0 < summary.mean["apply_s"] < summary.mean["step_s"]
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.filterwarnings("ignore:Using `torch.compile")
+def test_a_compiled_model_is_measured_and_stays_in_one_graph() -> None:
+    model = nn.Sequential(nn.Linear(3, 8), nn.Linear(8, 2))
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    with gradbus.torch.profile() as p:
+        train(compiled, torch.optim.SGD(model.parameters(), lr=0.1), steps=3)
+    summary = p.summary()
+    assert summary.steps == 3
+    assert summary.mean["forward_s"] > 0
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_compiled_step_of_an_optimizer_ends_a_step() -> None:
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = torch.compile(lambda: optimizer.step(), backend="eager")
+    with gradbus.torch.profile() as p:
+        for _ in range(3):
+            model(torch.ones(4, 3)).sum().backward()
+            step()
+    assert p.summary().steps == 3
+
+
+@pytest.mark.usefixtures("alone")
+def test_whoever_keeps_the_measuring_backward_measures_nothing_after_the_block() -> None:
+    with gradbus.torch.profile() as p:
+        kept = torch.autograd.backward
+    assert torch.autograd.backward is not kept
+    before = p.summary().outside
+    kept(nn.Linear(3, 2)(torch.ones(3)).sum())
+    assert p.summary().outside == before
 
 
 def test_a_step_that_is_cancelled_counts_nowhere() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from datetime import timedelta
@@ -16,6 +17,7 @@ from torch.distributed import DistBackendError
 from gradbus.runtime.errors import BusClosed, CollectiveTimeout, WriteTimeout
 from gradbus.torch import work as work_module
 from gradbus.torch.calls import CollectiveCall, CollectiveCalls, together
+from gradbus.torch.observed import Observed
 from gradbus.torch.work import DdsWork, WorkQueue
 
 
@@ -74,6 +76,37 @@ def test_a_future_asked_for_while_its_work_ends_leaves_nothing_behind(monkeypatc
     assert work.get_future().done()
     pair.queue.watch(time.monotonic())
     assert pair.watched() == set()
+
+
+class Flickering(Observed):
+    """An observer that another thread takes away after some looks at it."""
+
+    def __init__(self, looks: int) -> None:
+        self.looks = looks
+        self.names: list[str] = []
+
+    @property
+    def observer(self) -> Any:  # type: ignore[override]
+        self.looks -= 1
+        return self if self.looks >= 0 else None
+
+    def exchanged(self, what: str, started_s: float, ended_s: float) -> None:
+        self.names.append(what)
+
+    def waiting(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+
+def test_a_profile_that_ends_while_a_collective_does_harms_neither(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair, flickering = Pair(), Flickering(2)  # when it starts, and when it ends
+    monkeypatch.setattr(work_module, "observed", flickering)
+    work = pair.barrier()
+    pair.queue.submit(work)
+    pair.barrier_of_rank_1()
+    pair.net.settle()
+    assert work.ended
+    assert len(flickering.names) == 1
+    assert Flickering(1).while_waiting(lambda: "waited") == "waited"
 
 
 def test_who_waits_while_another_thread_polls_has_the_thread_of_the_bus_go_on() -> None:

@@ -46,15 +46,15 @@ class GenerationStore(DdsStore):
         return self._open()._call(op, keys, values, number, waits=waits, timeout=limit_s)  # noqa: SLF001 - of its class
 
     def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
-        """As that of any store; the number of the bus is known."""
+        """Return the number of the bus for its key, without the store. Any other key is set as in any store."""
         return self._bus_number.encode() if key == JOB_KEY else super().compare_set(key, expected_value, desired_value)
 
     def clone(self) -> DdsStore:
-        """Another handle on the same store."""
+        """Return another handle on the same store."""
         return self._open().clone()
 
     def close(self) -> None:
-        """Leave the store, if it was opened. Does not wait."""
+        """Leave the store, if it was opened. Waits for a thread that is opening it, for at most its timeout."""
         with self._opening:
             self._is_closed = True
             if self._opened is not None:

@@ -85,7 +85,7 @@ class ElasticMembership:
             )
         self.number = 0
         self.joins = not place.founders
-        self.is_last = False
+        self._is_leaving = False
         self._place = place
         self._traits = {"state": layout}
         self._domain, self._job = settings.domain, settings.job
@@ -113,6 +113,7 @@ class ElasticMembership:
 
     def announce_leave(self) -> None:
         """Announce that this process leaves after the next commit. On any thread."""
+        self._is_leaving = True  # before the look: the loop may not have opened the group yet
         if self._generations is not None:
             self._thread.call(self._generations.leave)
 
@@ -161,10 +162,12 @@ class ElasticMembership:
             hold.leave(departure)
 
     def close(self) -> None:
-        """Be a member no more."""
+        """Stop being a member, and give the bus back. Takes a bounded time."""
         self._thread.call(self._asked.put_nowait, None)
         if self._asking is not None and not self._asking.done():
             self._task.cancel()  # interrupted while it waited for a generation, which may take minutes
+        elif self._hold is not None:  # interrupted as the generation came
+            self._hold.leave(Departure(GradbusError("this process was interrupted")))
         with contextlib.suppress(TimeoutError, CancelledError):
             self._task.exception(_LEAVE_S)
         background.release(self._thread)
@@ -181,6 +184,8 @@ class ElasticMembership:
             traits=self._traits,
             name=_GROUP,
         ) as self._generations:
+            if self._is_leaving:
+                self._generations.leave()
             while (asked := await self._asked.get()) is not None:
                 await self._one_generation(self._generations, asked)
 

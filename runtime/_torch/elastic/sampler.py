@@ -36,6 +36,10 @@ class ElasticSampler(Sampler[int]):
         self.epoch = 0
         self.processed = 0
 
+    def __repr__(self) -> str:
+        """Return what the order follows from, which is equal on all ranks."""
+        return f"ElasticSampler({self._num_samples} samples, shuffle={self._shuffle}, seed={self._seed})"
+
     def set_epoch(self, epoch: int) -> None:
         """Begin an epoch, with all of its samples. The epoch that the sampler is in goes on."""
         if epoch != self.epoch:

@@ -9,22 +9,24 @@ other values are plain data. Nothing is pickled on its way to other ranks.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import hashlib
 import os
 import socket
+import zipfile
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor, nn
 
-from gradbus.runtime.collectives.objects import pack
 from gradbus.runtime.errors import CheckpointError, CollectiveError, ConfigError
 from gradbus.runtime.foreign_files import clear_way, open_named
 from gradbus.runtime.logs import get_logger
-from gradbus.torch.broadcast_state import broadcast_tree, limit_of
+from gradbus.torch.broadcast_state import broadcast_tree, check_tree, limit_of
+from gradbus.torch.elastic.sampler import ElasticSampler
 from gradbus.torch.functions import current, gather_objects
 from gradbus.torch.optimizer import Distributed
 from gradbus.torch.whole_gradients import is_sharded, is_zero
@@ -82,7 +84,7 @@ class TorchState:
         self.__dict__.update(
             _parts=parts, _values={name: one for name, one in here.items() if name not in parts},
             _path=None if checkpoint is None else Path(checkpoint), _saved=None, _commits=0, _callbacks=[],
-            _vote=lambda: False, _writes=lambda: True, _has_failed=False,
+            _vote=lambda: False, _writes=lambda: True,
         )  # fmt: skip
         self._parts: dict[str, Any]
         self._values: dict[str, Any]
@@ -92,7 +94,6 @@ class TorchState:
         self._callbacks: list[Callable[[], object]]
         self._vote: Callable[[], bool]
         self._writes: Callable[[], bool]
-        self._has_failed: bool
 
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("_"):
@@ -133,8 +134,8 @@ class TorchState:
             DistBackendError: a rank is lost.
             RuntimeError, on all ranks: they have made different numbers of commits.
         """
+        self.save()  # first: a state that cannot be copied is no commit
         self._commits += 1
-        self.save()
         self._write()
         if self._vote():
             raise MembersChanged
@@ -143,12 +144,12 @@ class TorchState:
         """Ask whether processes join or leave, without a commit of each step. If they do, this is one. As
         :meth:`commit`."""
         if self._vote():
-            self._commits += 1
             self.save()
+            self._commits += 1
             raise MembersChanged
 
     def save(self) -> None:
-        """Copy the state in memory, for :meth:`restore`. Raises ValueError: a value is no plain data."""
+        """Copy the state in memory, for :meth:`restore`. Raises ValueError: other ranks could not get it."""
         self._saved = self._copied()
 
     def restore(self) -> None:
@@ -178,7 +179,7 @@ class TorchState:
                 "checkpoint if TorchState has one"
             )
         root = commits.index(newest)
-        limit_bytes = limit_of(sum(one.nbytes for one in _tensors_of(self._saved or self._copied())))
+        limit_bytes = limit_of(_bytes_of(self._saved or self._copied()))
         tree = broadcast_tree(
             backend, lambda: self._saved or self._copied(), root, of="the state of an elastic run",
             call="TorchState.sync", limit_bytes=limit_bytes,
@@ -207,31 +208,32 @@ class TorchState:
         self._vote = lambda: False
 
     def reset(self) -> None:
-        """Call what was registered for a new process group."""
+        """Call what was registered for a new process group. What it changes is part of the last commit, which all ranks
+        get: else the rank that gives it would be the only one with the change."""
         for callback in self._callbacks:
             callback()
+        self.save()
 
     @property
     def layout(self) -> int:
-        """Return a hash, of 64 bits, of what must be equal on all members: names, and shapes and types of tensors of
-        modules. The state of an optimizer grows with its steps."""
+        """Return a hash, of 64 bits, of what must be equal on all members: names, shapes and types of tensors of
+        modules, and the order of samplers. The state of an optimizer grows with its steps."""
         named = [f"{name} {type(part).__name__}" for name, part in sorted(self._parts.items())]
         named += sorted(self._values)
         for name, part in sorted(self._parts.items()):
             if isinstance(part, nn.Module):
                 tensors = part.state_dict().items()
                 named += [f"{name}.{key} {one.dtype} {list(one.shape)}" for key, one in tensors if _is_tensor(one)]
+            elif isinstance(part, ElasticSampler):
+                named.append(f"{name} {part!r}")
         return int.from_bytes(hashlib.blake2b("\n".join(named).encode(), digest_size=8).digest(), "little")
 
     # Inside
 
     def _copied(self) -> dict[str, Any]:
-        for name, value in self._values.items():
-            _check_plain(value, name)
-        return {
-            "parts": {name: _copy_of(part.state_dict()) for name, part in self._parts.items()},
-            "values": _copy_of(self._values),
-        }
+        tree = {"parts": {name: part.state_dict() for name, part in self._parts.items()}, "values": self._values}
+        check_tree(tree, "TorchState")  # when members change it is too late: then that would end the run
+        return {kind: _copy_of(one) for kind, one in tree.items()}
 
     def _load(self, saved: Mapping[str, Any]) -> None:
         for name, part in self._parts.items():
@@ -251,19 +253,25 @@ class TorchState:
                 file.flush()
                 os.fsync(file.fileno())
             part.replace(path)
-        except OSError as error:
+        except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError about a position
+            cause = error if isinstance(error, OSError) else error.__context__
             log.warning(
-                "checkpoint not written", path=str(path), error=error.strerror,
+                "checkpoint not written", path=str(path),
+                error=(isinstance(cause, OSError) and cause.strerror) or f"{error!s:.200}",
                 effect="a run that is started again goes on from an older one",
             )  # fmt: skip
-            part.unlink(missing_ok=True)
+        finally:
+            with contextlib.suppress(OSError):  # it is the checkpoint now; or what stopped the writer stops this, too
+                part.unlink()
 
     def _read(self) -> None:
         """Go on from the checkpoint, if there is one. Raises CheckpointError: it is none, or of another training."""
         if self._path is None:
             return
+        limit_bytes = limit_of(_bytes_of(self._copied()))
         try:
-            with open_named(self._path) as file:
+            with open_named(self._path, max_bytes=limit_bytes) as file:
+                _check_archive(file)
                 found = torch.load(file, map_location="cpu", weights_only=True)
         except FileNotFoundError:
             return
@@ -279,6 +287,8 @@ class TorchState:
         if not isinstance(commits, int) or not 0 <= commits < 1 << 62:
             raise CheckpointError(f"{where} is none of TorchState, format {FORMAT}. Move it away to begin anew")
         saved = _checked({key: found.get(key) for key in ("parts", "values")}, self._parts, self._values, where)
+        if _bytes_of(saved) > limit_bytes:  # a tensor of a few bytes may claim any shape, and a copy would take it all
+            raise CheckpointError(f"{where} has tensors of more than {limit_bytes:,} bytes, too many for this training")
         try:
             self._load(saved)
         except Exception as error:  # of whatever part
@@ -318,23 +328,6 @@ def _fault_of(part: Any) -> str:
     return ""
 
 
-def _check_plain(value: Any, path: str) -> None:
-    """Raises ValueError: it is no plain data that other ranks can get."""
-    if isinstance(value, Tensor):
-        return
-    if isinstance(value, Mapping):
-        for key, one in value.items():
-            _check_plain(one, f"{path}.{key}")
-    elif isinstance(value, list | tuple):
-        for number, one in enumerate(value):
-            _check_plain(one, f"{path}.{number}")
-    else:
-        try:
-            pack(value)
-        except ValueError as error:
-            raise ValueError(f"TorchState: {path} cannot be sent to other ranks: {error}") from None
-
-
 def _copy_of(tree: Any) -> Any:
     """Copy a tree of plain data, tensors included."""
     if isinstance(tree, Tensor):
@@ -352,6 +345,26 @@ def _tensors_of(tree: Any) -> list[Tensor]:
         return [tree]
     inner = tree.values() if isinstance(tree, Mapping) else tree if isinstance(tree, list | tuple) else ()
     return [tensor for one in inner for tensor in _tensors_of(one)]
+
+
+def _bytes_of(tree: Any) -> int:
+    """Return the bytes of all tensors of a tree, as their shapes have it."""
+    return sum(one.nbytes for one in _tensors_of(tree))
+
+
+def _check_archive(file: BinaryIO) -> None:
+    """Raise ValueError if a file is no archive as torch.save writes it, or takes more memory than its own size.
+
+    torch reads compressed entries, too, and several that share their bytes: a small file would fill the memory.
+    """
+    with zipfile.ZipFile(file) as archive:
+        entries = archive.infolist()
+    if any(one.compress_type != zipfile.ZIP_STORED for one in entries):
+        raise ValueError("it has compressed entries, which torch.save does not write")
+    claimed, size = sum(one.file_size for one in entries), file.seek(0, os.SEEK_END)
+    if claimed > size:
+        raise ValueError(f"its entries claim {claimed:,} bytes, and the file has {size:,}")
+    file.seek(0)
 
 
 def _checked(tree: Any, parts: Mapping[str, Any], values: Mapping[str, Any], where: str) -> dict[str, Any]:

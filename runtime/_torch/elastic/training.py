@@ -145,6 +145,7 @@ def _one_generation(
         departure = Departure(is_end=True)
         return (value,)
     except MembersChanged:
+        state.restore()  # the function may have changed the state on its way out; a rank that joins has the commit
         return None
     except (NoGeneration, WaitedInVain):
         raise
