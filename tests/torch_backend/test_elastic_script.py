@@ -29,9 +29,12 @@ def launched(domain: int, folder: Path, *arguments: str) -> subprocess.Completed
 @pytest.mark.slow
 @pytest.mark.faults
 @pytest.mark.timeout(200)
-def test_algorithms_and_distributed_optimizers_go_on_in_the_next_generation(tmp_path: Path, domain: int) -> None:
+@pytest.mark.parametrize("dies_before", ["backward", "step"])
+def test_algorithms_and_distributed_optimizers_go_on_in_the_next_generation(
+    dies_before: str, tmp_path: Path, domain: int
+) -> None:
     script = Path(__file__).with_name("elastic_ways.py")
-    ended = launched(domain, tmp_path, "--elastic", "1:2", "--", str(script))
+    ended = launched(domain, tmp_path, "--elastic", "1:2", "--", str(script), dies_before)
     assert ended.returncode == 0, ended.stderr
     ends = [line.partition("END ")[2] for line in ended.stdout.splitlines() if "END " in line]
     assert len(ends) == 2, ended.stderr
