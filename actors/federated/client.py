@@ -62,6 +62,7 @@ from gradbus.runtime.tasks import TaskGroup, items_of, single_error
 from gradbus.runtime.testing.instrumentation import Probe
 from gradbus.runtime.user_errors import traceback_with_place, user_error
 from gradbus.runtime.wire.control import (
+    FAILED,
     NOT_WELCOMED,
     PROTOCOL,
     EvaluationRequest,
@@ -399,7 +400,7 @@ class Client:
                         await self._models.settle()
                         await self._end_well()
                     except Exception as error:
-                        self._leaving = f"failed: {self._early_failures.summary(error)}"
+                        self._leaving = f"{FAILED}{self._early_failures.summary(error)}"
                         raise
                     finally:
                         self._group = None
@@ -423,7 +424,7 @@ class Client:
         try:
             await self._observer.show_models()
         except Exception as error:  # it ends this client, whose work is cancelled
-            self._leaving = f"failed: {self._early_failures.summary(error)}"
+            self._leaving = f"{FAILED}{self._early_failures.summary(error)}"
             raise
 
     async def _end_well(self) -> None:
@@ -499,7 +500,7 @@ class Client:
                 self._start_session(session, welcome)
         except JoinDeclined as error:
             self._declined = error, welcome.run_id
-            self._leaving = f"failed: {self._early_failures.summary(error)}"
+            self._leaving = f"{FAILED}{self._early_failures.summary(error)}"
             raise
         current.welcome = welcome
         self.name = welcome.name or self.name  # with identities the allow list's
