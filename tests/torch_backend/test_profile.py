@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 from torch_node import play
 
 import gradbus.torch
@@ -62,6 +64,18 @@ def check_files(folder: Path, results: list[dict[str, Any]]) -> None:
 def test_without_a_process_group_the_error_says_how_to_make_one() -> None:
     with pytest.raises(RuntimeError, match=r"gradbus\.torch\.init\(\)"), gradbus.torch.profile():
         pass
+
+
+def test_without_a_process_group_an_algorithm_says_how_to_make_one() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(RuntimeError, match=r"no process group yet: call torch.distributed.init_process_group\(\)"):
+        gradbus.torch.with_algorithm(model, [optimizer], "topk")
+
+
+def test_a_table_before_the_block_says_how_to_begin_it() -> None:
+    with pytest.raises(RuntimeError, match=r"write 'with gradbus.torch.profile\(...\) as p:'"):
+        gradbus.torch.profile().table()
 
 
 def test_a_step_that_is_cancelled_counts_nowhere() -> None:
