@@ -146,7 +146,8 @@ class Client:
             callbacks: objects as :mod:`.client_observer` describes them, beside those that ``config.callbacks`` names.
 
         Raises:
-            TypeError: there is neither an id nor a name, or the id is not a number. ValueError: it is out of range.
+            TypeError: there is neither an id nor a name, the id is not a number, or the config no ClientConfig.
+            ValueError: the id is out of range.
             ConfigError: the name is not one, or a callback is none.
         """
         self.client_id = NO_ID if client_id is None else checked_id(client_id)
@@ -155,7 +156,7 @@ class Client:
             raise TypeError("a client needs client_id= or name=, as in Client(bus, task, name='site-1')")
         self._bus = bus
         self._task = task
-        self._config = config or ClientConfig()
+        self._config = ClientConfig.expect(config)
         self._changed = asyncio.Event()
         self._session = ControllerSession(self._config.controller_timeout_s)
         self._status = ClientStatus()
