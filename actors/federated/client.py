@@ -166,6 +166,7 @@ class Client:
         self._take_identity(Identity(UNASSIGNED if self.client_id == NO_ID else self.client_id, new_incarnation()))
         self._answered_by = 0  # the start of the controller that has answered last about an update
         self._rounds = self._refused = 0
+        self._has_run = False
         self._prepared = False  # the task has loaded its data: from then on the client may be ready
         self._failure = ""  # of the training here, the newest one
         self._leaving = "stopped"  # why it leaves, unless the run has ended
@@ -377,7 +378,11 @@ class Client:
             BarrierTimeout: no controller was received for ``controller_timeout_s``.
             TrainingFailed: the run has ended because training failed here. RunAborted: because it failed on the other
                 clients, or a setting of the controller is wrong. CallbackFailed: a callback has raised.
+            RuntimeError: it has run before.
         """
+        if self._has_run:
+            raise RuntimeError("this client has run already: make a new one, gradbus.Client(...), to take part again")
+        self._has_run = True
         try:
             await self._do_or_report(self._build)
             self._session.begin()

@@ -20,7 +20,7 @@ import gradbus
 from gradbus.actors.federated.client import Client
 from gradbus.actors.federated.client_report import CALLED_OFF, ClientReport
 from gradbus.models import NoopTask, TrainResult
-from gradbus.runtime.errors import CallbackFailed, ConfigError
+from gradbus.runtime.errors import BarrierTimeout, CallbackFailed, ConfigError
 
 _jobs = itertools.count()
 
@@ -301,6 +301,20 @@ def test_a_callback_that_raises_ends_its_client_with_its_name(method: str) -> No
     left = [one for one in logs if one["event"] == "client left" and one["client"] == 1]
     assert all(one["reason"].startswith("failed: ") and "battery" in one["reason"] for one in left), left
     assert {one["log_level"] for one in left} <= {"warning"}  # what a program sees that has asked for no more
+
+
+def test_a_client_that_has_run_is_not_run_again() -> None:
+    async def main() -> None:
+        async with gradbus.connect(f"followed-{os.getpid()}-{next(_jobs)}", domain=new_domain()) as bus:
+            client = Client(bus, NetTask(), client_id=0, config=gradbus.ClientConfig(controller_timeout_s=0.2))
+            with pytest.raises(BarrierTimeout):
+                await client.run()
+            with pytest.raises(RuntimeError, match="has run already: make a new one"):
+                await client.run()
+            with pytest.raises(RuntimeError, match="has run already: make a new one"):
+                await anext(client.rounds())
+
+    run(main())
 
 
 def test_settings_of_another_class_are_refused_with_the_call_that_makes_them() -> None:
