@@ -9,7 +9,7 @@ return is True, False or None, of Python or numpy, or one of these in a tensor; 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,10 @@ METHODS: Mapping[str, tuple[str, ...]] = {
 """What is called, by the section of the settings that names callbacks."""
 
 _PREFIX = "on_"
+_ARGUMENTS: Mapping[str, tuple[str, ...]] = {
+    "on_round": ("round_id",), "on_update": ("update",), "on_model": ("round_id", "model"), "on_end": ("summary",)
+}  # fmt: skip
+"""With what a method is called; the others get a report."""
 
 
 class Callbacks:
@@ -40,8 +44,13 @@ class Callbacks:
             given: objects. named: classes or objects as ``package.module:Name``; classes are called without arguments.
 
         Raises:
-            ConfigError: one cannot be imported or made, has none of the methods, or has one that nothing calls.
+            ConfigError: one cannot be imported or made, has none of the methods, or has one that nothing calls or that
+                cannot be called.
         """
+        if not isinstance(given, Iterable):
+            raise ConfigError(
+                f"callbacks: expected a list of objects, got one {type(given).__qualname__}: write callbacks=[...]"
+            )
         self._all = [(f"{type(one).__module__}:{type(one).__qualname__}", one) for one in given]
         self._all += [(spec, _imported(spec, f"{section}.callbacks")) for spec in named]
         for name, one in self._all:
@@ -86,6 +95,30 @@ def _check(name: str, one: Any, methods: Sequence[str]) -> None:
             )
     if not any(callable(getattr(one, method, None)) for method in methods):
         raise ConfigError(f"callback {name}: expected an object with some of {', '.join(methods)}")
+    if inspect.isclass(one) and any(
+        inspect.isfunction(inspect.getattr_static(one, method, None)) for method in methods
+    ):
+        raise ConfigError(f"callbacks: {one.__qualname__} is a class, expected an object: write {one.__qualname__}()")
+    for method in methods:
+        if callable(function := getattr(one, method, None)):
+            _check_method(f"callback {name}: {method}", function, _ARGUMENTS.get(method, ("report",)))
+
+
+def _check_method(what: str, function: Callable[..., Any], arguments: Sequence[str]) -> None:
+    """Raises ConfigError: the method is asynchronous, or takes other arguments."""
+    if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
+        raise ConfigError(
+            f"{what} is an async function, expected a plain one: it is called on a thread. Write 'def', and give what "
+            f"belongs on the event loop to it with loop.call_soon_threadsafe or asyncio.run_coroutine_threadsafe"
+        )
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # some functions written in C have none
+        return
+    try:
+        signature.bind(*arguments)
+    except TypeError as error:
+        raise ConfigError(f"{what} takes {signature}, and is called with ({', '.join(arguments)}): {error}") from None
 
 
 def _wants_end(returned: Any) -> bool:

@@ -71,6 +71,7 @@ from gradbus.runtime.tasks import TaskGroup, items_of, single_error
 from gradbus.runtime.testing.instrumentation import Probe
 from gradbus.runtime.user_errors import traceback_with_place, user_error
 from gradbus.runtime.wire.control import (
+    FAILED,
     NOT_WELCOMED,
     PROTOCOL,
     EvaluationRequest,
@@ -154,7 +155,8 @@ class Client:
             callbacks: objects as :mod:`.client_observer` describes them, beside those that ``config.callbacks`` names.
 
         Raises:
-            TypeError: there is neither an id nor a name, or the id is not a number. ValueError: it is out of range.
+            TypeError: there is neither an id nor a name, the id is not a number, or the config no ClientConfig.
+            ValueError: the id is out of range.
             ConfigError: the name is not one, or a callback is none.
         """
         self.client_id = NO_ID if client_id is None else checked_id(client_id)
@@ -163,7 +165,7 @@ class Client:
             raise TypeError("a client needs client_id= or name=, as in Client(bus, task, name='site-1')")
         self._bus = bus
         self._task = task
-        self._config = config or ClientConfig()
+        self._config = ClientConfig.expect(config)
         self._changed = asyncio.Event()
         self._session = ControllerSession(self._config.controller_timeout_s)
         self._status = ClientStatus()
@@ -439,7 +441,7 @@ class Client:
                         await self._models.settle()
                         await self._end_well()
                     except Exception as error:
-                        self._leaving = f"failed: {self._early_failures.summary(error)}"
+                        self._leaving = f"{FAILED}{self._early_failures.summary(error)}"
                         raise
                     finally:
                         self._group = None
@@ -463,7 +465,7 @@ class Client:
         try:
             await self._observer.show_models()
         except Exception as error:  # it ends this client, whose work is cancelled
-            self._leaving = f"failed: {self._early_failures.summary(error)}"
+            self._leaving = f"{FAILED}{self._early_failures.summary(error)}"
             raise
 
     async def _end_well(self) -> None:
@@ -539,7 +541,7 @@ class Client:
                 self._start_session(session, welcome)
         except JoinDeclined as error:
             self._declined = error, welcome.run_id
-            self._leaving = f"failed: {self._early_failures.summary(error)}"
+            self._leaving = f"{FAILED}{self._early_failures.summary(error)}"
             raise
         current.welcome = welcome
         self.name = welcome.name or self.name  # with identities the allow list's

@@ -35,6 +35,7 @@ from gradbus.runtime.logs import get_logger
 from gradbus.runtime.wire.control import (
     BEFORE_FIRST_ROUND,
     CANDIDATE_ROUNDS,
+    FAILED,
     NOT_WELCOMED,
     Body,
     EvaluationResult,
@@ -221,7 +222,8 @@ class Dispatcher:
             case MaskAnswer():
                 self._events.mask_answered(client_id, incarnation, body)
             case Leave():
-                log.info("client left", **self._context.client_facts(client_id), reason=body.reason)
+                write = log.warning if body.reason.startswith(FAILED) else log.info
+                write("client left", **self._context.client_facts(client_id), reason=body.reason)
                 self._gone(client_id, incarnation)
             case _:
                 pass  # for a controller only

@@ -16,7 +16,7 @@ from gradbus.actors.federated.updates_out import EncodedUpdate
 from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.config.federated import ClientConfig
 from gradbus.runtime.tasks import TaskGroup
-from gradbus.runtime.wire.control import Welcome
+from gradbus.runtime.wire.control import FAILED, Welcome
 from gradbus.runtime.wire.messages import TrainCmd
 
 
@@ -74,7 +74,7 @@ class HandoverClient(Client):
 
     def note_failure(self, error: Exception) -> None:
         """Take the error of the script as the reason why this client leaves."""
-        self._leaving = f"failed: {self._early_failures.summary(error)}"
+        self._leaving = f"{FAILED}{self._early_failures.summary(error)}"
 
     def _on_controller(self, session: int, body: Any, group: TaskGroup) -> None:
         try:

@@ -69,7 +69,7 @@ def client(
     if name:
         check_name(name)
     job = default_job() if job is None else job
-    config = config or ClientConfig()
+    config = ClientConfig.expect(config)
     ScriptBudget.check(config.budget)
     return ScriptClient(job, Named(name, client_id), config, connect(job, **bus), callbacks)
 

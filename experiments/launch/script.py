@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import secrets
 import socket
 import sys
@@ -20,13 +21,19 @@ from gradbus.runtime.config.job_name import default_job
 from gradbus.runtime.cores import usable_cores
 from gradbus.runtime.errors import ConfigError
 
+_PYTHON = re.compile(r"python[0-9.]*(\.exe)?")
 _JOIN_WAIT_S = 30.0
 """How long a rank that is started again looks for the others, which may have ended meanwhile."""
 
 
 def is_script(arguments: Sequence[str]) -> bool:
-    """Return whether these name a Python script, or a module with ``-m``, instead of a configuration file."""
-    return arguments[0] == "-m" or arguments[0].endswith((".py", ".pyc"))
+    """Return whether these name a Python script, or a module with ``-m``, instead of a configuration file; also where
+    Python itself is named before it, which :func:`plan_script` refuses."""
+    return arguments[0] == "-m" or arguments[0].endswith((".py", ".pyc")) or _names_python(arguments)
+
+
+def _names_python(arguments: Sequence[str]) -> bool:
+    return _PYTHON.fullmatch(os.path.basename(arguments[0])) is not None
 
 
 def launch_script(
@@ -51,6 +58,12 @@ def plan_script(
     """Return the processes to start; arguments as for :func:`launch_script`. Raises ConfigError."""
     if arguments[0] == "-m" and len(arguments) < 2:
         raise ConfigError("-m: the name of a module is missing, as in: gradbus run -n 2 -- -m package.train")
+    if _names_python(arguments):
+        rest = " ".join(arguments[1:]) or "train.py"
+        raise ConfigError(
+            f"{arguments[0]}: ranks are started with the Python of this command, so name the script only, as in: "
+            f"gradbus run -n 2 -- {rest}"
+        )
     world = elastic.max_world if ranks is None and elastic is not None else ranks
     if world is None:
         raise ConfigError("the number of ranks is missing: use -n N, or --elastic MIN:MAX")

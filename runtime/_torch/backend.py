@@ -65,6 +65,12 @@ def _leave_all() -> None:
         backend.leave_at_exit()
 
 
+def first_errors() -> list[BaseException]:
+    """Return the first error of each group that this process has not left: torch's C++ code hands on texts only."""
+    queues = [backend.queue for backend in list(_alive) if "queue" in vars(backend)]
+    return [queue.first_error for queue in queues if queue.first_error is not None]
+
+
 # Before atexit's functions: by their time no executor takes work any more, not even one that is idle.
 getattr(threading, "_register_atexit", atexit.register)(_leave_all)
 

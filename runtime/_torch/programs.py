@@ -72,8 +72,10 @@ def queue_of(group: dist.ProcessGroup | None) -> ProgramQueue:
     """That of a process group; all ranks of it call this for the first time together. None: the default group.
 
     Raises:
-        ValueError: this process is in no such group.
+        ValueError: this process is in no such group. RuntimeError: there is no default group yet.
     """
+    if group is None and not dist.is_initialized():
+        raise RuntimeError("there is no process group yet: call torch.distributed.init_process_group() before")
     key = group or dist.group.WORLD
     if not isinstance(key, dist.ProcessGroup):
         raise ValueError(f"process_group must be a group that this rank is in, got {group!r}")

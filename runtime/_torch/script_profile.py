@@ -79,7 +79,13 @@ class profile:  # noqa: N801 - as torch.profiler.profile
         return text_table(self.summary())
 
     def summary(self) -> ProfileSummary:
-        """Return the same as numbers. The step that is under way is not among them."""
+        """Return the same as numbers. The step that is under way is not among them.
+
+        Raises:
+            RuntimeError: no step has begun.
+        """
+        if not hasattr(self, "profile"):
+            raise RuntimeError("profile: nothing is measured yet: write 'with gradbus.torch.profile(...) as p:'")
         return self.profile.summary()
 
     # The block

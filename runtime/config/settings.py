@@ -66,6 +66,20 @@ class Settings(BaseModel, metaclass=_Explained):
     """Keys that people may know by another name, and where they are now, as ``group.key``."""
 
     @classmethod
+    def expect(cls, given: Any) -> Self:
+        """Return settings that a program gave as ``config``; for None the defaults.
+
+        Raises:
+            TypeError: they are of another class, such as a dict.
+        """
+        if given is None:
+            return cls()
+        if not isinstance(given, cls):
+            way = f"{cls.__name__}(**config)" if isinstance(given, Mapping) else f"{cls.__name__}(...)"
+            raise TypeError(f"config: expected a {cls.__name__}, got a {type(given).__name__}: write config={way}")
+        return given
+
+    @classmethod
     def without_effect(cls, given: Mapping[str, Any]) -> Mapping[str, str]:
         """Return keys, as ``group.key``, that have no effect here, each with a sentence that says so and where the
         value belongs: no error about another key suggests them. ``given``: the values of this group, unchecked."""

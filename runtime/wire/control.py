@@ -562,6 +562,10 @@ class LocalModelRequest:
     round_id: Round
 
 
+FAILED = "failed: "
+"""The reason of a client that leaves because of an error begins with it."""
+
+
 @dataclass(frozen=True, slots=True, config=STRICT)
 class Leave:
     """Client to controller: it leaves gracefully."""

@@ -393,8 +393,22 @@ def test_a_callback_that_raises_ends_its_client_with_its_name(method: str) -> No
     with capture_logs() as logs, pytest.raises(ExceptionGroup) as caught:
         run(scene.main())
     assert caught.group_contains(CallbackFailed, match=f"Broken: {method} raised KeyError: 'battery'")
-    reasons = [one["reason"] for one in logs if one["event"] == "client left" and one["client"] == 1]
-    assert all(reason.startswith("failed: ") and "battery" in reason for reason in reasons), reasons
+    left = [one for one in logs if one["event"] == "client left" and one["client"] == 1]
+    assert all(one["reason"].startswith("failed: ") and "battery" in one["reason"] for one in left), left
+    assert {one["log_level"] for one in left} <= {"warning"}  # what a program sees that has asked for no more
+
+
+def test_settings_of_another_class_are_refused_with_the_call_that_makes_them() -> None:
+    async def embedded(given: Any) -> None:
+        async with gradbus.connect(f"followed-{os.getpid()}-{next(_jobs)}", domain=new_domain()) as bus:
+            Client(bus, NetTask(), client_id=0, config=given)
+
+    for given, text in (({"budget": {}}, r"\*\*config"), (gradbus.FederatedConfig(rounds=1), r"\.\.\.")):
+        advice = rf"expected a ClientConfig, got .*write config=ClientConfig\({text}\)"
+        with pytest.raises(TypeError, match=advice):
+            run(embedded(given))
+        with pytest.raises(TypeError, match=advice):
+            gradbus.client("robots", client_id=0, config=given)  # type: ignore[arg-type]
 
 
 def test_what_is_no_callback_of_a_client_is_refused_at_once() -> None:

@@ -203,7 +203,7 @@ def test_an_error_of_the_script_is_why_its_client_leaves() -> None:
         reports, _ = run([caught], tasks=1, clients={"min": 1})
     assert [one.clients for one in reports] == [(0, 1), (1,), (1,)]
     left = [one for one in logs if one["event"] == "client left" and "a bug" in str(one.get("reason"))]
-    assert left, [one for one in logs if one["event"] == "client left"]
+    assert [one["log_level"] for one in left] == ["warning"], [one for one in logs if one["event"] == "client left"]
 
 
 def test_a_script_may_break_off() -> None:

@@ -1,6 +1,7 @@
 """An elastic script whose steps use what keeps something for a process group: an algorithm, and Horovod's optimizer.
 
-Rank 1 is killed in the midst of a step, with gradients of both on their way, started again, and joins.
+Rank 1 is killed in the midst of a step, started again, and joins. The argument says where: ``backward``, before its
+backward pass, so that the other rank waits in its own; ``step``, after it, with gradients of both on their way.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradbus.torch as hvd
 
-DIES_AT = 6
+DIES_AT, DIES_BEFORE = 6, sys.argv[1]
 LR_OF_RANK = 0.005
 
 
@@ -37,9 +38,12 @@ def train(state: hvd.elastic.TorchState) -> None:
         x = torch.full((4, 6), float(dist.get_rank() + state.step % 5))
         state.optimizer.zero_grad()
         state.other_optimizer.zero_grad()
+        dies = state.step == DIES_AT and os.environ["RANK"] == "1" and "GRADBUS_ELASTIC__JOIN" not in os.environ
+        if dies and DIES_BEFORE == "backward":
+            os.kill(os.getpid(), signal.SIGKILL)
         ddp(x).square().mean().backward()
         state.other(x).square().mean().backward()
-        if state.step == DIES_AT and os.environ["RANK"] == "1" and "GRADBUS_ELASTIC__JOIN" not in os.environ:
+        if dies:
             os.kill(os.getpid(), signal.SIGKILL)
         state.optimizer.step()
         state.other_optimizer.step()

@@ -29,9 +29,12 @@ def launched(domain: int, folder: Path, *arguments: str) -> subprocess.Completed
 @pytest.mark.slow
 @pytest.mark.faults
 @pytest.mark.timeout(200)
-def test_algorithms_and_distributed_optimizers_go_on_in_the_next_generation(tmp_path: Path, domain: int) -> None:
+@pytest.mark.parametrize("dies_before", ["backward", "step"])
+def test_algorithms_and_distributed_optimizers_go_on_in_the_next_generation(
+    dies_before: str, tmp_path: Path, domain: int
+) -> None:
     script = Path(__file__).with_name("elastic_ways.py")
-    ended = launched(domain, tmp_path, "--elastic", "1:2", "--", str(script))
+    ended = launched(domain, tmp_path, "--elastic", "1:2", "--", str(script), dies_before)
     assert ended.returncode == 0, ended.stderr
     ends = [line.partition("END ")[2] for line in ended.stdout.splitlines() if "END " in line]
     assert len(ends) == 2, ended.stderr
@@ -161,7 +164,9 @@ def test_a_script_of_torch_distributed_finds_its_ranks_and_a_failure_is_that_of_
 def test_ranks_of_a_script_get_what_torchrun_gives_and_those_started_again_join() -> None:
     assert is_script(["train.py"])
     assert is_script(["-m", "package.train"])
+    assert is_script(["python", "train.py"])  # which is refused with a sentence
     assert not is_script(["job.json"])
+    assert not is_script(["python.json"])
     plan = plan_script(["train.py", "--lr", "1"], ranks=2, grace_s=1.0, elastic=None, variables={})
     environment = plan.environment(1)
     assert {environment[name] for name in ("RANK", "LOCAL_RANK")} == {"1"}
@@ -191,6 +196,12 @@ def test_ranks_of_a_script_get_what_torchrun_gives_and_those_started_again_join(
         (["train.py"], None, None, "use -n N, or --elastic"),
         (["-m"], 2, None, "the name of a module is missing"),
         (["train.py"], 4, "1:3", "-n must be 1 to 3, got 4"),
+        (
+            ["/usr/bin/python3.11", "train.py", "--lr", "1"],
+            2,
+            None,
+            "name the script only, as in: .* -- train.py --lr 1",
+        ),
     ],
 )
 def test_a_script_that_cannot_be_launched_is_refused(

@@ -140,6 +140,18 @@ def test_whoever_keeps_the_measuring_backward_measures_nothing_after_the_block()
     assert p.summary().outside == before
 
 
+def test_without_a_process_group_an_algorithm_says_how_to_make_one() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(RuntimeError, match=r"no process group yet: call torch.distributed.init_process_group\(\)"):
+        gradbus.torch.with_algorithm(model, [optimizer], "topk")
+
+
+def test_a_table_before_the_block_says_how_to_begin_it() -> None:
+    with pytest.raises(RuntimeError, match=r"write 'with gradbus.torch.profile\(...\) as p:'"):
+        gradbus.torch.profile().table()
+
+
 def test_a_step_that_is_cancelled_counts_nowhere() -> None:
     profile = Profile(0)
     with profile.step(0) as step, step.span("compute"):

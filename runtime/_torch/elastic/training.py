@@ -16,6 +16,7 @@ from gradbus.runtime.collectives.generations import LOST, NoGeneration, WaitedIn
 from gradbus.runtime.errors import ConfigError, GradbusError
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.user_errors import user_error
+from gradbus.torch.backend import first_errors
 from gradbus.torch.elastic.launched import member_place
 from gradbus.torch.elastic.membership import Departure, ElasticMembership, FixedRanks
 from gradbus.torch.elastic.state import MembersChanged, TorchState
@@ -179,11 +180,8 @@ def _lost(error: BaseException) -> Exception | None:
         if isinstance(cause, LOST):
             return cause
         cause = cause.__cause__
-    if dist.is_initialized():  # DistributedDataParallel hands on no more than the text
-        first = current().queue.first_error
-        if isinstance(first, LOST):
-            return first
-    return None
+    # DistributedDataParallel and autograd hand on no more than the text, and an algorithm has a group of its own.
+    return next((first for first in first_errors() if isinstance(first, LOST)), None)
 
 
 def _drop_former() -> None:

@@ -213,6 +213,46 @@ def test_a_method_that_nothing_calls_is_refused_with_the_nearest_name(section: s
         Callbacks(section, [misspelt], [])
 
 
+class Shows:
+    """Each of its methods is right; the cases below replace one."""
+
+    def on_model(self, round_id: int, model: Any) -> None: ...
+
+    def on_report(self, report: Any) -> None: ...
+
+
+async def _shows(self: Any, round_id: int, model: Any) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        (Shows(), r"callbacks: expected a list of objects, got one Shows: write callbacks=\[...\]"),
+        ([Shows], r"callbacks: Shows is a class, expected an object: write Shows\(\)"),
+        ([type("Waits", (), {"on_model": _shows})()], "Waits: on_model is an async function, expected a plain one"),
+        (
+            [type("Short", (), {"on_model": lambda self, model: None})()],
+            r"Short: on_model takes \(model\), and is called with \(round_id, model\): too many positional arguments",
+        ),
+        ([type("Long", (), {"on_report": lambda self, one, two: None})()], "Long: on_report .* argument: 'two'"),
+    ],
+)
+def test_a_callback_that_cannot_be_called_is_refused_before_the_run(given: Any, text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        Callbacks("client", given, [])
+
+
+def test_a_callback_may_take_more_than_it_is_given_and_be_made_of_static_methods() -> None:
+    class Static:
+        @staticmethod
+        def on_model(*arguments: Any, **options: Any) -> None: ...
+
+    class Optional:
+        def on_report(self, report: Any, more: int = 0) -> None: ...
+
+    assert Callbacks("client", [Shows(), Static, Optional()], [])
+
+
 def test_one_object_may_follow_both_kinds_of_runs() -> None:
     both = type("Both", (), {"on_epoch": lambda self, report: None, "on_report": lambda self, report: None})()
     for section in ("federated", "parallel"):
