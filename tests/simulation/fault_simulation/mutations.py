@@ -136,7 +136,8 @@ MUTATIONS = (
         if self.is_full:
             return SURPLUS
         """,
-        "", "a round has as many updates as its selection asks for", flavour="select",
+        "", "a round has as many updates as its selection asks for",
+        found_by="tests/actors/federated/test_rounds.py::test_a_round_that_has_enough_updates_takes_no_further_one",
     ),
     Mutation(
         "a quarantined client counts", "admission", "actors.federated.update_admission:UpdateAdmission.refusal",
@@ -148,6 +149,7 @@ MUTATIONS = (
         "an older training of a client is not dropped for its newer one", "admission", f"{RECEIVER}.on_request",
         "if not transfer.source.goes_with(update):",
         "if False:", "only the newest update of a client counts",
+        found_by="tests/actors/federated/test_updates_in_clients.py::test_the_offer_of_a_restarted_client_replaces_its_older_transfer",
     ),
     Mutation(
         "what has counted is forgotten", "receipts", f"{RECEIVER}.on_request",
