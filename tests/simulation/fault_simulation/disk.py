@@ -7,6 +7,7 @@ notebook of those who check the run.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import random
@@ -92,7 +93,8 @@ class Disk:
             if self._rng.random() < 0.5:
                 lost.append(f"the rename to {path.name}")
                 if before is None:
-                    real["unlink"](path)
+                    with contextlib.suppress(FileNotFoundError):  # removed meanwhile
+                        real["unlink"](path)
                 else:
                     path.write_bytes(before)
                     self._keep(path)

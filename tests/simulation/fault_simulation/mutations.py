@@ -39,7 +39,7 @@ class Mutation:
         shipped: lines of its source, which are there once. mutant: what stands in their place.
         promise: what it breaks: an invariant of ``gradbus check``, or a sentence.
         flavour: of the simulated runs that meet these lines; any: each seed has a flavour of its own.
-        found_by: the test that finds it, where no simulated run meets these lines, or none does wrong there.
+        found_by: the test that finds it, where no simulated run meets these lines, or seldom one does wrong there.
     """
 
     name: str
@@ -124,6 +124,7 @@ MUTATIONS = (
             return REPEATED
         """,
         "", "I1",
+        found_by="tests/actors/federated/test_rounds.py::test_only_an_expected_client_that_has_not_answered_may_send",
     ),
     Mutation(
         "a late update counts", "admission", f"{ROUNDS}.staleness",
@@ -187,7 +188,8 @@ MUTATIONS = (
         if not receipt.accepted:
             return
         """,
-        "", "sent and residual make the whole change", flavour="s4",
+        "", "sent and residual make the whole change",
+        found_by="tests/actors/federated/test_local_training.py::test_the_residual_of_an_update_that_was_refused_is_not_kept",
     ),
     Mutation(
         "an update is offered once", "receipts", "actors.federated.updates_out:UpdateSender.deliver",
@@ -261,18 +263,21 @@ MUTATIONS = (
         "actors.federated.client_state:ClientStateStore.last_before",
         "return max((known for known in self._by_round if known < round_id), default=0)",
         "return max((known for known in self._by_round if known <= round_id), default=0)",
-        "a resumed run continues bit-equal", flavour="s4",
+        "a resumed run continues bit-equal",
+        found_by="tests/actors/federated/test_local_training_residuals.py::test_a_round_that_is_done_again_starts_with_the_same_residual_again",
     ),
     Mutation(
         "a controller that was replaced is followed", "commands", f"{SESSION}.accepts_session",
         "if session < self.incarnation and now_s - self._session_seen_s < OLD_SESSION_S:",
         "if False:", "clients follow the newest controller",
+        found_by="tests/actors/federated/test_session.py::test_the_last_words_of_a_controller_that_was_replaced_are_not_believed",
     ),
     Mutation(
         "an update for the session before is still offered", "commands", f"{SESSION}.is_current",
         "return self.incarnation == session and self.welcome is not None and self.ended is None",
         "return self.welcome is not None and self.ended is None",
         "an update is from the model of its own session",
+        found_by="tests/actors/federated/test_session.py::test_an_update_is_for_the_start_of_the_controller_that_has_commanded_it",
     ),
     Mutation(
         "a training that was called off is sent", "commands", f"{CLIENT}._train_update",
@@ -283,6 +288,7 @@ MUTATIONS = (
         "a client trains again though its update counts", "commands", f"{SESSION}.wanted",
         "is_next = command.round_id > self.counted_round or self.repeats is True",
         "is_next = True", "a client trains once for a command",
+        found_by="tests/actors/federated/test_session.py::test_a_repeated_command_has_no_effect_where_its_update_counts",
     ),
     Mutation(
         "a lost command is not repeated", "commands", "actors.federated.clients:ClientRegistry.lacks_command",
@@ -292,11 +298,13 @@ MUTATIONS = (
         )
         """,
         "return False", "a lost message costs a heartbeat",
+        found_by="tests/actors/federated/test_clients.py::test_a_client_lacks_a_command_as_long_as_its_hello_names_another_round",
     ),
     Mutation(
         "a repeated command is trained for again", "commands", f"{SESSION}.take_repeated",
         "if is_known and repeated.attempt <= self._attempt:",
         "if False:", "a client trains once for a command",
+        found_by="tests/actors/federated/test_session.py::test_a_repeated_command_of_a_later_attempt_is_given_again_once",
     ),
     Mutation(
         "the masks of a client that dropped out stay in the sum", "masks",
