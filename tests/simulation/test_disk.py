@@ -65,6 +65,34 @@ def test_a_file_without_a_sync_may_be_cut_short(tmp_path: Path, process: Virtual
     assert all("the second one".startswith(text) for text in found)
 
 
+def test_a_file_that_was_renamed_and_removed_without_a_sync_of_the_folder_may_be_gone(
+    tmp_path: Path, process: VirtualProcess
+) -> None:
+    folder = tmp_path / "state"
+    folder.mkdir()
+    for seed in range(10):
+        disk = Disk(tmp_path, random.Random(seed), lambda process, when: None)
+        write(folder, disk, process, "the only one", syncs_file=True, syncs_folder=False)
+        (folder / "model").unlink()
+        disk.lose_power("controller")
+        assert not (folder / "model").exists()
+
+
+def test_a_copy_of_the_state_is_on_the_disk_and_apart_from_what_it_was_copied_from(
+    tmp_path: Path, process: VirtualProcess
+) -> None:
+    (tmp_path / "state").mkdir()
+    disk = Disk(tmp_path, random.Random(0), lambda process, when: None)
+    write(tmp_path / "state", disk, process, "the first", syncs_file=True, syncs_folder=True)
+    disk.copy_folder("controller")
+    copy = disk.folder_of("controller")
+    write(tmp_path / "state", disk, process, "the second one", syncs_file=True, syncs_folder=True)
+    assert disk.lose_power("controller") == []
+    assert (copy / "model").read_text() == "the first"
+    disk.copy_folder("controller")
+    assert disk.folder_of("controller") not in (copy, tmp_path / "state")
+
+
 def test_a_full_disk_syncs_nothing_until_there_is_room(tmp_path: Path, process: VirtualProcess) -> None:
     disk = Disk(tmp_path, random.Random(0), lambda process, when: None)
     file = os.open(tmp_path, os.O_RDONLY)

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mutations import MUTATIONS, Mutation, Outdated, find
+from fault_simulation.mutations import MUTATIONS, Mutation, Outdated, find, select
+from fault_simulation.planted_table import HEADER, PAGE, Outcome, write
 
 from gradbus.actors.federated.rounds import REPEATED, Round, RoundRules
 
@@ -36,6 +37,48 @@ def test_a_planted_fault_has_its_effect(monkeypatch: pytest.MonkeyPatch) -> None
     assert round_.may_send(0) == REPEATED
     find("an update counts twice").apply(monkeypatch.setattr)
     assert round_.may_send(0) is None
+
+
+def test_a_planted_fault_is_gone_afterwards() -> None:
+    shipped = Round.may_send
+    with find("an update counts twice").planted():
+        assert Round.may_send is not shipped
+    assert Round.may_send is shipped
+
+
+def test_a_subject_chooses_its_mutations_and_a_name_one() -> None:
+    assert select("all") == list(MUTATIONS)
+    assert {mutation.subject for mutation in select("masks")} == {"masks"}
+    assert select("an update counts twice") == [find("an update counts twice")]
+
+
+def test_the_table_keeps_lines_of_faults_that_were_not_looked_for_and_drops_those_that_are_gone(tmp_path: Path) -> None:
+    first, second, third = (mutation.name for mutation in MUTATIONS[:3])
+    page = tmp_path / "page.md"
+    page.write_text(
+        "\n".join(["before", "", *HEADER, f"| {second} | `s4` | 3 | I1 |", "| gone | | | |", "", "after\n"])
+    )
+    write(page, [Outcome(third, "any", 2000), Outcome(first, "tests/a.py::test_b", is_found=True)])
+    assert page.read_text().splitlines() == [
+        "before", "", *HEADER, f"| {first} | [a.py](../tests/a.py) |  | the test |", f"| {second} | `s4` | 3 | I1 |",
+        f"| {third} | `any` | 2000 | not found |", "", "after",
+    ]  # fmt: skip
+    page.write_text("\n".join(["before", *HEADER, "", "after", "", "end"]))
+    write(page, [])
+    assert page.read_text().splitlines() == ["before", *HEADER, "", "after", "", "end"]
+    page.write_text("no table")
+    with pytest.raises(ValueError, match="has no table that begins with"):
+        write(page, [])
+
+
+def test_the_page_has_a_line_for_each_planted_fault(root: Path) -> None:
+    lines = {line.split("|")[1].strip() for line in (root / PAGE).read_text().splitlines() if line.startswith("| ")}
+    assert {mutation.name for mutation in MUTATIONS} <= lines
+
+
+def test_tests_that_find_a_planted_fault_exist(root: Path) -> None:
+    for file, _, name in (mutation.found_by.partition("::") for mutation in MUTATIONS if mutation.found_by):
+        assert f"def {name.partition('[')[0]}(" in (root / file).read_text(), f"{file} has no test {name!r}"
 
 
 def test_lines_that_are_not_there_are_named() -> None:

@@ -59,6 +59,16 @@ PARTS = (
         60 * 60,
     ),
     Part("fuzz", "each parser gets inputs for 5 minutes", "make setup-fuzz && make fuzz", 3 * 3600),
+    Part(
+        "simulated-faults", "10,000 seeds of the day with 3 clients and 6 rounds, and 500 with 5 clients and 20 rounds",
+        "make simulate-faults SEEDS=10000 ARGS='--first today' && "
+        "make simulate-faults SEEDS=500 SIZE=5x20 ARGS='--first today'",
+        90 * 60,
+    ),
+    Part(
+        "planted-faults", "each fault that is planted in the product is found, by one of 2,000 seeds or by its test",
+        "make simulate-faults PLANT=all SEEDS=2000 ARGS='--first 0'", 120 * 60,
+    ),
     Part("gpu", "the tests that need a CUDA device", "make test-gpu", 15 * 60, "nvidia-smi"),
 )  # fmt: skip
 

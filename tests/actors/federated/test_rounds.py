@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradbus.actors.federated.rounds import MAX_NAMES, Outcome, Round, RoundRules, RoundTotals
+from gradbus.actors.federated.rounds import MAX_NAMES, SURPLUS, Outcome, Round, RoundRules, RoundTotals
 from gradbus.runtime.wire.control import MAX_METRICS, UploadRequest
 
 DEADLINE_S = 60.0
@@ -31,6 +31,14 @@ def test_the_round_is_over_as_soon_as_all_have_answered() -> None:
         assert round_.verdict(1.0) is None
     round_.accept(1, 2.0)
     assert round_.verdict(2.0) is Outcome.ALL
+
+
+def test_a_round_that_has_enough_updates_takes_no_further_one() -> None:
+    rules = RoundRules(minimum=1, quorum=1.0, deadline_s=DEADLINE_S, grace_s=GRACE_S, enough=1)
+    round_ = Round(1, range(2), rules, now_s=0.0)
+    assert round_.may_send(1) is None
+    round_.accept(0, 1.0)
+    assert round_.may_send(1) == SURPLUS
 
 
 def test_a_round_closes_at_the_deadline_with_one_update_of_three() -> None:

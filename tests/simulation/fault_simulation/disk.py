@@ -7,9 +7,11 @@ notebook of those who check the run.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import random
+import shutil
 import stat
 from collections.abc import Callable
 from pathlib import Path
@@ -31,11 +33,24 @@ class Disk:
         self._synced: dict[int, tuple[int, int]] = {}  # by inode: size and time of change as they were synced
         self._entries: dict[Path, bytes | None] = {}  # renamed to, folder not synced: what was there; None: nothing
         self._full_until_s: dict[str, float] = {}  # by role
+        self._copies: dict[str, Path] = {}  # by role: the copy that it works with
         self.refused_s: dict[str, float] = {}  # by role: when there was no room for a sync last
 
     def folder_of(self, role: str) -> Path:
         """Return the folder in which an actor keeps its state."""
-        return self._folder / ("state" if role == "controller" else "clients/" + role)
+        return self._copies.get(role, self._folder / ("state" if role == "controller" else "clients/" + role))
+
+    def copy_folder(self, role: str) -> None:
+        """Give the next start of an actor a copy of its state, which is on the disk: the one before keeps its own."""
+        before = self.folder_of(role)
+        copy = before.with_name(
+            f"{before.name.partition('-copy-')[0]}-copy-{len(list(before.parent.glob('*-copy-*')))}"
+        )
+        if before.is_dir():
+            shutil.copytree(before, copy)
+            for path in copy.rglob("*"):
+                self._keep(path)
+        self._copies[role] = copy
 
     def fill(self, role: str, seconds: float) -> None:
         """Leave no room for what this role syncs, for so long."""
@@ -78,7 +93,8 @@ class Disk:
             if self._rng.random() < 0.5:
                 lost.append(f"the rename to {path.name}")
                 if before is None:
-                    real["unlink"](path)
+                    with contextlib.suppress(FileNotFoundError):  # removed meanwhile
+                        real["unlink"](path)
                 else:
                     path.write_bytes(before)
                     self._keep(path)

@@ -72,6 +72,7 @@ class Fault:
             "stop": f"{self.role} is stopped gracefully, and starts again after {seconds}",
             "power": f"the power of {self.role} fails, and it starts again after {seconds}",
             "pause": f"{self.role} is paused for {seconds}",
+            "replace": f"{self.role} is paused, is replaced by another start, and goes on beside that for {seconds}",
             "slow": f"{self.role} takes nothing from its readers for {seconds}",
             "clock": f"the wall clock of {self.role} jumps by {seconds}",
             "disk": f"the disk of {self.role} is full for {seconds}",
@@ -86,9 +87,15 @@ def _ordinal(number: int) -> str:
     return f"{number}{suffix}"
 
 
-def draw_plan(rng: random.Random, roles: Sequence[str], rounds: int) -> tuple[Fault, ...]:
+def draw_plan(
+    rng: random.Random, roles: Sequence[str], rounds: int, *, replaces: bool = False
+) -> tuple[Fault, ...]:  # fmt: skip
     """Return the faults of a run: none in one of six, mostly one to four, and a storm of up to twelve in one of
-    twelve."""
+    twelve. ``replaces``: the controller is replaced while it is paused, and at most two other faults happen."""
+    if replaces:
+        moment = draw_decision(rng, CONTROLLER, rounds)
+        others = (_draw_fault(rng, roles, rounds) for _ in range(rng.choice([0, 0, 1, 2])))
+        return _draw_effect(rng, moment, roles, "replace"), *others
     number = rng.choice([0, 0, 1, 1, 1, 2, 2, 3, 3, 4, 4, rng.randint(5, 12)])
     return tuple(_draw_fault(rng, roles, rounds) for _ in range(number))
 
@@ -120,10 +127,12 @@ def draw_decision(rng: random.Random, role: str, rounds: int) -> Moment:
 def _draw_effect(rng: random.Random, moment: Moment, roles: Sequence[str], action: str) -> Fault:
     role = moment.role
     match action:
-        case "kill" | "stop" | "power":
-            return Fault(moment, action, role, rng.uniform(0.01, 4.0))
+        case "kill" | "stop" | "power":  # half of them start again while the round goes on
+            return Fault(moment, action, role, rng.choice([rng.uniform(0.01, 0.2), rng.uniform(0.01, 4.0)]))
         case "pause" | "slow":
             return Fault(moment, action, role, rng.choice([0.3, 2.0, 6.0]))
+        case "replace":
+            return Fault(moment, action, role, rng.choice([0.5, 2.0, 6.0]))
         case "clock":
             return Fault(moment, action, role, rng.choice([-3600.0, -1.0, 1.0, 3600.0]))
         case "disk":

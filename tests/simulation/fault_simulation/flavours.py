@@ -20,7 +20,10 @@ class Flavour:
             a client of secure aggregation goes by what it has helped to unmask.
         is_fixed: where all clients count in all rounds, the model is the same to the bit, whatever has failed. Not so
             where a residual goes with a client that is killed, or a part of the clients is drawn.
+        is_mean: the model is the sum of the mean changes of each round.
         may_end_with: words of an error that ends such a run by design.
+        replaces: the controller is paused, replaced by a start with a copy of its state, and goes on beside that.
+        is_drawn: a seed may have it; else it is run by name only, as it is known not to hold.
     """
 
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -32,34 +35,40 @@ class Flavour:
     is_checked: bool = True
     learns_by_receipt: bool = True
     is_fixed: bool = False
+    is_mean: bool = False
     may_end_with: str = ""
+    replaces: bool = False
+    is_drawn: bool = True
 
 
 # Clients that have been in a failed attempt answer no other one that would show too few of them.
 _TOO_FEW = "A client does not answer where the sums of a round's attempts together would show too few clients"
 _SECURE = {"enabled": True, "keys_timeout_s": 3, "shares_timeout_s": 3, "unmask_timeout_s": 3}
 FLAVOURS: Mapping[str, Flavour] = {
-    "fp32": Flavour(is_fixed=True),
+    "fp32": Flavour(is_fixed=True, is_mean=True),
     "q8": Flavour({"codec": "q8"}),
     "s4": Flavour({"codec": {"name": "s4", "density": 0.1}}),
     "sq8": Flavour({"codec": {"name": "sq8", "density": 0.1}}),
     "downlink": Flavour({"downlink_codec": "q8"}, is_fixed=True),
     "adam": Flavour({"strategy": "fedadam"}, is_fixed=True),
-    "select": Flavour({"selection": {"name": "uniform", "fraction": 0.67}}, minimum=(2,)),
+    "select": Flavour({"selection": {"name": "uniform", "fraction": 0.67}}, minimum=(2,), is_mean=True),
     "packets": Flavour(packets=True, is_fixed=True),
-    "named": Flavour(named=True, is_fixed=True),
+    "named": Flavour(named=True, is_fixed=True, is_mean=True),
     "adversarial": Flavour({"limits": {"trust": "adversarial"}}, is_fixed=True),
     "secure": Flavour(
         {"secure_aggregation": _SECURE},
         minimum=(2,),
         keeps_payloads=False,
         learns_by_receipt=False,
+        is_mean=True,
         may_end_with=_TOO_FEW,
     ),
     "async": Flavour(
         {"mode": "asynchronous", "asynchronous": {"buffer": 2}}, minimum=(1,), quorum=(1.0,), is_checked=False
     ),
+    "replaced": Flavour(replaces=True, is_drawn=False),
 }
+DRAWN = tuple(name for name, flavour in FLAVOURS.items() if flavour.is_drawn)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,4 +119,4 @@ def draw_circumstances(rng: random.Random, flavour: str, roles: list[str], machi
 
 def flavour_of(seed: int) -> str:
     """Return the flavour of a seed where each seed has one of its own."""
-    return list(FLAVOURS)[seed % len(FLAVOURS)]
+    return DRAWN[seed % len(DRAWN)]

@@ -1,10 +1,11 @@
 """What must hold at the end of a run, whatever has failed in it.
 
-* I1 to I7 of ``gradbus check``, on the journals that the actors have really written;
+* I1 to I8 of ``gradbus check``, on the journals that the actors have really written;
 * all rounds are reported, each once and in their order;
 * each actor ends, with nothing but a good result, or with a timeout where it has missed the end of the run;
 * nothing waits beyond its deadline once the last fault is over;
-* an update counts once, and its client knows that it does before it trains again.
+* an update counts once, and its client knows that it does before it trains again;
+* no client gets the model of a round before the controller has noted that it is committed.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fault_simulation.faults import CONTROLLER
+from fault_simulation.findings import COMMITTED, COUNTED_ONCE, DEADLINES, ENDS, RECEIPTS, ROUNDS
 from fault_simulation.flavours import FLAVOURS
 from fault_simulation.kernel import START_S, now_s
 from gradbus.experiments.history.invariants import check
@@ -37,12 +39,13 @@ def judge(world: World) -> None:
     if flavour.is_checked and (world.folder / "history").is_dir():
         for result in check(read_history(world.folder)):
             if result.violations:
-                world.finding(f"{result.name} is violated: {'; '.join(result.violations[:3])}")
+                world.finding(result.name, "; ".join(result.violations[:3]))
     if controller is not None and flavour.may_end_with and flavour.may_end_with in str(controller.result):
         world.notes.append(f"the controller has ended: {str(controller.result)[:100]}")
         return
     _each_has_ended_well(world)
     _rounds_are_reported_in_order(world)
+    _models_are_committed_first(world)
     _nothing_has_waited(world)
 
 
@@ -59,7 +62,7 @@ def _each_has_ended_well(world: World) -> None:
         ):
             world.notes.append(f"{process.name} has missed the end of the run")
         else:
-            world.finding(f"{process.name} has ended with {type(error).__name__}: {str(error)[:400]}")
+            world.finding(ENDS, f"{process.name} has ended with {type(error).__name__}: {str(error)[:400]}")
 
 
 def _has_missed_end(world: World, process: VirtualProcess, controller: VirtualProcess | None) -> bool:
@@ -73,17 +76,27 @@ def _has_missed_end(world: World, process: VirtualProcess, controller: VirtualPr
 def _rounds_are_reported_in_order(world: World) -> None:
     controller = world.ended.get(CONTROLLER)
     if controller is not None and controller.result != list(range(1, world.rounds + 1)):
-        world.finding(f"the controller has reported rounds {controller.result}")
+        world.finding(ROUNDS, f"the controller has reported rounds {controller.result}")
     for before, after in zip(world.reported, world.reported[1:], strict=False):
         if after <= before:
-            world.finding(f"round {after} was reported after round {before}")
+            world.finding(ROUNDS, f"round {after} was reported after round {before}")
+
+
+def _models_are_committed_first(world: World) -> None:
+    """Else a round that clients know is lost if the controller dies, and the next start makes another model of it."""
+    committed = 0
+    for process, event, facts in world.journal:
+        if process.role == CONTROLLER and event in ("started", "committed"):  # the former: what an earlier start saved
+            committed = max(committed, facts["round"])
+        elif event == "decoded" and facts["round"] > committed:
+            world.finding(COMMITTED, f"{process.name} has the model of round {facts['round']} before it is committed")
 
 
 def _nothing_has_waited(world: World) -> None:
     has_failed = any(isinstance(process.result, Exception) for process in world.ended.values())
     stalled_s = now_s() - max(START_S + 1.0, world.calm_s) - world.network.lease_s
     if stalled_s > CALM_S and len(world.ended) == len(world.roles) and not has_failed:
-        world.finding(f"the run went on for {stalled_s:.0f} s after the last fault and a lease")
+        world.finding(DEADLINES, f"the run went on for {stalled_s:.0f} s after the last fault and a lease")
 
 
 def _counted(world: World) -> set[Key]:
@@ -103,7 +116,8 @@ def _counted(world: World) -> set[Key]:
             for key in pending.pop(process.name, []):
                 if key in counted:
                     world.finding(
-                        f"an update of client {key[1]} is in two committed models, the second of {process.name}"
+                        COUNTED_ONCE,
+                        f"an update of client {key[1]} is in two committed models, the second of {process.name}",
                     )
                 counted.add(key)
     return counted
@@ -123,7 +137,8 @@ def _clients_know_what_counts(world: World, counted: set[Key]) -> None:
             for key in unanswered.pop(process.name, {}).values():
                 if key in counted and key[3] != transfer:
                     world.finding(
-                        f"{process.name} went on to round {facts['round']} and never knew that transfer {key[3]} counts"
+                        RECEIPTS,
+                        f"{process.name} went on to round {facts['round']}, never knew that transfer {key[3]} counts",
                     )
             client_id = world.client_ids[process.role]
             key = (facts["run"], client_id, incarnations[process.name], transfer)
@@ -132,5 +147,6 @@ def _clients_know_what_counts(world: World, counted: set[Key]) -> None:
             answered = unanswered.get(process.name, {}).pop(facts["transfer"], None)
             if not facts["accepted"] and answered in counted:
                 world.finding(
-                    f"{process.name} was refused its update of round {facts['round']}, which counts: {facts['reason']}"
+                    RECEIPTS,
+                    f"{process.name} was refused its update of round {facts['round']}, which counts: {facts['reason']}",
                 )

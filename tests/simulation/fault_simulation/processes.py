@@ -69,7 +69,11 @@ def noting(note: Callable[..., None]) -> Callable[..., None]:
 
     def noted(history: History, event: str, **facts: Any) -> None:
         process = running()
+        if process.replaced:  # whoever checks the run reads the journal of the newer one
+            return
         process.world.at_decision(process, "note", event, "before")
+        if process.replaced:  # just now
+            return
         process.world.on_note(process, event, facts)
         note(history, event, **facts)
         process.world.at_decision(process, "note", event, "after")

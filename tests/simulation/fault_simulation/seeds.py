@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import subprocess
 from collections.abc import Collection
 from dataclasses import asdict, dataclass, field
@@ -10,6 +11,7 @@ from pathlib import Path
 from fault_simulation.flavours import FLAVOURS
 
 SMALL = (3, 6)  # clients and rounds
+SEEDS_A_DAY = 20_000
 _TREE_SEEDS = 1 << 31  # first seeds that a tree may have
 
 
@@ -39,12 +41,13 @@ class Totals:
 
 
 def replay_command(
-    seed: int, flavour: str, size: tuple[int, int] = SMALL, keep: Collection[int] | None = None
+    seed: int, flavour: str, size: tuple[int, int] = SMALL, keep: Collection[int] | None = None, planted: str = ""
 ) -> str:  # fmt: skip
     """Return the command that runs one seed again."""
     kept = "" if keep is None else f" KEEP={','.join(map(str, sorted(keep))) or 'none'}"
     sized = "" if size == SMALL else f" SIZE={size[0]}x{size[1]}"
-    return f"make simulate-faults SEED={seed} FLAVOUR={flavour}{sized}{kept}"
+    plant = f' PLANT="{planted}"' if planted else ""
+    return f"make simulate-faults SEED={seed} FLAVOUR={flavour}{sized}{kept}{plant}"
 
 
 def parse_size(text: str) -> tuple[int, int]:
@@ -55,8 +58,20 @@ def parse_size(text: str) -> tuple[int, int]:
     return int(clients), int(rounds)
 
 
-def first_seed(root: Path) -> tuple[int, str]:
-    """Return the first seed of this tree, and where it is from, in words: the same tree always runs the same seeds."""
+def first_seed(root: Path, first: str = "tree") -> tuple[int, str]:
+    """Return the first seed, and where it is from, in words.
+
+    Args:
+        first: a number; ``tree``: the same tree always runs the same seeds; ``today``: each day has its own.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    if first == "today":
+        day = datetime.datetime.now(datetime.UTC).date()
+        return day.toordinal() * SEEDS_A_DAY, f"of {day.isoformat()}"
+    if first != "tree":
+        return int(first), "as given"
     try:
         told = subprocess.run(
             ["git", "rev-parse", "HEAD^{tree}"], cwd=root, capture_output=True, text=True, check=True, timeout=30

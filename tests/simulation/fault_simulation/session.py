@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fault_simulation import kernel, patches
+from fault_simulation.findings import EXCEPTIONS
 
 MEMORY = Path("/dev/shm")  # a disk that costs no time; a simulated fsync is none
 
@@ -41,7 +42,7 @@ def _unraisable(hook: Any) -> None:
     """Report an error that a finalizer raises in a live process; those of dead processes have no effect."""
     process = kernel.current()
     if kernel.CLOCK.now_s is not None and process is not None and not process.dead:
-        process.world.finding(f"a finalizer of {process.name} raised {hook.exc_value!r} in {hook.object!r}")
+        process.world.finding(EXCEPTIONS, f"a finalizer of {process.name} raised {hook.exc_value!r} in {hook.object!r}")
 
 
 @contextmanager

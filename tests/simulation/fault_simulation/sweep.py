@@ -6,6 +6,7 @@ import functools
 import time
 from collections.abc import Collection, Iterable, Iterator
 
+from fault_simulation.findings import SAME_MODEL, Finding
 from fault_simulation.flavours import FLAVOURS, flavour_of
 from fault_simulation.seeds import Totals, replay_command
 from fault_simulation.session import collect
@@ -27,27 +28,35 @@ def undisturbed_crc32(flavour: str, size: tuple[int, int]) -> int:
     return crc32
 
 
+def run_calm(size: tuple[int, int]) -> None:
+    """Run without faults what is compared later: before a fault is planted."""
+    for name, flavour in FLAVOURS.items():
+        if flavour.is_fixed:
+            undisturbed_crc32(name, size)
+
+
 def run(world: World) -> World:
     """Run a world, and compare its last model with that of a run without faults, where they must be equal."""
     world.run()
     crc32 = world.fixed_crc32() if FLAVOURS[world.flavour].is_fixed else None
     if crc32 is not None and crc32 != undisturbed_crc32(world.flavour, world.size):
-        world.findings.append(
-            "all clients counted in all rounds, and the model differs from that of a run without faults"
-        )
+        text = "all clients counted in all rounds, and the model differs from that of a run without faults"
+        world.findings.append(Finding(SAME_MODEL, world.virtual_s, text))
     return world
 
 
-def run_seeds(seeds: Iterable[int], flavour: str, size: tuple[int, int]) -> Iterator[tuple[World, Totals]]:
+def run_seeds(
+    seeds: Iterable[int], flavour: str, size: tuple[int, int], planted: str = ""
+) -> Iterator[tuple[World, Totals]]:  # fmt: skip
     """Run seeds one after the other. Yields each world, which is over, and what to add to the totals.
 
     Args:
-        flavour: a name, or ``any``: each seed has one of its own.
+        flavour: a name, or ``any``: each seed has one of its own. planted: the fault that is planted in this process.
     """
     for number, seed in enumerate(seeds, 1):
         began_s = time.process_time()
         world = run(World(seed, flavour_of(seed) if flavour == "any" else flavour, size=size))
-        failed = [replay_command(seed, world.flavour, size)] if world.findings else []
+        failed = [replay_command(seed, world.flavour, size, planted=planted)] if world.findings else []
         yield (
             world,
             Totals(1, len(world.plan), world.loop.steps, world.virtual_s, time.process_time() - began_s, failed),
@@ -56,8 +65,8 @@ def run_seeds(seeds: Iterable[int], flavour: str, size: tuple[int, int]) -> Iter
             collect()
 
 
-def story(world: World, keep: Collection[int] | None = None) -> str:
-    """Return what a person needs to know of a run in which something does not hold."""
+def story(world: World, keep: Collection[int] | None = None, planted: str = "") -> str:
+    """Return what a person needs to know of a run in which something does not hold. ``planted``: as in run_seeds."""
     faults = [f"    {number}  {fault}" for number, fault in enumerate(world.drawn) if keep is None or number in keep]
     more = len(world.findings) - SHOWN_FINDINGS
     return "\n".join(
@@ -70,7 +79,7 @@ def story(world: World, keep: Collection[int] | None = None) -> str:
             *faults,
             "  the last events:",
             *(f"    {line}" for line in world.trace.last()),
-            f"  replay: {replay_command(world.seed, world.flavour, world.size, keep)}",
+            f"  replay: {replay_command(world.seed, world.flavour, world.size, keep, planted)}",
         ]
     )
 

@@ -1,4 +1,4 @@
-"""A task whose clients send what they learn in several packets."""
+"""Tasks whose clients learn noise: one reports what it has learned, one sends it in several packets."""
 
 from __future__ import annotations
 
@@ -12,6 +12,23 @@ from gradbus import codecs
 from gradbus.models import NoopTask, TrainResult
 
 PACKETS = 3
+
+
+class ReportingTask(NoopTask):
+    """Adds normal noise to the parameters, as ``NoopTask(dim, delta="seeded")``, and reports what it has added."""
+
+    def __init__(self, dim: int, report: Callable[[int, int, torch.Tensor], None]) -> None:
+        """``report``: takes the client, the round, and the change, float32 (dim,)."""
+        super().__init__(dim, delta="seeded")
+        self._report = report
+
+    def train(self, model: nn.Module, **given: Any) -> TrainResult:
+        """Train as a NoopTask does."""
+        before = torch.nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+        result = super().train(model, **given)
+        change = torch.nn.utils.parameters_to_vector(model.parameters()).detach() - before
+        self._report(given["client_id"], given["round_id"], change)
+        return result
 
 
 class PacketTask(NoopTask):

@@ -18,11 +18,12 @@ import torch
 
 from fault_simulation.disk import Disk
 from fault_simulation.faults import CONTROLLER, MACHINES, Fault, draw_plan
+from fault_simulation.findings import BOUNDS, ENDS, EXCEPTIONS, LOGS, MEAN, TASKS, Finding
 from fault_simulation.flavours import CALM, FLAVOURS, Circumstances, draw_circumstances
 from fault_simulation.kernel import CLOCK, START_S, Killed, VirtualProcess, current, generator, now_s
 from fault_simulation.network import MemoryNetwork
 from fault_simulation.seeds import SMALL
-from fault_simulation.tasks import PacketTask
+from fault_simulation.tasks import PacketTask, ReportingTask
 from fault_simulation.trace import Trace
 from fault_simulation.virtual_loop import Deadlock, Livelock, VirtualLoop
 from gradbus.actors import Client, Controller
@@ -38,6 +39,7 @@ KERNEL_REPORTS_S = (1e-3, 0.04)  # from the end of a process until the kernel re
 FULL_S = 5.0  # from a sync that found the disk full until the actor has ended with that error
 RECONNECT_S = 3.0  # after a partition or a pause, until all have found each other again
 NEVER_LOGGED = ("strike", "history ends", "message not handled", "readers or writers not deleted")
+MEAN_TOLERANCE = 1e-5  # changes are of some 1e-3, and masked sums on a grid
 CHECK_EVERY = 64  # callbacks
 
 
@@ -45,7 +47,7 @@ class World:
     """A run of one seed.
 
     Attributes:
-        plan: its faults. findings: what does not hold, in words; empty after a good run. notes: what is allowed.
+        plan: its faults. findings: what does not hold; empty after a good run. notes: what is allowed.
         happened: the faults of the plan that have happened. crc32_of: clients and model of each reported round.
         ended: the processes that have reached their end, by role. reported: rounds that the controllers reported.
         journal: all decisions, with their process and their facts. calm_s: when the effect of the last fault was over.
@@ -70,7 +72,8 @@ class World:
         self.circumstances = draw_circumstances(generator(seed, "circumstances"), flavour, self.roles, MACHINES)
         if is_calm:
             self.circumstances = replace(self.circumstances, minimum=clients, **CALM)
-        self.drawn = draw_plan(generator(seed, "plan"), self.roles, rounds) if plan is None else tuple(plan)
+        drawn = draw_plan(generator(seed, "plan"), self.roles, rounds, replaces=FLAVOURS[flavour].replaces)
+        self.drawn = drawn if plan is None else tuple(plan)
         self.plan = [fault for number, fault in enumerate(self.drawn) if keep is None or number in keep]
         self.trace = Trace(keep_all=keep_trace)
         self.folder = Path("run")
@@ -84,7 +87,7 @@ class World:
         self.crc32_of: dict[int, tuple[tuple[int, ...], int]] = {}
         self.happened: list[Fault] = []
         self.journal: list[tuple[VirtualProcess, str, dict[str, Any]]] = []
-        self.findings: list[str] = []
+        self.findings: list[Finding] = []
         self.notes: list[str] = []
         self.calm_s = START_S
         self.excused_s: dict[str, float] = defaultdict(float)  # until when a role may have missed something
@@ -99,6 +102,9 @@ class World:
         self._at_decisions = [fault for fault in self.plan if fault.moment.kind != "step"]
         self._reached: Counter[tuple[str, str, str, str]] = Counter()
         self._restart_s: dict[str, float] = {}
+        self._replaced: list[tuple[VirtualProcess, float]] = []  # paused, and for how long each goes on later
+        self._changes: dict[tuple[int, int], torch.Tensor] = {}  # by client and round
+        self._machines = dict(self.circumstances.machines)
 
     def _make_network(self, drawn: Circumstances) -> MemoryNetwork:
         network = MemoryNetwork(self.loop, generator(self.seed, "network"), self.trace)
@@ -108,9 +114,9 @@ class World:
 
     # What is reported to it
 
-    def finding(self, text: str) -> None:
+    def finding(self, invariant: str, text: str) -> None:
         """Note that something does not hold."""
-        self.findings.append(f"at {now_s() - START_S:.3f} s: {text}")
+        self.findings.append(Finding(invariant, now_s() - START_S, text))
 
     def on_loop_error(self, context: dict[str, Any]) -> None:
         """Note an exception that has reached the loop."""
@@ -119,22 +125,24 @@ class World:
             return
         text = "".join(traceback.format_exception(error)) if error else ""
         name = process.name if process else "the network"
-        self.finding(f"an exception reached the loop of {name}: {context.get('message')} {error!r}\n{text}")
+        self.finding(EXCEPTIONS, f"an exception reached the loop of {name}: {context.get('message')} {error!r}\n{text}")
 
     def on_log(self, process: VirtualProcess, method: str, event: str, facts: dict[str, Any], error: str) -> None:
         """Take an event that a process has logged."""
         shown = " ".join(f"{name}={value}" for name, value in sorted(facts.items()))
         self.trace.add(f"{process.name} logs {method}: {event} {shown}")
-        if process.dead or self.disk.is_full(process.role):
+        if process.dead or process.replaced or self.disk.is_full(process.role):
             return
         if error or method in ("error", "critical") or event in NEVER_LOGGED:
-            self.finding(f"{process.name} logged {method}: {event} {shown} {error}")
+            self.finding(LOGS, f"{process.name} logged {method}: {event} {shown} {error}")
 
     def on_note(self, process: VirtualProcess, event: str, facts: dict[str, Any]) -> None:
         """Take a decision that a process journals."""
-        if process.dead:
+        if process.dead or process.replaced:
             return
         self.journal.append((process, event, facts))
+        if event == "commanded":
+            self._resume_replaced()
         shown = " ".join(
             f"{name}={value}" for name, value in facts.items() if name in ("round", "client", "clients", "reason")
         )
@@ -157,7 +165,7 @@ class World:
 
     def at_decision(self, process: VirtualProcess, kind: str, name: str, when: str, number: int = 0) -> None:
         """Inject the faults of this decision. Raises Killed: they have killed the process that takes it."""
-        if process.dead:  # its stack unwinds: nothing that it does has an effect
+        if process.dead or process.replaced:  # its stack unwinds: nothing that it does has an effect
             return
         reached = (kind, process.role, name, when)
         self._reached[reached] += 1
@@ -186,16 +194,16 @@ class World:
         if process is None or process.dead:
             return
         match fault.action:
-            case "kill":
+            case "kill" | "power":
                 self._kill(process, fault.seconds)
-            case "power":
-                self._kill(process, fault.seconds)
-                for lost in self.disk.lose_power(process.role):
+                for lost in self.disk.lose_power(process.role) if fault.action == "power" else ():
                     self.trace.add(f"the disk of {process.role} has lost {lost}")
             case "stop":
                 self._stop(process, fault.seconds)
             case "pause":
                 self._pause(process, fault.seconds)
+            case "replace":
+                self._replace(process, fault.seconds)
             case "slow":
                 process.slow_until_s = now_s() + fault.seconds
                 self._excuse([process.role], fault.seconds)
@@ -216,15 +224,42 @@ class World:
             self._excuse([fault.role, fault.other], fault.seconds)
             self.network.lose_one_side(process, other, fault.seconds)
 
-    def _pause(self, process: VirtualProcess, seconds: float) -> None:
+    def _pause(self, process: VirtualProcess, seconds: float | None) -> None:
+        """Pause a process, for so long; None: until somebody resumes it."""
         if process.paused:
             return
         process.paused = True
-        self._excuse([process.role], seconds)
+        self._excuse([process.role], seconds or 0.0)
         for pair in self.network.pairs:
             if any(pair.side_of(process)) and pair.source.machine != pair.target.machine:
                 self.network.begin_silence(pair, lambda: process.paused)
-        self.network.at(seconds, self._resume, process)
+        if seconds is not None:
+            self.network.at(seconds, self._resume, process)
+
+    def _replace(self, process: VirtualProcess, seconds: float) -> None:
+        """Pause a process until another start, with a copy of its state, has given its first command; then let it go
+        on beside that one, and kill it after so many seconds."""
+        if process.paused:
+            return
+        self._pause(process, None)
+        process.replaced = True
+        self._replaced.append((process, seconds))
+        self.disk.copy_folder(process.role)
+        self._machines[process.role] = self.rng.randrange(MACHINES)
+        self.network.at(self.rng.uniform(0.01, 4.0), self.start, process.role)
+
+    def _resume_replaced(self) -> None:
+        for process, seconds in self._replaced:
+            self.calm_s = max(self.calm_s, now_s() + seconds + self.network.lease_s)
+            self._excuse(self.roles, seconds)
+            self.network.at(self.rng.uniform(0.0, 0.5), self._resume, process)
+            self.network.at(seconds, self._end_replaced, process)
+        self._replaced.clear()
+
+    def _end_replaced(self, process: VirtualProcess) -> None:
+        if not process.dead:
+            self.trace.add(f"{process.name} is killed, which was replaced")
+            self._end(process)
 
     def _resume(self, process: VirtualProcess) -> None:
         process.paused = False
@@ -259,7 +294,7 @@ class World:
         if role in self.ended:
             return
         self._starts[role] += 1
-        machine = self.circumstances.machines[role]
+        machine = self._machines[role]
         process = VirtualProcess(self, role, self._starts[role], machine=machine, pid=next(self._pids))
         process.wall_ns = self.rng.choice([0, self.rng.randrange(10**9)])
         self._now[role] = self.by_claim[process.claim] = process
@@ -287,7 +322,9 @@ class World:
         if process.dead:
             raise Killed
         self._check_tasks(process)
-        if again_s is None:
+        if process.replaced:
+            pass  # the run is over for its role when it is over for the one in its place
+        elif again_s is None:
             self.ended[process.role] = process
         else:
             self.calm_s = max(self.calm_s, now_s() + again_s)
@@ -304,7 +341,7 @@ class World:
                 "clients": {"num": len(self.roles) - 1, "min": drawn.minimum, "dead_after_s": drawn.dead_after_s,
                             "start_grace_s": 2.0},
                 "round": {"timeout_s": 30.0, "quorum": drawn.quorum, "grace_s": 1.0, "max_attempts": 5},
-                "checkpoint": {"dir": self.folder / "state"},
+                "checkpoint": {"dir": self.disk.folder_of(CONTROLLER)},
                 "history": {"dir": self.folder / "history", "payloads": FLAVOURS[self.flavour].keeps_payloads},
                 **FLAVOURS[self.flavour].settings,
             }
@@ -312,12 +349,16 @@ class World:
         async with connect("simulation", network="loopback", security="none", shared_memory=False) as bus:
             controller = Controller(bus, NoopTask(DIM, delta="seeded"), config)
             async for report in controller.rounds():
+                if process.replaced:
+                    continue
                 self.trace.add(
                     f"{process.name} reports round {report.round_id}: clients {list(report.clients)}, "
                     f"{report.outcome}, attempt {report.attempt}, crc32 {report.weights_crc32:08x}"
                 )
                 self.reported.append(report.round_id)
                 self.crc32_of[report.round_id] = report.clients, report.weights_crc32
+            if FLAVOURS[self.flavour].is_mean and not process.replaced:
+                self._check_mean(controller)
             return [report.round_id for report in controller.progress.reports]
 
     async def _client(self, process: VirtualProcess) -> object:
@@ -329,7 +370,7 @@ class World:
         )  # fmt: skip
         flavour, number = FLAVOURS[self.flavour], int(process.role.removeprefix("client-"))
         who: dict[str, Any] = {"name": f"site-{number}"} if flavour.named else {"client_id": number}
-        task = PacketTask(DIM) if flavour.packets else NoopTask(DIM, delta="seeded")
+        task = PacketTask(DIM) if flavour.packets else ReportingTask(DIM, self._note_change)
         async with connect("simulation", network="loopback", security="none", shared_memory=False) as bus:
             client = Client(bus, task, **who, config=config)
             try:
@@ -337,19 +378,33 @@ class World:
             finally:
                 self.client_ids[process.role] = client.client_id
 
+    def _note_change(self, client_id: int, round_id: int, change: torch.Tensor) -> None:
+        self._changes[client_id, round_id] = change
+
     # What must hold at every moment
+
+    def _check_mean(self, controller: Controller) -> None:
+        expected = torch.zeros(DIM)
+        for report in controller.progress.reports:
+            if report.clients:
+                changes = [self._changes[client_id, report.round_id] for client_id in report.clients]
+                expected += torch.stack(changes).mean(dim=0)
+        error = float((controller.weights - expected).abs().max())
+        if not error <= MEAN_TOLERANCE:
+            self.finding(MEAN, f"a value of the last model is wrong by {error:g}")
 
     def _check_tasks(self, process: VirtualProcess) -> None:
         left = [task.get_name() for task in process.tasks if not task.done() and task is not process.main]
         if left:
-            self.finding(f"{process.name} has ended, and left the tasks {left}")
+            self.finding(TASKS, f"{process.name} has ended, and left the tasks {left}")
 
     def _check_bounds(self) -> None:
         for participant in self.network.participants:
             for reader in participant.readers:
                 bound = reader.topic.reader_samples
                 if bound and len(reader.queue) > bound:
-                    self.finding(f"{reader.topic.name} of {participant.process.name} holds {len(reader.queue)} samples")
+                    name = f"{reader.topic.name} of {participant.process.name}"
+                    self.finding(BOUNDS, f"{name} holds {len(reader.queue)} samples, {bound} at most")
 
     # The run
 
@@ -369,9 +424,9 @@ class World:
                 if not self.loop.run_until(
                     lambda: len(self.ended) == len(self.roles), START_S + ROUND_LIMIT_S * self.rounds
                 ):
-                    self.finding(f"{self._missing()} have not ended after {ROUND_LIMIT_S * self.rounds:g} s")
+                    self.finding(ENDS, f"{self._missing()} have not ended after {ROUND_LIMIT_S * self.rounds:g} s")
             except (Deadlock, Livelock) as error:
-                self.finding(f"{type(error).__name__}, {error}: {self._missing()} have not ended")
+                self.finding(ENDS, f"{type(error).__name__}, {error}: {self._missing()} have not ended")
             self.virtual_s = now_s() - START_S
             oracles.judge(self)
             return self.trace.digest

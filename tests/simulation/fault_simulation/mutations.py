@@ -1,9 +1,10 @@
 """Faults that are planted in the shipped code, to see what finds them: one line changed in each, at run time.
 
 A net of tests is as fine as the faults that it finds. Each mutation here breaks one promise of admission, commit,
-resume, receipts, masks or agreement, and a test, a seed of the simulation or ``gradbus check`` should find it::
+resume, receipts, masks or agreement, and a seed of the simulation should find it, or the test that it names::
 
-    find("an update counts twice").apply(setattr)
+    with find("an update counts twice").planted():
+        ...
 
 A mutation names the lines as they are in the source. Where these change, :meth:`Mutation.apply` fails, and the table is
 to be brought up to date; tests/simulation/test_mutations.py sees to that.
@@ -12,10 +13,11 @@ to be brought up to date; tests/simulation/test_mutations.py sees to that.
 from __future__ import annotations
 
 import ast
+import contextlib
 import importlib
 import inspect
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
@@ -36,6 +38,8 @@ class Mutation:
         place: of the function, ``module:function`` or ``module:Class.method``, without ``gradbus.``.
         shipped: lines of its source, which are there once. mutant: what stands in their place.
         promise: what it breaks: an invariant of ``gradbus check``, or a sentence.
+        flavour: of the simulated runs that meet these lines; any: each seed has a flavour of its own.
+        found_by: the test that finds it, where no simulated run meets these lines, or seldom one does wrong there.
     """
 
     name: str
@@ -44,6 +48,8 @@ class Mutation:
     shipped: str
     mutant: str
     promise: str
+    flavour: str = "any"
+    found_by: str = ""
 
     @property
     def file(self) -> str:
@@ -64,6 +70,18 @@ class Mutation:
             owner = getattr(owner, name)
         shipped = inspect.unwrap(owner.__dict__[function_name])
         patch(owner, function_name, self._rewritten(shipped, function_name))
+
+    @contextlib.contextmanager
+    def planted(self) -> Iterator[None]:
+        """Have the fault in this process meanwhile. Raises Outdated: see :meth:`apply`."""
+        with contextlib.ExitStack() as shipped:
+
+            def patch(owner: Any, name: str, value: Any) -> None:
+                shipped.callback(setattr, owner, name, vars(owner)[name])
+                setattr(owner, name, value)
+
+            self.apply(patch)
+            yield
 
     def _rewritten(self, shipped: FunctionType, function_name: str) -> Any:
         source = textwrap.dedent(inspect.getsource(shipped))
@@ -94,6 +112,7 @@ ROUNDS = "actors.federated.rounds:Round"
 RECEIVER = "actors.federated.updates_in:UpdateReceiver"
 CONTROLLER = "actors.federated.controller:Controller"
 SESSION = "actors.federated.session:ControllerSession"
+CLIENT = "actors.federated.client:Client"
 AGREEMENT = "runtime.collectives.agreement:GenerationAgreement"
 MASKING = "actors.secure_aggregation"
 
@@ -105,6 +124,7 @@ MUTATIONS = (
             return REPEATED
         """,
         "", "I1",
+        found_by="tests/actors/federated/test_rounds.py::test_only_an_expected_client_that_has_not_answered_may_send",
     ),
     Mutation(
         "a late update counts", "admission", f"{ROUNDS}.staleness",
@@ -118,21 +138,34 @@ MUTATIONS = (
             return SURPLUS
         """,
         "", "a round has as many updates as its selection asks for",
+        found_by="tests/actors/federated/test_rounds.py::test_a_round_that_has_enough_updates_takes_no_further_one",
     ),
     Mutation(
         "a quarantined client counts", "admission", "actors.federated.update_admission:UpdateAdmission.refusal",
         "if (why := self.quarantine.exclusion_reason(client_id, request.round_id)) is not None:",
         "if (why := None) is not None:", "a client in quarantine does not count",
+        found_by="tests/actors/federated/test_updates_in.py::test_bad_updates_are_strikes_and_who_has_too_many_is_turned_away_before_it_sends",
     ),
     Mutation(
         "an older training of a client is not dropped for its newer one", "admission", f"{RECEIVER}.on_request",
         "if not transfer.source.goes_with(update):",
         "if False:", "only the newest update of a client counts",
+        found_by="tests/actors/federated/test_updates_in_clients.py::test_the_offer_of_a_restarted_client_replaces_its_older_transfer",
     ),
     Mutation(
         "what has counted is forgotten", "receipts", f"{RECEIVER}.on_request",
         "if self._counted.get(client_id) == update.whole_key:  # the receipt was lost",
         "if False:", "I8",
+    ),
+    Mutation(
+        "what has counted is not saved", "receipts", "actors.federated.state:RunState._meta",
+        "for client_id, key in list(self.counted.items())[-MAX_KNOWN:]",
+        "for client_id, key in []", "I8",
+    ),
+    Mutation(
+        "the next start of the controller is not asked for a receipt", "receipts", f"{CLIENT}._send_update",
+        "update, check=lambda: self._context.is_same_run(welcome.run_id), is_held=current.is_held(command)",
+        "update, check=lambda: self._context.is_same_session(session), is_held=current.is_held(command)", "I8",
     ),
     Mutation(
         "a receipt goes out before the sum", "receipts", f"{RECEIVER}._fold",
@@ -156,6 +189,7 @@ MUTATIONS = (
             return
         """,
         "", "sent and residual make the whole change",
+        found_by="tests/actors/federated/test_local_training.py::test_the_residual_of_an_update_that_was_refused_is_not_kept",
     ),
     Mutation(
         "an update is offered once", "receipts", "actors.federated.updates_out:UpdateSender.deliver",
@@ -196,12 +230,12 @@ MUTATIONS = (
     Mutation(
         "the file of a checkpoint is not synced", "commit", "runtime.checkpoint:_replacing",
         "_sync(temporary)",
-        "pass", "I4, where the machine loses its power",
+        "pass", "I4, where the machine loses its power", flavour="s4",
     ),
     Mutation(
         "the folder of a checkpoint is not synced", "commit", "runtime.checkpoint:CheckpointStore.save",
         "_sync(self.directory)",
-        "pass", "I4, where the machine loses its power",
+        "pass", "I4, where the machine loses its power", flavour="s4",
     ),
     Mutation(
         "a resumed run has another id", "resume", "actors.federated.state:RunState._restore",
@@ -211,12 +245,12 @@ MUTATIONS = (
     Mutation(
         "a strategy begins afresh after a resume", "resume", "actors.federated.state:RunState._restore",
         "self._strategy.load_state(checkpoint.tensors)",
-        "pass", "I3: a resumed run continues bit-equal",
+        "pass", "I3: a resumed run continues bit-equal", flavour="adam",
     ),
     Mutation(
         "what the clients hold is forgotten at a resume", "resume", "actors.federated.state:RunState._restore",
         "self.held = held",
-        "pass", "I2: a client holds the model that the controller believes it holds",
+        "pass", "I2: a client holds the model that the controller believes it holds", flavour="downlink",
     ),
     Mutation(
         "a start has the incarnation of the one before", "resume", f"{CONTROLLER}._open",
@@ -230,22 +264,31 @@ MUTATIONS = (
         "return max((known for known in self._by_round if known < round_id), default=0)",
         "return max((known for known in self._by_round if known <= round_id), default=0)",
         "a resumed run continues bit-equal",
+        found_by="tests/actors/federated/test_local_training_residuals.py::test_a_round_that_is_done_again_starts_with_the_same_residual_again",
     ),
     Mutation(
         "a controller that was replaced is followed", "commands", f"{SESSION}.accepts_session",
         "if session < self.incarnation and now_s - self._session_seen_s < OLD_SESSION_S:",
         "if False:", "clients follow the newest controller",
+        found_by="tests/actors/federated/test_session.py::test_the_last_words_of_a_controller_that_was_replaced_are_not_believed",
     ),
     Mutation(
         "an update for the session before is still offered", "commands", f"{SESSION}.is_current",
         "return self.incarnation == session and self.welcome is not None and self.ended is None",
         "return self.welcome is not None and self.ended is None",
         "an update is from the model of its own session",
+        found_by="tests/actors/federated/test_session.py::test_an_update_is_for_the_start_of_the_controller_that_has_commanded_it",
+    ),
+    Mutation(
+        "a training that was called off is sent", "commands", f"{CLIENT}._train_update",
+        "is_called_off = session != current.incarnation or current.superseded(command) or self._is_called_off()",
+        "is_called_off = False", "an update is of the round that is open",
     ),
     Mutation(
         "a client trains again though its update counts", "commands", f"{SESSION}.wanted",
         "is_next = command.round_id > self.counted_round or self.repeats is True",
         "is_next = True", "a client trains once for a command",
+        found_by="tests/actors/federated/test_session.py::test_a_repeated_command_has_no_effect_where_its_update_counts",
     ),
     Mutation(
         "a lost command is not repeated", "commands", "actors.federated.clients:ClientRegistry.lacks_command",
@@ -255,48 +298,57 @@ MUTATIONS = (
         )
         """,
         "return False", "a lost message costs a heartbeat",
+        found_by="tests/actors/federated/test_clients.py::test_a_client_lacks_a_command_as_long_as_its_hello_names_another_round",
     ),
     Mutation(
         "a repeated command is trained for again", "commands", f"{SESSION}.take_repeated",
         "if is_known and repeated.attempt <= self._attempt:",
         "if False:", "a client trains once for a command",
+        found_by="tests/actors/federated/test_session.py::test_a_repeated_command_of_a_later_attempt_is_given_again_once",
     ),
     Mutation(
         "the masks of a client that dropped out stay in the sum", "masks",
         f"{MASKING}.masking_server:MaskingServer._seeds",
         "for survivor in self.survivors:  # each has added or taken off what it shares with the one that is missing",
         "for survivor in ():", "I3",
+        flavour="secure",
     ),
     Mutation(
         "shares that unmask are not compared with what was fixed", "masks",
         f"{MASKING}.masking_server:MaskingServer.add_unmasking",
         "self._check_share(sender, client_id, share)",
         "pass", "a client that gives a wrong share is named",
+        found_by="tests/actors/secure_aggregation/test_lying_clients.py::test_who_gives_wrong_shares_to_unmask_is_named_and_struck_and_its_update_counts",
     ),
     Mutation(
         "a client unmasks two sets of survivors", "masks", f"{MASKING}.masking_client:MaskingClient.unmask",
         "if self._survivors is not None and survivors != self._survivors:",
         "if False:", "no update is ever seen alone",
+        found_by="tests/actors/secure_aggregation/test_protocol.py::test_no_client_reveals_both_shares_of_another_whatever_the_server_asks",
     ),
     Mutation(
         "two vectors are masked with the same masks", "masks", f"{MASKING}.masking_client:MaskingClient.mask",
         "self._is_masked = True",
         "pass", "no update is ever seen alone",
+        found_by="tests/actors/secure_aggregation/test_protocol.py::test_masked_values_say_nothing_and_are_made_once",
     ),
     Mutation(
         "half of the members decide though the others may live", "agreement", f"{AGREEMENT}._is_quorum",
         "return all(member in of or member in self._dead for member in self.members)",
         "return True", "a generation has one successor",
+        found_by="tests/runtime/collectives/test_agreement.py::test_whatever_happens_there_is_one_membership_a_generation_and_the_living_go_on[0]",
     ),
     Mutation(
         "a proposal that may have been decided is not kept", "agreement", f"{AGREEMENT}._value",
         "return value if newest else self._target()",
         "return self._target()", "a generation has one successor",
+        found_by="tests/runtime/collectives/test_agreement.py::test_whatever_happens_there_is_one_membership_a_generation_and_the_living_go_on[3]",
     ),
     Mutation(
         "a ballot below the promised one is accepted", "agreement", f"{AGREEMENT}._vote",
         "if view.accepted > self._accepted and view.accepted >= self._promised:",
         "if view.accepted > self._accepted:", "a generation has one successor",
+        found_by="tests/runtime/collectives/test_agreement.py::test_whatever_happens_there_is_one_membership_a_generation_and_the_living_go_on[4]",
     ),
     Mutation(
         "an older view of a process takes the place of a newer one", "agreement", f"{AGREEMENT}.receive",
@@ -305,6 +357,7 @@ MUTATIONS = (
             return
         """,
         "", "a promise that was given is not forgotten",
+        found_by="tests/runtime/collectives/test_agreement.py::test_an_older_view_that_comes_late_is_not_taken_for_the_newer_one",
     ),
 )  # fmt: skip
 
@@ -315,3 +368,9 @@ def find(name: str) -> Mutation:
         if mutation.name == name:
             return mutation
     raise LookupError(f"no mutation {name!r}; there are: {'; '.join(one.name for one in MUTATIONS)}")
+
+
+def select(wanted: str) -> list[Mutation]:
+    """Return all mutations, those of a subject, or the one of this name. Raises LookupError: there is none."""
+    chosen = [mutation for mutation in MUTATIONS if wanted in ("all", mutation.subject)]
+    return chosen or [find(wanted)]
