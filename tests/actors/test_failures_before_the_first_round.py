@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -100,9 +100,9 @@ def give_up_once_told(monkeypatch: pytest.MonkeyPatch, others: int = 1) -> None:
         told.append(self)
 
     class UntilTold(selection.StartCondition):
-        def may_start(self, ready: Sequence[int], now_s: float) -> bool:
+        def may_start(self, ready: Sequence[int], now_s: float, paused: Collection[int] = ()) -> bool:
             is_over = bool(told) and len(ready) == others == told[0]._registry.count_live()  # noqa: SLF001 - who is here is the controller's own affair
-            return super().may_start(ready, math.inf if is_over else now_s)
+            return super().may_start(ready, math.inf if is_over else now_s, paused)
 
     monkeypatch.setattr(selection.ParticipantSelection, "note_unprepared", noting)
     monkeypatch.setattr(selection, "StartCondition", UntilTold)
