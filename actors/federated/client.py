@@ -479,7 +479,7 @@ class Client:
         """Wait until the model after the last round is here, at most LAST_MODEL_S. Its controller waits as long."""
         current, replica = self._session, self._models.replica
         welcome, command = current.welcome, current.command
-        if welcome is None or command is None or not self._models.receives_all(welcome):
+        if welcome is None or command is None or not self._wants_last_model(welcome):
             return
         self._status.is_paused = False
         until_s = time.monotonic() + LAST_MODEL_S
@@ -491,6 +491,9 @@ class Client:
             await self._models.fetch_round(welcome, command.round_id, superseded)
         if replica.round_id < command.round_id:
             log.warning("last model not received", **self._facts, round=command.round_id, held=replica.round_id)
+
+    def _wants_last_model(self, welcome: Welcome) -> bool:
+        return self._models.receives_all(welcome)
 
     async def _do_or_report(self, step: Callable[[], None]) -> None:
         try:

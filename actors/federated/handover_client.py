@@ -83,6 +83,9 @@ class HandoverClient(Client):
             self._handover.end()
             raise
 
+    def _wants_last_model(self, welcome: Welcome) -> bool:
+        return self._rounds > 0 or super()._wants_last_model(welcome)
+
     def _flat_model(self) -> FlatModel:
         return FlatModel(self._task.build_model())  # which cannot be built again
 

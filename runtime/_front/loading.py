@@ -11,6 +11,7 @@ import atexit
 import gc
 import importlib
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 _BUS = (
     "gradbus.connecting",
@@ -94,9 +95,7 @@ async def load_on_thread(*parts: Callable[[], None]) -> None:
     Raises:
         ImportError: as :func:`load`.
     """
-    from gradbus.runtime import drive
-
-    executor = drive.executor(name="gradbus-load")  # that of the host may be busy
+    executor = ThreadPoolExecutor(1, thread_name_prefix="gradbus-load")  # that of the host may be busy
     try:
         for part in parts:
             if part not in _loaded:

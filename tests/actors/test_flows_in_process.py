@@ -20,6 +20,7 @@ from structlog.testing import capture_logs
 
 import gradbus
 from gradbus import codecs
+from gradbus.actors.federated import client as client_module
 from gradbus.actors.federated import global_model as shared_model_reader
 from gradbus.actors.federated import publish
 from gradbus.actors.federated.report import RoundTiming
@@ -226,7 +227,7 @@ def test_a_training_function_that_never_stops_by_itself_is_called_off_when_the_r
 
 
 @pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="this system has no memfd")
-def test_a_client_that_does_not_get_the_last_model_read_before_the_end_leaves_without_a_word_more(
+def test_a_client_that_does_not_get_the_last_model_read_before_the_end_says_so_and_leaves(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     read, publish, over = shared_model_reader.read, gradbus.Bus.publish, threading.Event()
@@ -245,12 +246,13 @@ def test_a_client_that_does_not_get_the_last_model_read_before_the_end_leaves_wi
     monkeypatch.setattr(shared_model_reader, "read", late)
     monkeypatch.setattr(gradbus.Bus, "publish", heard)
     monkeypatch.setattr(shared_model_reader, "LAST_READ_S", 0.1)
+    monkeypatch.setattr(client_module, "LAST_MODEL_S", 0.1)
     config = gradbus.FederatedConfig(rounds=2, clients={"num": 1}, eval_every=0)
     with capture_logs() as lines:
         reports = run(config, [SlowTask([])], at_end=over.set)
     assert [report.clients for report in reports] == [(0,)] * 2
     assert isinstance(said[-1], Leave)
-    assert [line for line in lines if line["log_level"] == "warning"] == []
+    assert [line["event"] for line in lines if line["log_level"] == "warning"] == ["last model not received"]
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

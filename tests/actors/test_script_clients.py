@@ -470,7 +470,7 @@ def test_after_the_run_the_model_is_the_last_global_one(rules: dict[str, Any]) -
     with capture_logs() as logs:
         reports, found = run([script] * 3, **rules)
     assert found == [reports[-1].weights_crc32] * 3
-    assert not [one for one in logs if one["event"] == "the last model has not arrived"]
+    assert not [one for one in logs if one["event"] == "last model not received"]
 
 
 @contextlib.contextmanager

@@ -81,6 +81,10 @@ ELSEWHERE = {
     "tests/experiments/test_settings_reference.py": ("gradbus config *",),
     "tests/experiments/examples/test_embedding_program.py": ("python -m gradbus.experiments.examples.embed_aiohttp *",),
     "tests/experiments/examples/test_control_loop.py": ("python -m gradbus.experiments.examples.control_loop *",),
+    "tests/torch_backend/test_elastic_script.py": (
+        ". .venv/bin/activate", "gradbus run --elastic 2:4 -- train.py", "torchrun --nnodes=2:4 *", "python train.py",
+    ),
+    "tests/simulation/test_program.py": ("make simulate-faults *",),
     "tests/experiments/examples/test_integrations.py": (".venv-integrations/bin/torchrun *",),
     "tests/actors/trainers/test_lightning_callback.py": (
         "PYTHONPATH=. gradbus controller controller.json", "python cells.py *",

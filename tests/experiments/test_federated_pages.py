@@ -36,6 +36,7 @@ ELSEWHERE = {
     "own-codec.md": 2,  # tests/actors/test_own_codec.py
     "parameter-server.md": 1,
     "security.md": 1,
+    "trainers.md": 1,  # tests/actors/trainers/test_lightning_callback.py
     "tutorial-data-parallel.md": 1,  # tests/experiments/test_tutorials.py, and its next line
     "tutorial-federated.md": 3,
 }

@@ -22,7 +22,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
-from memory_maps import mapped, open_files
+from memory_maps import left_over
 
 from gradbus.experiments.namespaces import enter_namespace
 
@@ -194,9 +194,10 @@ def _tell_what_is_left(say: Say) -> None:
     """Of shared memory, when all is over. Errors hold what they are about until they are collected."""
     gc.collect()
     for thread in threading.enumerate():
-        if thread.name.startswith("gradbus"):
+        if thread.name.startswith("gradbus") and thread.name != "gradbus-unmap":  # which stays for the process
             thread.join(10.0)
-    say({"event": "left", "mapped": mapped(), "open_files": open_files()})
+    count, files = left_over()
+    say({"event": "left", "mapped": count, "open_files": files})
 
 
 def _tell_warnings(say: Say) -> None:

@@ -26,6 +26,16 @@ def open_files() -> int:
     return count
 
 
+def left_over(mapped_before: int = 0, open_before: int = 0) -> tuple[int, int]:
+    """Segments and files beyond those, once a thread has given large ones back to the system."""
+    until_s = time.monotonic() + GONE_S
+    while mapped() > mapped_before or open_files() > open_before:
+        if time.monotonic() > until_s:
+            break
+        time.sleep(0.01)
+    return mapped() - mapped_before, open_files() - open_before
+
+
 @contextlib.contextmanager
 def nothing_more_at_the_end() -> Iterator[None]:
     """Whatever is done inside, nothing more is mapped or open afterwards, without any help of the garbage collector."""

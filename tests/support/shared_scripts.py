@@ -15,7 +15,7 @@ import zlib
 import torch
 from group_node import Rank
 from group_scripts import numbers, shared_of
-from memory_maps import mapped, open_files
+from memory_maps import left_over, mapped, open_files
 from torch import Tensor
 
 from gradbus.runtime.collectives import Group
@@ -76,7 +76,7 @@ async def every_size(rank: Rank) -> None:
         facts["letters"] = 0 if shared is None or shared.mailbox is None else shared.mailbox.sent
         inside, dropped = mapped() - before[0], dict(group.stats.dropped)
         del shared
-    after = mapped() - before[0], open_files() - before[1]
+    after = left_over(*before)
     rank.say("done", digest=digest, inside=inside, after=after, dropped=dropped, **facts)
 
 
@@ -95,7 +95,7 @@ async def killed_while_it_sends(rank: Rank) -> None:
             await asyncio.to_thread(_steps, rank, group)
     except PeerLost as error:
         lost = list(error.ranks)
-    after = mapped() - before[0], open_files() - before[1]
+    after = left_over(*before)
     tracked = "multiprocessing.shared_memory" in sys.modules
     rank.say("survived", lost=lost, after=after, tracked=tracked, children=len(multiprocessing.active_children()))
 

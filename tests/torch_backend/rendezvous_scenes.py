@@ -53,9 +53,11 @@ def use(place: RankLocation) -> list[Any]:
 
 
 def threads_of_gradbus() -> list[str]:
-    """Once those that are ending have ended."""
+    """Once those that are ending have ended. The one that unmaps large memory stays for the process."""
     until_s = time.monotonic() + 10.0
-    while found := [thread.name for thread in threading.enumerate() if thread.name.startswith("gradbus")]:
+    while found := sorted(
+        {one.name for one in threading.enumerate() if one.name.startswith("gradbus")} - {"gradbus-unmap"}
+    ):
         if time.monotonic() > until_s:
             break
         time.sleep(0.01)

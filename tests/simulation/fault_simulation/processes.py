@@ -9,7 +9,7 @@ from typing import Any
 
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
-from fault_simulation.kernel import running
+from fault_simulation.kernel import VirtualProcess, running
 from gradbus.runtime.testing.failpoints import FailPoint
 from gradbus.runtime.testing.journal import History
 
@@ -64,15 +64,19 @@ def at_place(point: FailPoint, name: str, round_id: int) -> None:
     process.world.at_decision(process, "place", name, "", round_id)
 
 
+def _is_replaced(process: VirtualProcess) -> bool:
+    return process.replaced
+
+
 def noting(note: Callable[..., None]) -> Callable[..., None]:
     """Return what stands in for ``History.note``: a moment before and after each line, and a line of the trace."""
 
     def noted(history: History, event: str, **facts: Any) -> None:
         process = running()
-        if process.replaced:  # whoever checks the run reads the journal of the newer one
+        if _is_replaced(process):  # whoever checks the run reads the journal of the newer one
             return
         process.world.at_decision(process, "note", event, "before")
-        if process.replaced:  # just now
+        if _is_replaced(process):  # just now
             return
         process.world.on_note(process, event, facts)
         note(history, event, **facts)

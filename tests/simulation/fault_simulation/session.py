@@ -57,7 +57,7 @@ def prepared() -> Iterator[None]:
     torch.set_num_threads(1)
     defer_compiler()
     structlog.configure(processors=[_capture], wrapper_class=structlog.make_filtering_bound_logger(20))
-    folder = Path(tempfile.mkdtemp(prefix="gradbus-simulation-", dir=MEMORY if os.access(MEMORY, os.W_OK) else None))
+    folder = Path(tempfile.mkdtemp(prefix="simulated-faults-", dir=MEMORY if os.access(MEMORY, os.W_OK) else None))
     before = Path.cwd()
     os.chdir(folder)  # paths are logged, and so in the trace: they must be the same everywhere
     sys.unraisablehook = _unraisable
