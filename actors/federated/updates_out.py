@@ -110,8 +110,6 @@ class UpdateSender:
         try:
             while True:
                 if self._receipt is not None:
-                    if self._receipt.accepted and not self._has_sent:
-                        self.bytes_up += update.request.total_bytes
                     return self._receipt
                 if not check():
                     return None
@@ -142,6 +140,8 @@ class UpdateSender:
             return False
         match body:
             case Receipt():
+                if body.accepted and self._receipt is None and not self._has_sent:
+                    self.bytes_up += update.request.total_bytes  # now: the end of the run may come before its task runs
                 self._receipt = body
                 self._answered.set()
             case Grant():

@@ -138,6 +138,7 @@ def test_a_client_that_pauses_in_mid_round_sits_it_out_and_takes_part_again_with
         await eventually(lambda: task.begun == [1, 2])
         scene.clients[1].pause()
         await eventually(lambda: other.begun == [1, 2, 3])  # the next round goes on without it
+        await eventually(lambda: scene.clients[1]._session.command.round_id == 3)  # noqa: SLF001 - else it is resumed before
         scene.clients[1].resume()
         await eventually(lambda: not scene.controller._registry.paused_ids())  # noqa: SLF001 - no event tells of it
         other.held.clear()

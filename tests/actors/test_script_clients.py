@@ -438,7 +438,9 @@ def test_a_pause_of_a_script_that_ends_at_once_ends_the_round_that_was_received(
             return True
 
     reports, _ = run([script], rounds=2, clients={"heartbeat_s": 0.1})
-    assert [(report.clients, report.attempt) for report in reports] == [((0,), 2), ((0,), 1)]
+    assert [report.clients for report in reports] == [(0,), (0,)]
+    assert reports[0].attempt > 1
+    assert reports[1].attempt == 1
 
 
 def _crc32(model: nn.Module) -> int:
