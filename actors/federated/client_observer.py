@@ -57,6 +57,7 @@ class ClientObserver:
         self._thread = ComputeThread(f"{name}-callbacks")
         self._copying = ComputeThread(f"{name}-state")  # a callback may be slow, and may itself wait for a state
         self._pending = asyncio.Event()  # a model has come that on_model has not had
+        self._showing = asyncio.Lock()
         self._shown: ArrivedModel | None = None  # that it has had
         self._on_report: Callable[[ClientReport], object] = lambda report: None
         self.newest: ArrivedModel | None = None
@@ -90,15 +91,15 @@ class ClientObserver:
         await asyncio.get_running_loop().create_future()
 
     async def show_newest(self) -> None:
-        """Call ``on_model`` for the newest model, unless it has had it. Raises CallbackFailed."""
-        self._pending.clear()
-        model = self.newest
-        if model is None or model is self._shown or not self.follows_models:
-            return
-        self._shown = model
-        if self._models.lacks_frozen(model.welcome):  # it comes again once they are here
-            self._shown = None
-        else:
+        """Call ``on_model`` for the newest model, unless it has had it. Afterwards it has. Raises CallbackFailed."""
+        async with self._showing:  # whoever comes while a model is being shown has that call end first
+            self._pending.clear()
+            model = self.newest
+            if model is None or model is self._shown or not self.follows_models:
+                return
+            if self._models.lacks_frozen(model.welcome):  # it comes again once they are here
+                return
+            self._shown = model
             await self._call("on_model", lambda: (model.round_id, self._models.state(model, self.personal)))
 
     async def round_begins(self, round_id: int) -> None:

@@ -30,10 +30,15 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import gradbus
 from gradbus.runtime.errors import TrainingFailed
+from gradbus.runtime.security import Security
+from gradbus.runtime.security.user_key import load_user_key
 
 SAMPLES, BATCH, LR = 110, 20, 0.05  # the last batch of an epoch is a half
 PATIENT_S = 60.0
 DOMAIN = int(os.environ.get("SCENE_DOMAIN", "0"))
+# The user's key, by its file: a Trainer that is made empties os.environ for an instant (Accelerate does so),
+# and here clients on other threads would not find the home of the tests then.
+SECURITY = Security(level="psk", key_file=Path(load_user_key().origin))
 _jobs = itertools.count()
 
 Script = Callable[[str, int], Any]  # job, client id
@@ -107,7 +112,7 @@ class Loop:
 def settings(client_id: int) -> dict[str, Any]:
     """What a client is made with."""
     config = gradbus.ClientConfig(controller_timeout_s=PATIENT_S)
-    return {"client_id": client_id, "domain": DOMAIN, "config": config}
+    return {"client_id": client_id, "domain": DOMAIN, "config": config, "security": SECURITY}
 
 
 def client(job: str, client_id: int) -> gradbus.ScriptClient:
@@ -154,7 +159,7 @@ def run(
     config = gradbus.FederatedConfig(**{"rounds": 3, "eval_every": 0, "clients": chosen, **rules})
 
     async def main() -> Outcome:
-        async with asyncio.timeout(90), gradbus.connect(name, domain=DOMAIN) as bus:
+        async with asyncio.timeout(90), gradbus.connect(name, domain=DOMAIN, security=SECURITY) as bus:
             controller = gradbus.Controller(bus, SceneTask(make_model), config)  # type: ignore[arg-type]
             async with asyncio.TaskGroup() as group:
                 running = [
