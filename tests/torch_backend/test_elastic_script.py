@@ -14,7 +14,7 @@ from gradbus.experiments.launch.command import ElasticLaunch
 from gradbus.experiments.launch.script import is_script, plan_script
 from gradbus.runtime.errors import ConfigError
 
-ENDS_S = 100.0
+ENDS_S = 150.0
 
 
 def launched(domain: int, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -93,13 +93,19 @@ joins = "GRADBUS_ELASTIC__JOIN" in os.environ
 model = nn.Linear(2, 3 if joins else 1)
 state = elastic.TorchState(model, torch.optim.SGD(model.parameters(), lr=0.1), worlds=[], step=0)
 refused = Path("refused")
+if joins:
+    Path("joiner").write_text(str(os.getpid()))
+
+
+def is_over():  # once the refused process has exited: a failure after all others have ended is one of the run
+    return refused.exists() and not Path("/proc", Path("joiner").read_text()).exists()
 
 
 @elastic.run
 def train(state):
     ddp = nn.parallel.DistributedDataParallel(model)
     state.worlds = [*state.worlds, torch.distributed.get_world_size()]
-    while not refused.exists():
+    while not is_over():
         ddp(torch.ones(1, 2)).sum().backward()
         state.optimizer.step()
         state.step += 1
