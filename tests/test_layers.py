@@ -13,15 +13,16 @@ from typing import NamedTuple
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-ALL = {"codecs", "runtime", "models", "actors", "experiments", "torch", "front"}
+ALL = {"codecs", "runtime", "models", "actors", "commands", "experiments", "torch", "front"}
 MAY_IMPORT = {
     "codecs": {"codecs"},
     "runtime": {"runtime", "codecs"},
     "models": {"models"},
     "actors": {"actors", "runtime", "codecs"},
     "torch": {"torch", "runtime", "codecs"},
+    "commands": ALL - {"experiments"},
     "experiments": ALL,
-    "front": ALL,
+    "front": ALL - {"experiments"},
 }
 FOLDERS = sorted(ALL - {"front", "torch"})
 MAPPED = {"_front": "front", "_torch": "torch"}  # folders of runtime that are packages of their own
@@ -154,7 +155,7 @@ def arrows_go_down(path: PurePosixPath, source: str) -> list[str]:
         target = parts[1] if len(parts) > 1 and parts[1] in ALL else "front"
         if target not in MAY_IMPORT[layer]:
             found.append(f"line {line}: {layer} imports {name}")
-        elif layer == "front" and target == "experiments" and not lazy:
+        elif layer == "front" and target == "commands" and not lazy:
             found.append(f"line {line}: {name} must be imported inside the function that needs it")
     return found
 
@@ -230,7 +231,7 @@ def torchvision_is_lazy(path: PurePosixPath, source: str) -> list[str]:
     match layer_of(path):
         case "experiments":
             return []
-        case "models":
+        case "models" | "commands":
             return [f"line {item.line}: {item.name} outside of a function" for item in found if not item.lazy]
         case layer:
             return [f"line {item.line}: {item.name} in {layer}" for item in found]
@@ -421,13 +422,15 @@ BAD = [
     (arrows_go_down, "models/data.py", "from gradbus.runtime import logs"),
     (arrows_go_down, "actors/federated/client.py", "from gradbus.models import task"),
     (arrows_go_down, "actors/federated/client.py", "if TYPE_CHECKING:\n    from gradbus.models import task"),
-    (arrows_go_down, "actors/federated/client.py", "from gradbus.experiments import cli"),
+    (arrows_go_down, "actors/federated/client.py", "from gradbus.commands import cli"),
+    (arrows_go_down, "commands/run/demo.py", "def f():\n    from gradbus.experiments.bench import cells"),
     (arrows_go_down, "actors/federated/client.py", "from runtime import bus"),
     (arrows_go_down, "actors/federated/client.py", "import models.cnn"),
     (arrows_go_down, "actors/federated/client.py", "from codecs import get"),
-    (arrows_go_down, "experiments/cli.py", "from gradbus.runtime._front import connect"),
-    (arrows_go_down, "runtime/_front/__init__.py", "from gradbus.experiments import cli"),
-    (arrows_go_down, "runtime/_front/__main__.py", "from .experiments.cli import main"),
+    (arrows_go_down, "commands/cli.py", "from gradbus.runtime._front import connect"),
+    (arrows_go_down, "runtime/_front/__init__.py", "from gradbus.commands import cli"),
+    (arrows_go_down, "runtime/_front/__init__.py", "def f():\n    from gradbus.experiments import bench"),
+    (arrows_go_down, "runtime/_front/__main__.py", "from .commands.cli import main"),
     (arrows_go_down, "runtime/_torch/work.py", "from gradbus.actors.data_parallel.worker import Worker"),
     (arrows_go_down, "runtime/_torch/work.py", "from gradbus.runtime._torch import register"),
     (arrows_go_down, "runtime/bus/bus.py", "from gradbus.torch import register"),
@@ -436,7 +439,7 @@ BAD = [
     (folders_of_runtime_keep_their_order, "runtime/checkpoint.py", "from gradbus.runtime.wire import frames"),
     (folders_of_runtime_keep_their_order, "runtime/new/file.py", ""),
     (dds_stays_behind_the_bus, "runtime/bus/bus.py", "from cyclonedds.domain import DomainParticipant"),
-    (dds_stays_behind_the_bus, "experiments/doctor.py", "def f():\n    import cyclonedds"),
+    (dds_stays_behind_the_bus, "commands/doctor.py", "def f():\n    import cyclonedds"),
     (logging_is_set_up_once, "actors/serve.py", "import structlog\nstructlog.configure(processors=[])"),
     (logging_is_set_up_once, "actors/serve.py", "from structlog import configure"),
     (nothing_runs_foreign_code, "runtime/wire/messages.py", "import pickle"),
@@ -455,7 +458,7 @@ BAD = [
     (what_comes_from_outside_is_read_within_limits, "models/mnist_files.py", "gzip.decompress(data)"),
     (what_comes_from_outside_is_read_within_limits, "codecs/s4.py", "zstandard.ZstdDecompressor().decompress(x)"),
     (torchvision_is_lazy, "actors/federated/client.py", "def f():\n    import torchvision"),
-    (commands_work_without_the_backend_of_torch, "experiments/run/commands.py", "def f():\n    import gradbus.torch"),
+    (commands_work_without_the_backend_of_torch, "commands/run/commands.py", "def f():\n    import gradbus.torch"),
     (commands_work_without_the_backend_of_torch, "runtime/_front/__init__.py", "from gradbus.torch import register"),
     (task_groups_leave_no_cycle, "actors/federated/client.py", "async with asyncio.TaskGroup() as group: ..."),
     (torchvision_is_lazy, "runtime/_front/__init__.py", "import torchvision"),
@@ -489,11 +492,11 @@ GOOD = [
     ),
     (
         arrows_go_down,
-        "experiments/cli.py",
+        "commands/cli.py",
         "import gradbus\nfrom gradbus.actors import Client\nfrom gradbus.models import cnn",
     ),
     (arrows_go_down, "runtime/_front/__init__.py", "from .actors import Client\nfrom . import codecs"),
-    (arrows_go_down, "runtime/_front/__main__.py", "def main():\n    from gradbus.experiments.cli.main import main"),
+    (arrows_go_down, "runtime/_front/__main__.py", "def main():\n    from gradbus.commands.cli.main import main"),
     (
         arrows_go_down,
         "runtime/_torch/work.py",

@@ -3,16 +3,34 @@
 from __future__ import annotations
 
 import importlib
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from public_names import missing_extra, resolve
 
+from gradbus import moved
 from gradbus.moved import MovedModuleFinder
 
+ROOT = Path(__file__).resolve().parents[1]
 MOVED = {"old_place": "new_place", "old_place.lone": "elsewhere"}
+# What pages, docstrings and examples named when `commands` was a part of `experiments`.
+FORMER = {
+    "buses:check": "commands.buses", "buses:open_bus": "commands.buses", "files:ControllerFile": "commands.files",
+    "files:load": "commands.files", "communication_table": "experiments.studies.communication_table",
+    "report.followed:Totals": "commands.report.followed", "report.metrics:JobCollector": "commands.report.metrics",
+    "report.profile_table": "commands.report.profile_table", "report.scalars:Scalars": "commands.report.scalars",
+    "report.trackers:TensorBoard": "commands.report.trackers",
+    "run.configured_task:ConfiguredTask": "commands.configured_task", "run.lifecycle:guard": "commands.lifecycle",
+    "run.lifecycle:say": "commands.lifecycle", "rundir.directory:json_text": "commands.rundir.directory",
+    "simulate.claims": "experiments.studies.claims", "simulate.network:NetworkModel": "commands.simulate.network",
+    "simulate.printed_forms": "experiments.studies.printed_forms",
+    "simulate.sizes:size_only": "commands.simulate.sizes", "simulate.topology:LinkSpec": "commands.simulate.topology",
+    "simulate.topology:cluster": "commands.simulate.topology", "simulate.trace": "commands.simulate.trace",
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -107,3 +125,63 @@ def test_the_finder_of_moved_names_stands_last() -> None:
     code = "import sys, gradbus; print(type(sys.meta_path[-1]).__name__)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert done.stdout == "MovedModuleFinder\n", done.stderr
+
+
+@pytest.mark.parametrize("old", FORMER)
+def test_a_name_of_the_release_before_is_the_new_one(old: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, _, attribute = old.partition(":")
+    monkeypatch.delitem(sys.modules, f"gradbus.experiments.{module}", raising=False)
+    try:
+        new = resolve(":".join(filter(None, (f"gradbus.{FORMER[old]}", attribute))))
+        with pytest.warns(DeprecationWarning, match=f"has moved to gradbus.{FORMER[old]}"):
+            former = resolve(f"gradbus.experiments.{old}")
+    except ImportError as error:
+        if (extra := missing_extra(error)) is None:
+            raise
+        pytest.skip(f"needs {extra}")
+    assert former is new
+
+
+def test_each_old_name_of_the_table_is_gone_and_each_new_one_is_there() -> None:
+    def is_there(name: str) -> bool:
+        path = ROOT.joinpath(*name.split(".")[1:])
+        return path.with_suffix(".py").is_file() or (path / "__init__.py").is_file()
+
+    assert [old for old in moved.MOVED if is_there(old)] == []
+    assert [new for new in moved.MOVED.values() if not is_there(new)] == []
+
+
+WITHOUT_EXPERIMENTS = """
+import importlib, sys, warnings
+sys.meta_path[:] = [one for one in sys.meta_path if "Editable" not in getattr(one, "__name__", "")]
+warnings.simplefilter("error")
+import gradbus.experiments
+assert gradbus.experiments.__path__ == []
+for name in ("bench", "configs", "examples.embed_aiohttp", "figures.int8", "studies.claims", "simulate.claims"):
+    try:
+        importlib.import_module("gradbus.experiments." + name)
+    except ImportError as error:
+        print(error)
+warnings.simplefilter("ignore")
+import gradbus.experiments.report.metrics as old, gradbus.commands.report.metrics as new
+assert old is new
+"""
+
+
+def test_an_installed_gradbus_has_the_old_names_and_says_where_experiments_are(tmp_path: Path) -> None:
+    package = tmp_path / "gradbus"
+    package.mkdir()
+    for path in (ROOT / "runtime" / "_front").iterdir():
+        (package / path.name).symlink_to(path)
+    for name in ("actors", "codecs", "commands", "models", "runtime"):
+        (package / name).symlink_to(ROOT / name)
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_EXPERIMENTS], env=os.environ | {"PYTHONPATH": str(tmp_path)}, cwd=tmp_path,
+        capture_output=True, text=True, timeout=100, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    said = done.stdout.splitlines()
+    assert [line.partition(" ")[0].removeprefix("gradbus.experiments.") for line in said] == [
+        "bench", "configs", "examples", "figures", "studies", "studies",
+    ]  # fmt: skip
+    assert all("is not part of an installed gradbus" in line and "make setup" in line for line in said)

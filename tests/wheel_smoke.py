@@ -13,7 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 SITE = Path(sysconfig.get_path("purelib")).resolve()
 COMMAND = Path(sysconfig.get_path("scripts"), "gradbus")
-PACKAGES = ("actors", "codecs", "experiments", "models", "runtime")
+PACKAGES = ("actors", "codecs", "commands", "models", "runtime")
 DEMO = ["demo", "--data", "glyphs", "--rounds", "2", "--samples", "300", "--no-live"]
 DEMO_TIMEOUT_S = 240
 SUMMARY = "runs/*/summary.json"  # below the folder that the demo was started from

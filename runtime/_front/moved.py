@@ -17,7 +17,34 @@ from importlib.machinery import ModuleSpec
 from types import CodeType, ModuleType
 from typing import Any
 
-MOVED: dict[str, str] = {}
+MOVED = {
+    "gradbus.experiments.amounts": "gradbus.commands.amounts",
+    "gradbus.experiments.buses": "gradbus.commands.buses",
+    "gradbus.experiments.cli": "gradbus.commands.cli",
+    "gradbus.experiments.cli.choices": "gradbus.commands.choices",
+    "gradbus.experiments.cli.exit_codes": "gradbus.commands.exit_codes",
+    "gradbus.experiments.communication_table": "gradbus.experiments.studies.communication_table",
+    "gradbus.experiments.dashboard": "gradbus.commands.dashboard",
+    "gradbus.experiments.doctor": "gradbus.commands.doctor",
+    "gradbus.experiments.files": "gradbus.commands.files",
+    "gradbus.experiments.history": "gradbus.commands.history",
+    "gradbus.experiments.lab": "gradbus.commands.lab",
+    "gradbus.experiments.launch": "gradbus.commands.launch",
+    "gradbus.experiments.matrix": "gradbus.commands.matrix",
+    "gradbus.experiments.namespaces": "gradbus.commands.lab.namespaces",
+    "gradbus.experiments.peer_link": "gradbus.commands.peer_link",
+    "gradbus.experiments.report": "gradbus.commands.report",
+    "gradbus.experiments.run": "gradbus.commands.run",
+    "gradbus.experiments.run.configured_task": "gradbus.commands.configured_task",
+    "gradbus.experiments.run.lifecycle": "gradbus.commands.lifecycle",
+    "gradbus.experiments.run.rank_environment": "gradbus.commands.rank_environment",
+    "gradbus.experiments.run.sample_ids": "gradbus.commands.sample_ids",
+    "gradbus.experiments.rundir": "gradbus.commands.rundir",
+    "gradbus.experiments.settings_reference": "gradbus.commands.settings_reference",
+    "gradbus.experiments.simulate": "gradbus.commands.simulate",
+    "gradbus.experiments.simulate.claims": "gradbus.experiments.studies.claims",
+    "gradbus.experiments.simulate.printed_forms": "gradbus.experiments.studies.printed_forms",
+}
 """Old name: new name, of a module, or of a package and all below it. The longest old name that fits counts."""
 
 CHECKOUT_ONLY = "gradbus.experiments"

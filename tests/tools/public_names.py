@@ -25,7 +25,7 @@ LIST = ROOT / "docs" / "public_names.txt"
 _EXPORTED = ("gradbus", "gradbus.actors", "gradbus.codecs", "gradbus.models", "gradbus.runtime", "gradbus.testing",
              "gradbus.torch")  # fmt: skip
 _PAGES = ("*.md", "docs/*.md", "experiments/configs/**/*.toml", "experiments/configs/**/*.md")
-_PACKAGES = ("actors", "codecs", "experiments", "models", "runtime")
+_PACKAGES = ("actors", "codecs", "commands", "experiments", "models", "runtime")
 _FENCE = re.compile(r"^ *```(\w*)[^\n]*\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
 _DOTTED = re.compile(r"(?<![\w/.@-])gradbus(?:\.[A-Za-z_]\w*)+(?::[A-Za-z_]\w*)?(?![\w/]|-\w)")
 _BASE = re.compile(r"inherits? `(\w+)` in \[[^\]]*\]\(\.\./([\w/]+)\.py\)")
