@@ -6,7 +6,7 @@ import functools
 import io
 import re
 import tokenize
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
@@ -333,25 +333,54 @@ def needs(path: str) -> set[str]:
     return found
 
 
-def test_no_files_import_each_other_in_a_ring() -> None:
-    """What imports what includes imports inside functions and those for types alone."""
-    imported: dict[str, set[str]] = {}
-    for path, source in (item for folder in FOLDERS for item in sources(folder)):
-        files = {file_of(item.name) for item in imports(path, source)}
-        imported[str(path)] = {file for file in files if file is not None and file != str(path)}
+def in_rings(imported: Mapping[str, set[str]]) -> set[str]:
+    """Those that import themselves through others. ``imported``: what each imports."""
 
-    def reaches_itself(path: str) -> bool:
-        seen, waiting = set[str](), list(imported[path])
+    def reaches_itself(start: str) -> bool:
+        seen, waiting = set[str](), list(imported[start])
         while waiting:
             here = waiting.pop()
             if here not in seen:
                 seen.add(here)
-                waiting += imported[here]
-        return path in seen
+                waiting += imported.get(here, ())
+        return start in seen
 
-    rings = {path for path in imported if reaches_itself(path)}
+    return {one for one in imported if reaches_itself(one)}
+
+
+def imported_files(folders: Iterable[str]) -> dict[str, set[str]]:
+    """The files that each file of these folders imports, also inside functions and for types alone."""
+    found: dict[str, set[str]] = {}
+    for path, source in (item for folder in folders for item in sources(folder)):
+        files = {file_of(item.name) for item in imports(path, source)}
+        found[str(path)] = {file for file in files if file is not None and file != str(path)}
+    return found
+
+
+def test_no_files_import_each_other_in_a_ring() -> None:
+    """What imports what includes imports inside functions and those for types alone."""
+    rings = in_rings(imported_files(FOLDERS))
     assert rings - IN_A_RING == set(), "files that import each other: have one of them given what it needs"
     assert IN_A_RING - rings == set(), "no longer in a ring: take them out of IN_A_RING"
+
+
+def folders_between(files: Mapping[str, set[str]]) -> dict[str, set[str]]:
+    """What each folder (or lone file) of a layer imports of the others, from what each file imports."""
+    found: dict[str, set[str]] = {}
+    for path, imported in files.items():
+        here = "/".join(path.split("/")[:2])
+        found.setdefault(here, set()).update({"/".join(file.split("/")[:2]) for file in imported} - {here})
+    return found
+
+
+@pytest.mark.parametrize("layer", ["commands", "experiments"])
+def test_no_folders_import_each_other_in_a_ring(layer: str) -> None:
+    assert in_rings(folders_between(imported_files([layer]))) == set(), "put what both need in a file of its own"
+
+
+def test_folders_that_import_each_other_are_found() -> None:
+    files = {"commands/run/a.py": {"commands/cli/b.py", "commands/lone.py"}, "commands/cli/c.py": {"commands/run/d.py"}}
+    assert in_rings(folders_between(files)) == {"commands/run", "commands/cli"}
 
 
 def class_names_in_two_files(files: Mapping[str, str]) -> dict[str, list[str]]:

@@ -13,7 +13,7 @@ from gradbus.commands.files import ControllerFile, WorkerFile
 from gradbus.commands.report import federated, parallel
 from gradbus.commands.report.metric_parts import newest_quality
 from gradbus.commands.report.page import PageFigure, PageTable, Section, Tile, settings_section, template
-from gradbus.commands.run.live import Evaluated
+from gradbus.commands.report.shown_metrics import Evaluated
 from gradbus.commands.rundir.reading import RunFiles
 
 MAX_ROWS = 25  # of the newest rounds or epochs

@@ -9,8 +9,8 @@ from gradbus.commands.amounts import DASH, duration, number, percent, size
 from gradbus.commands.report import figures as draw
 from gradbus.commands.report import parallel, style
 from gradbus.commands.report.page import Page, PageFigure, PageTable, Section, text_of
+from gradbus.commands.report.shown_metrics import Evaluated
 from gradbus.commands.report.style import Look
-from gradbus.commands.run.live import Evaluated
 from gradbus.commands.rundir.reading import RunFiles
 from gradbus.commands.rundir.whole_run import WholeRun
 from gradbus.runtime.config.settings import flat

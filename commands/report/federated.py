@@ -36,7 +36,7 @@ from gradbus.commands.report.page import (
     run_page,
     time_column,
 )
-from gradbus.commands.run.live import MAX_SHOWN_METRICS
+from gradbus.commands.report.shown_metrics import MAX_SHOWN_METRICS
 from gradbus.commands.rundir.reading import RunFiles
 from gradbus.commands.rundir.whole_run import MAX_NAMES, RoundFaults, Uneven, WholeRun
 from gradbus.runtime.config.federated import TRUST_MEANS

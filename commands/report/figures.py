@@ -18,8 +18,8 @@ from gradbus.actors.federated.client_names import label_of
 from gradbus.actors.federated.evaluation import CrossSite
 from gradbus.actors.federated.report import ClientTimeline, Piece, RoundReport
 from gradbus.commands.report import style
+from gradbus.commands.report.shown_metrics import MAX_SHOWN_METRICS, client_metric_names
 from gradbus.commands.report.style import Look
-from gradbus.commands.run.live import MAX_SHOWN_METRICS, client_metric_names
 from gradbus.commands.rundir.reading import StepSpan
 from gradbus.commands.rundir.whole_run import RoundSums
 from gradbus.runtime.plain_text import plain_line

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from gradbus.actors.federated.report import RoundReport
 from gradbus.commands.amounts import number, percent
 from gradbus.commands.report.page import Column, Tile, column
-from gradbus.commands.run.live import MAX_SHOWN_METRICS, Evaluated
+from gradbus.commands.report.shown_metrics import MAX_SHOWN_METRICS, Evaluated
 from gradbus.runtime.plain_text import plain_line
 
 _MAX_COLUMNS = 32  # of metrics, in a table of rounds

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gradbus.commands.report import style
-from gradbus.commands.run.live import Evaluated
+from gradbus.commands.report.shown_metrics import Evaluated
 from gradbus.runtime.plain_text import plain_line
 
 if TYPE_CHECKING:

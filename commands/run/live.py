@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gradbus.commands.amounts import number, percent, ranges, size
+from gradbus.commands.report.shown_metrics import MAX_SHOWN_METRICS, Evaluated, client_metric_names
 from gradbus.commands.run.console import LogFile, Screen
 from gradbus.runtime.plain_text import plain_line
 
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 
 _REFRESH_PER_S = 5
 _BAR_WIDTH = 24
-MAX_SHOWN_METRICS = 3  # beside the accuracy; the report and the files have them all
 _FEW_CLIENTS = 8  # that a person counts at a glance
 
 R = TypeVar("R")
@@ -281,18 +281,6 @@ def epochs_table(reports: Sequence[EpochReport], width: int | None = None) -> Ta
     )
 
 
-class Evaluated(Protocol):
-    """Holds what the reports of rounds and epochs have in common."""
-
-    @property
-    def accuracy(self) -> float | None:
-        """Share of right answers."""
-
-    @property
-    def metrics(self) -> Mapping[str, float]:
-        """Other numbers by name."""
-
-
 def quality(report: Evaluated) -> str:
     """Return how good the model is, in words."""
     return ", ".join(f"{name} {cell(report)}" for name, cell in quality_columns([report]).items())
@@ -319,12 +307,6 @@ def client_columns(reports: Sequence[RoundReport]) -> dict[str, Callable[[RoundR
     """Return what clients have found on data of their own: of each metric the mean, the standard deviation and the
     median."""
     return {f"clients' {plain_line(name)}": partial(_over_clients, name) for name in client_metric_names(reports)}
-
-
-def client_metric_names(reports: Sequence[RoundReport]) -> list[str]:
-    """The first metrics of evaluations by clients."""
-    names = dict.fromkeys(name for report in reports for name in report.by_clients.metrics)
-    return list(names)[:MAX_SHOWN_METRICS]
 
 
 def client_quality(report: RoundReport) -> list[str]:
