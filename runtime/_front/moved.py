@@ -51,6 +51,17 @@ CHECKOUT_ONLY = "gradbus.experiments"
 """A package that a checkout of the repository has and an installed gradbus has not."""
 
 
+def new_name_of(name: str, moved: Mapping[str, str] = MOVED) -> str | None:
+    """Return the new name of a module that is in the table, or below a package that is; None: it has not moved."""
+    head, tail = name, ""
+    while head:
+        if head in moved:
+            return moved[head] + tail
+        head, dot, last = head.rpartition(".")
+        tail = f"{dot}{last}{tail}"
+    return None
+
+
 class MovedModuleFinder:
     """Find modules by the names that they had before. Names that never were are left to fail as usual."""
 
@@ -67,7 +78,7 @@ class MovedModuleFinder:
         Raises:
             ImportError: only a checkout has it, and this is an installed gradbus.
         """
-        new_name = self._new_name(fullname)
+        new_name = new_name_of(fullname, self._moved)
         if new_name is not None:
             return _spec_of_moved(fullname, new_name)
         if fullname == self._checkout_only:  # nothing has found it before: there is no checkout
@@ -81,15 +92,6 @@ class MovedModuleFinder:
                 ".venv",
                 name=fullname,
             )
-        return None
-
-    def _new_name(self, fullname: str) -> str | None:
-        head, tail = fullname, ""
-        while head:
-            if head in self._moved:
-                return self._moved[head] + tail
-            head, dot, last = head.rpartition(".")
-            tail = f"{dot}{last}{tail}"
         return None
 
 
