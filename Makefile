@@ -179,7 +179,7 @@ OLDEST := .venv-oldest
 OLDEST_STAMP := $(OLDEST)/.set-up-oldest
 setup-oldest: $(OLDEST_STAMP)  ## the environment of make test-oldest
 $(OLDEST_STAMP): FOUND = $(call find_python,3.11)
-$(OLDEST_STAMP): pyproject.toml constraints.txt
+$(OLDEST_STAMP): pyproject.toml setup.py constraints.txt
 	@if [ ! -x $(OLDEST)/bin/python ]; then "$(FOUND)" -m venv $(OLDEST); fi
 	@uv="$(or $(UV_NOW),$(OLDEST)/bin/uv)"; \
 	if ! $$uv --version >/dev/null 2>&1; then $(OLDEST)/bin/python -m pip install -q --disable-pip-version-check uv; fi && \
