@@ -25,13 +25,13 @@ from gradbus.commands.rank_environment import RankPlace, find_number, find_place
 from gradbus.commands.report.metrics_server import controller_metrics, rank_metrics
 from gradbus.commands.report.run_accuracy import draw_epochs, draw_rounds
 from gradbus.commands.report.scalars import open_scalars
+from gradbus.commands.report.shown_metrics import MAX_SHOWN_METRICS
 from gradbus.commands.run.cluster import Role, find_role
 from gradbus.commands.run.console import Screen
 from gradbus.commands.run.continuation import command_to_continue
 from gradbus.commands.run.cores import as_ranges, bind
 from gradbus.commands.run.demo import DemoOptions, plan, run_demo
 from gradbus.commands.run.live import (
-    MAX_SHOWN_METRICS,
     Display,
     EpochTable,
     Lines,
