@@ -6,7 +6,7 @@ PY := $(BIN)/python
 # Programs for whoever changes gradbus: they lie with the tests, and no wheel has them.
 TOOL := PYTHONPATH="$(CURDIR)/tests/tools" $(PY) -P -m
 STAMP := $(VENV)/.set-up
-CODE := actors codecs experiments models runtime
+CODE := actors codecs commands experiments models runtime
 ID ?= 0
 ARGS ?=
 
@@ -60,7 +60,7 @@ help:  ## list the targets
 setup: $(STAMP) links  ## make .venv and install everything into it, again when the lists of packages have changed: TORCH=cpu or cuda chooses the build of PyTorch, LOCKED=1 takes known files alone
 
 # A failing step ends in one line that says what to do. uv that cannot reach its registry leaves the work to pip and pip's configuration.
-$(STAMP): pyproject.toml constraints.txt $(if $(IS_LOCKED),requirements.lock) $(TORCH_CHOICE)
+$(STAMP): pyproject.toml setup.py constraints.txt $(if $(IS_LOCKED),requirements.lock) $(TORCH_CHOICE)
 	@$(PYTHON) $(NEW_ENOUGH) 2>/dev/null || { \
 		echo "make setup: needs Python 3.11 or newer, but '$(PYTHON)' is $$($(PYTHON) --version 2>/dev/null || echo not there)." \
 			"Install one, then: make setup PYTHON=python3.12" >&2; exit 1; }
@@ -179,7 +179,7 @@ OLDEST := .venv-oldest
 OLDEST_STAMP := $(OLDEST)/.set-up-oldest
 setup-oldest: $(OLDEST_STAMP)  ## the environment of make test-oldest
 $(OLDEST_STAMP): FOUND = $(call find_python,3.11)
-$(OLDEST_STAMP): pyproject.toml constraints.txt
+$(OLDEST_STAMP): pyproject.toml setup.py constraints.txt
 	@if [ ! -x $(OLDEST)/bin/python ]; then "$(FOUND)" -m venv $(OLDEST); fi
 	@uv="$(or $(UV_NOW),$(OLDEST)/bin/uv)"; \
 	if ! $$uv --version >/dev/null 2>&1; then $(OLDEST)/bin/python -m pip install -q --disable-pip-version-check uv; fi && \
@@ -209,7 +209,7 @@ test-portable: $(STAMP)  ## both paradigms and torch.distributed without what on
 	GRADBUS_PORTABLE=1 $(BIN)/pytest $(SPREAD) -k "not killed and not dies and not dead" $(ARGS) \
 		tests/actors/test_flows.py tests/actors/test_flows_in_process.py tests/actors/data_parallel \
 		tests/torch_backend/test_ddp.py tests/torch_backend/test_collectives.py tests/torch_backend/test_wrappers.py \
-		tests/runtime/collectives/test_group_processes.py tests/experiments/test_portable.py
+		tests/runtime/collectives/test_group_processes.py tests/commands/test_portable.py
 
 faults: $(STAMP)  ## the tests in which something fails on purpose
 	$(BIN)/pytest $(SPREAD) -m faults $(ARGS)
@@ -363,7 +363,7 @@ setup-fuzz: $(STAMP)  ## what make fuzz needs besides
 # installed for its version, and needs setuptools and wheel beside it.
 INTEGRATIONS := .venv-integrations
 setup-integrations: $(INTEGRATIONS)/.set-up  ## Accelerate, Lightning, DeepSpeed, torchft, peft, MLflow, W&B, for their examples and tests
-$(INTEGRATIONS)/.set-up: pyproject.toml constraints.txt | $(STAMP)
+$(INTEGRATIONS)/.set-up: pyproject.toml setup.py constraints.txt | $(STAMP)
 	@if [ -n "$(UV_NOW)" ]; then \
 		$(UV_ENV) $(UV_NOW) venv -q --allow-existing --python $(PY) $(INTEGRATIONS) && \
 		install="$(UV_ENV) $(UV_NOW) pip install -q --python $(INTEGRATIONS)/bin/python -c constraints.txt"; \
@@ -381,7 +381,7 @@ FLOWER_VENV := .venv-flower
 FLOWER_SET_UP := $(FLOWER_VENV)/.set-up-$(FLOWER_NEWEST)
 FLOWER_PINS := cyclonedds|msgpack|numpy|pillow|safetensors|scipy|structlog|torch|torchvision|zstandard
 FLOWER_FAILED = { echo "make $@: the packages could not be installed. Check that the package registry can be reached" >&2; exit 1; }
-$(FLOWER_SET_UP): pyproject.toml constraints.txt | $(STAMP)
+$(FLOWER_SET_UP): pyproject.toml setup.py constraints.txt | $(STAMP)
 	@rm -f $(FLOWER_VENV)/.set-up*; \
 	if [ -n "$(UV_NOW)" ]; then \
 		$(UV_ENV) $(UV_NOW) venv -q --allow-existing --python $(PY) $(FLOWER_VENV) && \
@@ -412,7 +412,7 @@ setup-flower: $(if $(filter $(FLOWER_NEWEST),$(FLOWER)),$(FLOWER_SET_UP),$(FLOWE
 setup-flower-simulation: $(FLOWER_VENV)-simulation/.set-up  ## Flower's simulation with Ray, to which bench-federated compares virtual clients
 
 test-flower: setup-flower  ## Flower's apps over the bus, in the environments of make setup-flower, all that there are
-	$(BIN)/pytest $(ARGS) tests/actors/flower tests/experiments/run/test_flower.py
+	$(BIN)/pytest $(ARGS) tests/actors/flower tests/commands/run/test_flower.py
 
 conformance: $(STAMP)  ## PyTorch's own tests of torch.distributed: dds passes what gloo passes
 	@$(TOOL) conformance $(ARGS)

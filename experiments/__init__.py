@@ -1,1 +1,1 @@
-"""Command line, benchmarks, examples: the only package that wires everything together."""
+"""Experiments with gradbus: benchmarks, figures, studies, examples, configurations. No wheel has them."""

@@ -24,7 +24,7 @@ from gradbus.runtime.needs import requirements
 
 MAX_MESSAGE = 1000  # characters of an error's message in one line
 
-_PACKAGES = ("actors", "codecs", "experiments", "models", "runtime", "torch")
+_PACKAGES = ("actors", "codecs", "commands", "experiments", "models", "runtime", "torch")
 _TOOLS = {
     "_pytest",
     "pluggy",

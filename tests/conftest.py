@@ -20,7 +20,7 @@ from dds_domains import new_domain
 from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
-    from gradbus.experiments.namespaces import Host
+    from gradbus.commands.lab.namespaces import Host
 
 # The key of the user, with which all tests protect what they send, is made in a home of their own. What other programs
 # keep in the true one, such as compiled fonts and browsers, takes them long to make again.
@@ -221,7 +221,7 @@ def nothing_is_left() -> Iterator[None]:
 @pytest.fixture
 def hosts() -> Iterator[tuple[Host, Host]]:
     """Two machines, made of network namespaces; where none can be made the test is skipped."""
-    from gradbus.experiments.namespaces import NoNamespaces, two_hosts
+    from gradbus.commands.lab.namespaces import NoNamespaces, two_hosts
 
     try:
         with two_hosts() as pair:

@@ -12,7 +12,7 @@ from typing import Any
 
 import typer.main
 
-from gradbus.experiments.cli.main import app
+from gradbus.commands.cli.main import app
 
 ROOT = Path(__file__).resolve().parents[1]
 

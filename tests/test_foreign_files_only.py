@@ -9,8 +9,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 READERS = (
-    "experiments/rundir", "experiments/history", "experiments/report", "experiments/dashboard",
-    "experiments/cli/inspection.py", "runtime/checkpoint.py", "runtime/profiling", "runtime/testing/journal.py",
+    "commands/rundir", "commands/history", "commands/report", "commands/dashboard",
+    "commands/cli/inspection.py", "runtime/checkpoint.py", "runtime/profiling", "runtime/testing/journal.py",
     "actors/federated", "actors/data_parallel", "actors/parameter_server",
 )  # fmt: skip
 """Folders and files whose code reads what lies in a run directory."""
@@ -22,18 +22,18 @@ OPENING = {
 LOADING = {"np.load", "numpy.load", "torch.load", "os.walk", "pickle.load"}
 """Whole names of others."""
 ALLOWED = {
-    "experiments/dashboard/connections.py table.open": "a table of the kernel",
-    "experiments/dashboard/runs.py os.scandir": "the folder of runs itself, which the user names; it is bounded there",
-    "experiments/dashboard/server.py (folder / name).read_text": "a file of the package",
-    "experiments/dashboard/server.py self._runs.open": "not a file",
-    "experiments/report/page.py (files('gradbus.experiments.report') / 'templates' / 'report.css').read_text": (
+    "commands/dashboard/connections.py table.open": "a table of the kernel",
+    "commands/dashboard/runs.py os.scandir": "the folder of runs itself, which the user names; it is bounded there",
+    "commands/dashboard/server.py (folder / name).read_text": "a file of the package",
+    "commands/dashboard/server.py self._runs.open": "not a file",
+    "commands/report/page.py (files('gradbus.commands.report') / 'templates' / 'report.css').read_text": (
         "a file of the package"
     ),
-    "experiments/report/page.py file.read_text": "a file of the package",
-    "experiments/report/scalars.py self._tracker.open": "not a file",
-    "experiments/rundir/directory.py os.fdopen": "a descriptor of open_to_append",
-    "experiments/rundir/directory.py temporary.open": "a new file, whose name clear_way has freed",
-    "experiments/rundir/versions.py open": "a table of the kernel",
+    "commands/report/page.py file.read_text": "a file of the package",
+    "commands/report/scalars.py self._tracker.open": "not a file",
+    "commands/rundir/directory.py os.fdopen": "a descriptor of open_to_append",
+    "commands/rundir/directory.py temporary.open": "a new file, whose name clear_way has freed",
+    "commands/rundir/versions.py open": "a table of the kernel",
     "runtime/checkpoint.py load_file": "the descriptor of a file that open_inside has opened",
     "runtime/checkpoint.py os.open": "a file that was just written, to sync it",
     "runtime/checkpoint.py path.open": "a file that was just written, to hash it",

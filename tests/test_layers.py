@@ -6,22 +6,23 @@ import functools
 import io
 import re
 import tokenize
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-ALL = {"codecs", "runtime", "models", "actors", "experiments", "torch", "front"}
+ALL = {"codecs", "runtime", "models", "actors", "commands", "experiments", "torch", "front"}
 MAY_IMPORT = {
     "codecs": {"codecs"},
     "runtime": {"runtime", "codecs"},
     "models": {"models"},
     "actors": {"actors", "runtime", "codecs"},
     "torch": {"torch", "runtime", "codecs"},
+    "commands": ALL - {"experiments"},
     "experiments": ALL,
-    "front": ALL,
+    "front": ALL - {"experiments"},
 }
 FOLDERS = sorted(ALL - {"front", "torch"})
 MAPPED = {"_front": "front", "_torch": "torch"}  # folders of runtime that are packages of their own
@@ -154,7 +155,7 @@ def arrows_go_down(path: PurePosixPath, source: str) -> list[str]:
         target = parts[1] if len(parts) > 1 and parts[1] in ALL else "front"
         if target not in MAY_IMPORT[layer]:
             found.append(f"line {line}: {layer} imports {name}")
-        elif layer == "front" and target == "experiments" and not lazy:
+        elif layer == "front" and target == "commands" and not lazy:
             found.append(f"line {line}: {name} must be imported inside the function that needs it")
     return found
 
@@ -230,7 +231,7 @@ def torchvision_is_lazy(path: PurePosixPath, source: str) -> list[str]:
     match layer_of(path):
         case "experiments":
             return []
-        case "models":
+        case "models" | "commands":
             return [f"line {item.line}: {item.name} outside of a function" for item in found if not item.lazy]
         case layer:
             return [f"line {item.line}: {item.name} in {layer}" for item in found]
@@ -332,25 +333,54 @@ def needs(path: str) -> set[str]:
     return found
 
 
-def test_no_files_import_each_other_in_a_ring() -> None:
-    """What imports what includes imports inside functions and those for types alone."""
-    imported: dict[str, set[str]] = {}
-    for path, source in (item for folder in FOLDERS for item in sources(folder)):
-        files = {file_of(item.name) for item in imports(path, source)}
-        imported[str(path)] = {file for file in files if file is not None and file != str(path)}
+def in_rings(imported: Mapping[str, set[str]]) -> set[str]:
+    """Those that import themselves through others. ``imported``: what each imports."""
 
-    def reaches_itself(path: str) -> bool:
-        seen, waiting = set[str](), list(imported[path])
+    def reaches_itself(start: str) -> bool:
+        seen, waiting = set[str](), list(imported[start])
         while waiting:
             here = waiting.pop()
             if here not in seen:
                 seen.add(here)
-                waiting += imported[here]
-        return path in seen
+                waiting += imported.get(here, ())
+        return start in seen
 
-    rings = {path for path in imported if reaches_itself(path)}
+    return {one for one in imported if reaches_itself(one)}
+
+
+def imported_files(folders: Iterable[str]) -> dict[str, set[str]]:
+    """The files that each file of these folders imports, also inside functions and for types alone."""
+    found: dict[str, set[str]] = {}
+    for path, source in (item for folder in folders for item in sources(folder)):
+        files = {file_of(item.name) for item in imports(path, source)}
+        found[str(path)] = {file for file in files if file is not None and file != str(path)}
+    return found
+
+
+def test_no_files_import_each_other_in_a_ring() -> None:
+    """What imports what includes imports inside functions and those for types alone."""
+    rings = in_rings(imported_files(FOLDERS))
     assert rings - IN_A_RING == set(), "files that import each other: have one of them given what it needs"
     assert IN_A_RING - rings == set(), "no longer in a ring: take them out of IN_A_RING"
+
+
+def folders_between(files: Mapping[str, set[str]]) -> dict[str, set[str]]:
+    """What each folder (or lone file) of a layer imports of the others, from what each file imports."""
+    found: dict[str, set[str]] = {}
+    for path, imported in files.items():
+        here = "/".join(path.split("/")[:2])
+        found.setdefault(here, set()).update({"/".join(file.split("/")[:2]) for file in imported} - {here})
+    return found
+
+
+@pytest.mark.parametrize("layer", ["commands", "experiments"])
+def test_no_folders_import_each_other_in_a_ring(layer: str) -> None:
+    assert in_rings(folders_between(imported_files([layer]))) == set(), "put what both need in a file of its own"
+
+
+def test_folders_that_import_each_other_are_found() -> None:
+    files = {"commands/run/a.py": {"commands/cli/b.py", "commands/lone.py"}, "commands/cli/c.py": {"commands/run/d.py"}}
+    assert in_rings(folders_between(files)) == {"commands/run", "commands/cli"}
 
 
 def class_names_in_two_files(files: Mapping[str, str]) -> dict[str, list[str]]:
@@ -421,13 +451,15 @@ BAD = [
     (arrows_go_down, "models/data.py", "from gradbus.runtime import logs"),
     (arrows_go_down, "actors/federated/client.py", "from gradbus.models import task"),
     (arrows_go_down, "actors/federated/client.py", "if TYPE_CHECKING:\n    from gradbus.models import task"),
-    (arrows_go_down, "actors/federated/client.py", "from gradbus.experiments import cli"),
+    (arrows_go_down, "actors/federated/client.py", "from gradbus.commands import cli"),
+    (arrows_go_down, "commands/run/demo.py", "def f():\n    from gradbus.experiments.bench import cells"),
     (arrows_go_down, "actors/federated/client.py", "from runtime import bus"),
     (arrows_go_down, "actors/federated/client.py", "import models.cnn"),
     (arrows_go_down, "actors/federated/client.py", "from codecs import get"),
-    (arrows_go_down, "experiments/cli.py", "from gradbus.runtime._front import connect"),
-    (arrows_go_down, "runtime/_front/__init__.py", "from gradbus.experiments import cli"),
-    (arrows_go_down, "runtime/_front/__main__.py", "from .experiments.cli import main"),
+    (arrows_go_down, "commands/cli.py", "from gradbus.runtime._front import connect"),
+    (arrows_go_down, "runtime/_front/__init__.py", "from gradbus.commands import cli"),
+    (arrows_go_down, "runtime/_front/__init__.py", "def f():\n    from gradbus.experiments import bench"),
+    (arrows_go_down, "runtime/_front/__main__.py", "from .commands.cli import main"),
     (arrows_go_down, "runtime/_torch/work.py", "from gradbus.actors.data_parallel.worker import Worker"),
     (arrows_go_down, "runtime/_torch/work.py", "from gradbus.runtime._torch import register"),
     (arrows_go_down, "runtime/bus/bus.py", "from gradbus.torch import register"),
@@ -436,7 +468,7 @@ BAD = [
     (folders_of_runtime_keep_their_order, "runtime/checkpoint.py", "from gradbus.runtime.wire import frames"),
     (folders_of_runtime_keep_their_order, "runtime/new/file.py", ""),
     (dds_stays_behind_the_bus, "runtime/bus/bus.py", "from cyclonedds.domain import DomainParticipant"),
-    (dds_stays_behind_the_bus, "experiments/doctor.py", "def f():\n    import cyclonedds"),
+    (dds_stays_behind_the_bus, "commands/doctor.py", "def f():\n    import cyclonedds"),
     (logging_is_set_up_once, "actors/serve.py", "import structlog\nstructlog.configure(processors=[])"),
     (logging_is_set_up_once, "actors/serve.py", "from structlog import configure"),
     (nothing_runs_foreign_code, "runtime/wire/messages.py", "import pickle"),
@@ -455,7 +487,7 @@ BAD = [
     (what_comes_from_outside_is_read_within_limits, "models/mnist_files.py", "gzip.decompress(data)"),
     (what_comes_from_outside_is_read_within_limits, "codecs/s4.py", "zstandard.ZstdDecompressor().decompress(x)"),
     (torchvision_is_lazy, "actors/federated/client.py", "def f():\n    import torchvision"),
-    (commands_work_without_the_backend_of_torch, "experiments/run/commands.py", "def f():\n    import gradbus.torch"),
+    (commands_work_without_the_backend_of_torch, "commands/run/commands.py", "def f():\n    import gradbus.torch"),
     (commands_work_without_the_backend_of_torch, "runtime/_front/__init__.py", "from gradbus.torch import register"),
     (task_groups_leave_no_cycle, "actors/federated/client.py", "async with asyncio.TaskGroup() as group: ..."),
     (torchvision_is_lazy, "runtime/_front/__init__.py", "import torchvision"),
@@ -489,11 +521,11 @@ GOOD = [
     ),
     (
         arrows_go_down,
-        "experiments/cli.py",
+        "commands/cli.py",
         "import gradbus\nfrom gradbus.actors import Client\nfrom gradbus.models import cnn",
     ),
     (arrows_go_down, "runtime/_front/__init__.py", "from .actors import Client\nfrom . import codecs"),
-    (arrows_go_down, "runtime/_front/__main__.py", "def main():\n    from gradbus.experiments.cli.main import main"),
+    (arrows_go_down, "runtime/_front/__main__.py", "def main():\n    from gradbus.commands.cli.main import main"),
     (
         arrows_go_down,
         "runtime/_torch/work.py",

@@ -1,9 +1,18 @@
 """What users were told to import can be imported; docs/public_names.txt holds all of it."""
 
+import subprocess
+import sys
+
 import public_names
 import pytest
 
 NAMES = public_names.listed()
+PLACES = {
+    "gradbus.rules:ClientRule": "gradbus.actors.federated.rules.base:ClientRule",
+    "gradbus.selectors:Selector": "gradbus.actors.federated.selectors.base:Selector",
+    "gradbus.metrics:Scalars": "gradbus.commands.report.scalars:Scalars",
+    "gradbus.metrics:TensorBoard": "gradbus.commands.report.trackers:TensorBoard",
+}
 
 
 @pytest.mark.parametrize("module", sorted({name.partition(":")[0] for name in NAMES}))
@@ -33,3 +42,18 @@ def test_a_name_is_found_in_prose_in_imports_in_attributes_and_as_a_base():
         "gradbus:FederatedConfig", "gradbus.torch", "gradbus.models", "gradbus.models:Task", "gradbus.torch:poll",
         "gradbus.actors.federated.rules.base:ClientRule",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_what_users_inherit_is_the_class_that_gradbus_itself_uses(name):
+    assert public_names.resolve(name) is public_names.resolve(PLACES[name])
+
+
+def test_metrics_are_loaded_when_they_are_used():
+    code = (
+        "import sys, gradbus.metrics as m; before = set(sys.modules); m.Scalars, m.TensorBoard; "
+        "print({'torch', 'prometheus_client'} & before, 'gradbus.commands.report.trackers' in sys.modules, "
+        "hasattr(m, 'nothing'))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout == "set() True False\n", done.stderr

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = ("actors", "codecs", "experiments", "models", "runtime")
+FOLDERS = ("actors", "codecs", "commands", "experiments", "models", "runtime")
 REFERENCE = re.compile(r":(mod|class|func|exc|data):`~?([\w.]+)`")
 SOURCES = sorted(path.relative_to(ROOT).as_posix() for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
 

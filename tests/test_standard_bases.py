@@ -22,7 +22,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 MAPPED = {"runtime._front": "", "runtime._torch": "torch"}
-LAYERS = ("codecs", "runtime", "models", "actors", "experiments")
+LAYERS = ("codecs", "runtime", "models", "actors", "commands", "experiments")
 PRIVATE = re.compile(r"_(?!_)\w*[a-zA-Z0-9]\Z")  # _name: not __name, which each class has for itself, nor enum's _name_
 # Made to be filled in by those who inherit, or by Python for them: their private names are their own affair.
 WITHOUT_STATE = {"abc", "typing", "enum", "builtins", "dataclasses"}

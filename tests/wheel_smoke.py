@@ -1,5 +1,6 @@
 """Uses the installed wheel as a newcomer does: `make smoke` runs it in a fresh environment, from an empty folder."""
 
+import importlib
 import importlib.metadata
 import importlib.resources
 import json
@@ -8,12 +9,13 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+import warnings
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 SITE = Path(sysconfig.get_path("purelib")).resolve()
 COMMAND = Path(sysconfig.get_path("scripts"), "gradbus")
-PACKAGES = ("actors", "codecs", "experiments", "models", "runtime")
+PACKAGES = ("actors", "codecs", "commands", "models", "runtime")
 DEMO = ["demo", "--data", "glyphs", "--rounds", "2", "--samples", "300", "--no-live"]
 DEMO_TIMEOUT_S = 240
 SUMMARY = "runs/*/summary.json"  # below the folder that the demo was started from
@@ -30,6 +32,8 @@ def check_files() -> None:
     assert not private, f"the wheel holds tests, or folders that are mapped to another name: {private}"
     tools = [name for name in files if name.split("/")[-2] in ("tools", "soak", "fuzz", "conformance")]
     assert not tools, f"the wheel holds programs of tests/tools: {tools}"
+    experiments = [name for name in files if name.startswith("gradbus/experiments")]
+    assert not experiments, f"the wheel holds what belongs to a checkout: {experiments}"
     for package in PACKAGES:
         assert f"gradbus/{package}/__init__.py" in files, f"gradbus.{package} is missing"
         for source in (ROOT / package).rglob("*.py"):
@@ -57,8 +61,25 @@ def check_import() -> None:
 def check_data() -> None:
     assert importlib.resources.files("gradbus").joinpath("py.typed").is_file()
     assert "ClientUpdate" in importlib.resources.files("gradbus.runtime").joinpath("gradbus.idl").read_text()
-    configs = [item.name for item in importlib.resources.files("gradbus.experiments.configs").iterdir()]
-    assert {"controller.conf.json", "client.conf.json"} <= set(configs), configs
+    templates = [item.name for item in (importlib.resources.files("gradbus.commands.report") / "templates").iterdir()]
+    assert "report.css" in templates, templates
+    traces = [item.name for item in (importlib.resources.files("gradbus.commands.simulate") / "traces").iterdir()]
+    assert {"resnet50.json", "vgg19.json"} <= set(traces), traces
+
+
+def check_moved_names() -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        old = importlib.import_module("gradbus.experiments.files")
+    assert old is importlib.import_module("gradbus.commands.files")
+    assert [str(one.message) for one in caught if "has moved to gradbus.commands.files" in str(one.message)], caught
+    for name in ("bench", "examples.embed_aiohttp", "simulate.claims"):
+        said = ""
+        try:
+            importlib.import_module(f"gradbus.experiments.{name}")
+        except ImportError as error:
+            said = str(error)
+        assert "is not part of an installed gradbus" in said, f"gradbus.experiments.{name}: {said or 'it is there'}"
 
 
 def check_codecs() -> None:
@@ -103,6 +124,14 @@ def check_demo() -> None:
 
 
 if __name__ == "__main__":
-    for check in (check_files, check_import, check_data, check_codecs, check_command_line, check_demo):
+    for check in (
+        check_files,
+        check_import,
+        check_data,
+        check_moved_names,
+        check_codecs,
+        check_command_line,
+        check_demo,
+    ):
         check()
         print(f"{check.__name__}: ok", flush=True)

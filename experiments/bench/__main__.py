@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from gradbus.commands.exit_codes import exit_code_of
 from gradbus.experiments.bench import (
     aggregation,
     attacks,
@@ -39,7 +40,6 @@ from gradbus.experiments.bench import (
 )
 from gradbus.experiments.bench.command import BASELINE, Benchmark, Part, add_effort, parse, run
 from gradbus.experiments.bench.results import Results
-from gradbus.experiments.cli.exit_codes import exit_code_of
 from gradbus.runtime.errors import GradbusError
 
 DOCS = Path("docs/benchmarks.md")

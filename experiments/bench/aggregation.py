@@ -22,12 +22,12 @@ from typing import Any
 import torch
 
 from gradbus.actors.in_network.aggregator import AggregatorActor, AggregatorConfig
+from gradbus.commands.lab.conditions import LinkConditions
+from gradbus.commands.lab.namespaces import Host, hosts_on_a_switch
 from gradbus.experiments.bench.command import Benchmark, Part, add_effort
 from gradbus.experiments.bench.processes import LEASE_S, BenchRank, run_ranks
 from gradbus.experiments.bench.results import Measurement, measurement
 from gradbus.experiments.bench.timing import cpu_s, in_turns, size_text
-from gradbus.experiments.lab.conditions import LinkConditions
-from gradbus.experiments.namespaces import Host, hosts_on_a_switch
 from gradbus.runtime.collectives import join_group
 from gradbus.runtime.collectives.in_network import join_aggregator
 from gradbus.runtime.dds.network import NetworkConfig

@@ -17,13 +17,13 @@ from dataclasses import dataclass
 from functools import partial
 
 import gradbus
+from gradbus.commands.peer_link import END, GOT, HERE, PING, ROOT, Arrivals, Link
 from gradbus.experiments.bench.bare_dds import DdsEcho
 from gradbus.experiments.bench.processes import LEASE_S, Processes
 from gradbus.experiments.bench.results import Measurement, measurement
 from gradbus.experiments.bench.tcp import Echo
 from gradbus.experiments.bench.ticker import loop_gaps
 from gradbus.experiments.bench.timing import KIB, MIB, in_turns, percentile, size_text
-from gradbus.experiments.peer_link import END, GOT, HERE, PING, ROOT, Arrivals, Link
 from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.wire.control import Leave
 from gradbus.runtime.wire.frames import FrameKey, Kind

@@ -15,7 +15,7 @@ from gradbus.experiments.bench.timing import in_turns
 from gradbus.runtime.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
-_LAYERS = ("actors", "codecs", "experiments", "models", "runtime")
+_LAYERS = ("actors", "codecs", "commands", "experiments", "models", "runtime")
 
 
 def check_out(commit: str) -> Path:
@@ -34,7 +34,9 @@ def check_out(commit: str) -> Path:
         _git("checkout", "--quiet", "--detach", sha, cwd=clone)
         package.mkdir(parents=True)
         # As the packages are mapped when they are installed: pyproject.toml.
-        links = {name: clone / name for name in _LAYERS} | {"torch": clone / "runtime" / "_torch"}
+        links = {name: clone / name for name in _LAYERS if (clone / name).exists()} | {
+            "torch": clone / "runtime" / "_torch"
+        }
         links |= {path.name: path for path in (clone / "runtime" / "_front").iterdir()}
         for name, target in links.items():
             (package / name).symlink_to(target)

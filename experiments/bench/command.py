@@ -19,11 +19,11 @@ from typing import NamedTuple
 from rich.console import Console
 from rich.table import Table
 
+from gradbus.commands.exit_codes import NoData
 from gradbus.experiments.bench import document, growth
 from gradbus.experiments.bench.checkout import check_out, side_by_side
 from gradbus.experiments.bench.compare import Change, compare, other_machine
 from gradbus.experiments.bench.results import Measurement, PartRun, Results, fault_of, machine, make_run
-from gradbus.experiments.cli.exit_codes import NoData
 
 BASELINE = Path(__file__).with_name("baseline.json")
 _QUIET_LOAD = 0.5

@@ -25,6 +25,7 @@ import torch
 from torch import nn
 
 from gradbus import models
+from gradbus.commands.simulate.lockstep import Lockstep
 from gradbus.experiments.bench.command import Benchmark, Part, add_training
 from gradbus.experiments.bench.data_parallel import EVERY_STEP, steps_of, typical
 from gradbus.experiments.bench.gloo_training import GlooRun, bytes_of_torchs_hook, train_on_gloo
@@ -34,7 +35,6 @@ from gradbus.experiments.bench.recipes import TORCH_POWERSGD, Recipe, all_recipe
 from gradbus.experiments.bench.results import Measurement, commit, measurement
 from gradbus.experiments.bench.timing import by_turns
 from gradbus.experiments.bench.training import Data, Training
-from gradbus.experiments.simulate.lockstep import Lockstep
 from gradbus.runtime.algorithms.base import Place, Step, bucket_of, make_algorithm
 from gradbus.runtime.dds import malloc
 

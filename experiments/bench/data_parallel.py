@@ -22,13 +22,13 @@ import torch
 from torch import nn
 
 from gradbus import codecs, models
+from gradbus.commands.lab.namespaces import Host
 from gradbus.experiments.bench.command import Benchmark, Part
 from gradbus.experiments.bench.gloo_training import GlooRun, train_on_gloo
 from gradbus.experiments.bench.processes import run_ranks
 from gradbus.experiments.bench.results import Measurement, measurement
 from gradbus.experiments.bench.timing import by_turns
 from gradbus.experiments.bench.training import Data, Training, train
-from gradbus.experiments.namespaces import Host
 
 _LR = 0.05
 _SAMPLES = 512  # generated digits: what a step costs does not depend on them

@@ -23,6 +23,8 @@ from typing import Any
 
 import gradbus
 from gradbus import models
+from gradbus.commands.lab.conditions import LinkConditions
+from gradbus.commands.lab.namespaces import Host, hosts_on_a_switch, set_link
 from gradbus.experiments.bench.command import Benchmark, Part
 from gradbus.experiments.bench.elastic_processes import (
     KINDS,
@@ -38,8 +40,6 @@ from gradbus.experiments.bench.idle import measure_idle
 from gradbus.experiments.bench.processes import DOMAIN, BenchRank, context, end_with_benchmark, run_ranks
 from gradbus.experiments.bench.results import Measurement, measurement
 from gradbus.experiments.bench.timing import percentile
-from gradbus.experiments.lab.conditions import LinkConditions
-from gradbus.experiments.namespaces import Host, hosts_on_a_switch, set_link
 from gradbus.runtime.collectives import join_group
 from gradbus.runtime.config.timeouts import ELASTIC_LEASE_S
 from gradbus.runtime.forks import die_with_parent

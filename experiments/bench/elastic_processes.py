@@ -25,8 +25,8 @@ import torch.distributed as dist
 import gradbus
 from gradbus import models
 from gradbus.actors.data_parallel.callbacks import StepReport
+from gradbus.commands.lab.namespaces import Host, enter_host
 from gradbus.experiments.bench.processes import DOMAIN, context, end_with_benchmark
-from gradbus.experiments.namespaces import Host, enter_host
 from gradbus.runtime import logs
 from gradbus.runtime.json_text import parse_json
 from gradbus.runtime.security import Level, Security

@@ -23,11 +23,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
+from gradbus.commands.exit_codes import NoData
 from gradbus.experiments.bench.command import Benchmark, Part
 from gradbus.experiments.bench.results import Measurement, measurement
 from gradbus.experiments.bench.scale import available_bytes
 from gradbus.experiments.bench.timing import by_turns
-from gradbus.experiments.cli.exit_codes import NoData
 
 PROGRAMS = Path(".venv-flower/bin")
 SIZES = (4_800_000, 100_000_000, 500_000_000)  # bytes of the model

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from gradbus.commands.report import style
 from gradbus.experiments.bench.results import PartRun, Results, Summary
-from gradbus.experiments.report import style
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

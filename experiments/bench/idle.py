@@ -9,10 +9,10 @@ import time
 from collections.abc import Iterator
 
 import gradbus
+from gradbus.commands.lab.conditions import LinkConditions
+from gradbus.commands.lab.namespaces import Host, Network, enter_host, hosts_on_a_switch, traffic
 from gradbus.experiments.bench.processes import DOMAIN, Processes
 from gradbus.experiments.bench.results import Measurement, measurement
-from gradbus.experiments.lab.conditions import LinkConditions
-from gradbus.experiments.namespaces import Host, Network, enter_host, hosts_on_a_switch, traffic
 from gradbus.runtime.collectives import join_group
 from gradbus.runtime.dds import network as dds_network
 from gradbus.runtime.dds.network import NetworkConfig

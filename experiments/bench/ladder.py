@@ -22,6 +22,8 @@ from typing import Any
 import torch
 
 from gradbus import models
+from gradbus.commands.lab.conditions import LinkConditions
+from gradbus.commands.lab.namespaces import hosts_on_a_switch, sent_bytes
 from gradbus.experiments.bench.command import Benchmark, Part, add_effort
 from gradbus.experiments.bench.data_parallel import EVERY_STEP, steps_of, typical
 from gradbus.experiments.bench.processes import BenchRank, run_ranks
@@ -29,8 +31,6 @@ from gradbus.experiments.bench.results import Measurement, measurement
 from gradbus.experiments.bench.rungs import RUNGS, TARGET, LadderPlan, climb, link_share
 from gradbus.experiments.bench.timing import by_turns, in_turns
 from gradbus.experiments.bench.training import Training
-from gradbus.experiments.lab.conditions import LinkConditions
-from gradbus.experiments.namespaces import hosts_on_a_switch, sent_bytes
 from gradbus.runtime.algorithms.base import Place
 from gradbus.runtime.algorithms.requests import AllReduce, Program
 from gradbus.runtime.algorithms.routes import hierarchical

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
-from gradbus.experiments.namespaces import Host, enter_host
+from gradbus.commands.lab.namespaces import Host, enter_host
 from gradbus.runtime import logs
 from gradbus.runtime.bus.bus import Bus, connect
 from gradbus.runtime.collectives import Group, join_group

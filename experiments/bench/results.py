@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from gradbus.experiments.rundir import versions
+from gradbus.commands.rundir import versions
 from gradbus.runtime.errors import ConfigError
 
 Number = Annotated[float, Field(allow_inf_nan=False)]

@@ -1,7 +1,7 @@
 """One rung of the ladder: training on hosts behind slow links, as it is and simulated.
 
-Each rank is a process in a network namespace of its own (see :mod:`gradbus.experiments.namespaces`). The simulation has
-the same algorithm, links and sizes; what a rank computes in a step takes as long in it as it took in the run.
+Each rank is a process in a network namespace of its own (see :mod:`gradbus.commands.lab.namespaces`). The simulation
+has the same algorithm, links and sizes; what a rank computes in a step takes as long in it as it took in the run.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import torch
 
 import gradbus
 from gradbus import models
+from gradbus.commands.lab.conditions import LinkConditions
+from gradbus.commands.lab.namespaces import hosts_on_a_switch
+from gradbus.commands.simulate.network import NetworkModel
+from gradbus.commands.simulate.steps import SimulatedSteps, simulate_steps
+from gradbus.commands.simulate.topology import LinkSpec, cluster
+from gradbus.commands.simulate.trace import take_trace
 from gradbus.experiments.bench.processes import BenchRank, run_ranks
 from gradbus.experiments.bench.training import Data, Training
-from gradbus.experiments.lab.conditions import LinkConditions
-from gradbus.experiments.namespaces import hosts_on_a_switch
-from gradbus.experiments.simulate.network import NetworkModel
-from gradbus.experiments.simulate.steps import SimulatedSteps, simulate_steps
-from gradbus.experiments.simulate.topology import LinkSpec, cluster
-from gradbus.experiments.simulate.trace import take_trace
 from gradbus.runtime.choices import Choice
 
 Rung = Literal["star", "ring", "compression", "overlap"]

@@ -39,11 +39,11 @@ import torch
 from torch import nn
 
 import gradbus
+from gradbus.commands.lab.namespaces import Host, NoNamespaces, enter_namespace, two_hosts
 from gradbus.experiments.bench.command import Benchmark, Part
 from gradbus.experiments.bench.processes import LEASE_S, Processes
 from gradbus.experiments.bench.results import Measurement, join_all, measurement
 from gradbus.experiments.bench.timing import block
-from gradbus.experiments.namespaces import Host, NoNamespaces, enter_namespace, two_hosts
 from gradbus.models import NoopTask
 from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.security import Security

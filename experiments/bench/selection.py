@@ -21,10 +21,10 @@ import gradbus
 from gradbus.actors.virtual.client_trainer import PoolSettings
 from gradbus.actors.virtual.host import ClientHost
 from gradbus.actors.virtual.local_pool import LocalPool
+from gradbus.commands.lab.conditions import LinkConditions
+from gradbus.commands.lab.namespaces import Host, enter_host, hosts_on_a_switch, link_bytes
 from gradbus.experiments.bench.processes import DOMAIN, Processes
 from gradbus.experiments.bench.results import Measurement, measurement
-from gradbus.experiments.lab.conditions import LinkConditions
-from gradbus.experiments.namespaces import Host, enter_host, hosts_on_a_switch, link_bytes
 from gradbus.models import NoopTask
 from gradbus.runtime.security import Security
 

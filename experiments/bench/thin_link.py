@@ -1,7 +1,7 @@
 """Loss over time of data-parallel training on a thin and distant link: exchanges in every step against local steps.
 
 Two ranks, each a process in a network namespace of its own, train for so many seconds; the link between them has the
-network laboratory's rate and delay (:mod:`gradbus.experiments.lab`). What a rank computes in a step is the same in all
+network laboratory's rate and delay (:mod:`gradbus.commands.lab`). What a rank computes in a step is the same in all
 ways, but for coding, so they differ in what they wait for.
 """
 
@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 import gradbus
 from gradbus import models
+from gradbus.commands.lab.conditions import LinkConditions
+from gradbus.commands.lab.namespaces import hosts_on_a_switch
 from gradbus.experiments.bench.processes import BenchRank, run_ranks
 from gradbus.experiments.bench.training import Data
-from gradbus.experiments.lab.conditions import LinkConditions
-from gradbus.experiments.namespaces import hosts_on_a_switch
 from gradbus.models.parallel import ShardBatch
 from gradbus.runtime.errors import GradbusError
 

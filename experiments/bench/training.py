@@ -12,8 +12,8 @@ from torch import nn
 
 import gradbus
 from gradbus import models
+from gradbus.commands.lab.namespaces import Host
 from gradbus.experiments.bench.processes import LEASE_S, BenchRank, run_ranks
-from gradbus.experiments.namespaces import Host
 from gradbus.runtime.dds.network import NetworkConfig
 
 Data = Literal["mnist", "glyphs"]

@@ -28,12 +28,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from gradbus import models
+from gradbus.commands.lab.conditions import LinkConditions
+from gradbus.commands.lab.namespaces import hosts_on_a_switch
 from gradbus.experiments.bench.data_parallel import steps_of
 from gradbus.experiments.bench.processes import BenchRank, ProcessFailed, run_ranks
 from gradbus.experiments.bench.results import Measurement, measurement
 from gradbus.experiments.bench.training import Training
-from gradbus.experiments.lab.conditions import LinkConditions
-from gradbus.experiments.namespaces import hosts_on_a_switch
 
 MOST_OF_CURVE = 1.15  # how far below the curve a way may be
 _DATAGRAM_BYTES, _PAYLOAD_BYTES = 1_400, 1_316  # of DDS with the profile "network"

@@ -21,13 +21,12 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 
 import gradbus
 from gradbus.actors import FederatedTask, Progress
-from gradbus.experiments.buses import check, open_bus
-from gradbus.experiments.files import ControllerFile, load
-from gradbus.experiments.report.followed import Totals
-from gradbus.experiments.report.metrics import JobCollector
-from gradbus.experiments.run.configured_task import ConfiguredTask
-from gradbus.experiments.run.lifecycle import guard, say
-from gradbus.experiments.rundir.directory import json_text
+from gradbus.commands.buses import check, open_bus
+from gradbus.commands.configured_task import ConfiguredTask
+from gradbus.commands.files import ControllerFile, load
+from gradbus.commands.lifecycle import guard, say
+from gradbus.commands.rundir.directory import json_text
+from gradbus.metrics import JobCollector, Totals
 from gradbus.runtime import logs
 from gradbus.runtime.errors import ConfigError
 

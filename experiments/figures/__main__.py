@@ -15,14 +15,14 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from gradbus.commands.exit_codes import exit_code_of
+from gradbus.commands.report import style
 from gradbus.experiments.bench.command import need_mnist
-from gradbus.experiments.cli.exit_codes import exit_code_of
 from gradbus.experiments.figures.index import CATALOGUE, FigureEntry, entries_of, install, write_index
 from gradbus.experiments.figures.plan import FULL, QUICK, WITHOUT_DATA, Plan, Scale, make_plan, runs_of
 from gradbus.experiments.figures.runs import execute
 from gradbus.experiments.figures.store import Store, StoredRun
 from gradbus.experiments.figures.tables import TABLES, BadData, TableRow, collect, read_table, write_table
-from gradbus.experiments.report import style
 from gradbus.runtime.errors import ConfigError, GradbusError
 
 

@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
+from gradbus.commands.report import style
+from gradbus.commands.report.style import Look
+from gradbus.commands.simulate.closed_forms import aggregator_rate_for, ring_factor, speed_up
 from gradbus.experiments.figures import canvas
 from gradbus.experiments.figures.plan import Scale
 from gradbus.experiments.figures.tables import DeploymentRow, SimulationRow
-from gradbus.experiments.report import style
-from gradbus.experiments.report.style import Look
-from gradbus.experiments.simulate.closed_forms import aggregator_rate_for, ring_factor, speed_up
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from gradbus.commands.report import style
 from gradbus.experiments.figures.plan import Scale
 from gradbus.experiments.figures.tables import BadData, TableRow
-from gradbus.experiments.report import style
 from gradbus.runtime.json_text import parse_json
 
 if TYPE_CHECKING:

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
+from gradbus.commands.report import style
 from gradbus.experiments.figures import canvas
 from gradbus.experiments.figures.plan import CODECS, Scale
 from gradbus.experiments.figures.tables import BadData, RoundRow, UpdateRow
-from gradbus.experiments.report import style
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

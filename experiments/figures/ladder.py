@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from gradbus.commands.report import style
 from gradbus.experiments.bench.rungs import link_share
 from gradbus.experiments.figures import canvas
 from gradbus.experiments.figures.plan import RUNGS, Scale
 from gradbus.experiments.figures.tables import LadderRow
-from gradbus.experiments.report import style
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

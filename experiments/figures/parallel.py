@@ -6,10 +6,10 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from gradbus.commands.report import style
 from gradbus.experiments.figures import canvas
 from gradbus.experiments.figures.plan import EXCHANGES, Scale
 from gradbus.experiments.figures.tables import EpochRow, RankRow
-from gradbus.experiments.report import style
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -124,7 +124,7 @@ class ThinLinkRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulationRun:
-    """Ways to sum gradients, compared in the simulator; see :mod:`gradbus.experiments.simulate.comparison`.
+    """Ways to sum gradients, compared in the simulator; see :mod:`gradbus.commands.simulate.comparison`.
 
     Attributes:
         name: of the configuration, ``simulate.NAME.conf.json``. settings: what is in it, as JSON. trace: of the model.

@@ -10,16 +10,16 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import gradbus
+from gradbus.commands.lab.namespaces import NoNamespaces
+from gradbus.commands.rundir.directory import json_text
+from gradbus.commands.simulate.command import work_of, written
+from gradbus.commands.simulate.comparison import ComparisonRow, compare
+from gradbus.commands.simulate.settings import SimulationSettings
 from gradbus.experiments.bench.processes import BenchRank, ProcessFailed, run_ranks
 from gradbus.experiments.bench.rungs import LadderPlan, Rung, climb
 from gradbus.experiments.bench.thin_link import ThinLinkPlan, Way, train_on_a_thin_link
 from gradbus.experiments.bench.training import Training
 from gradbus.experiments.figures.plan import AnyRun, FederatedRun, LadderRun, ParallelRun, SimulationRun, ThinLinkRun
-from gradbus.experiments.namespaces import NoNamespaces
-from gradbus.experiments.rundir.directory import json_text
-from gradbus.experiments.simulate.command import work_of, written
-from gradbus.experiments.simulate.comparison import ComparisonRow, compare
-from gradbus.experiments.simulate.settings import SimulationSettings
 from gradbus.models import mnist_mlp
 from gradbus.runtime.dds.network import NetworkConfig
 from gradbus.runtime.errors import GradbusError

@@ -18,18 +18,20 @@ from pathlib import Path
 from typing import Any
 
 from gradbus import actors, codecs, models, runtime
+from gradbus.commands.rundir.directory import write_json
+from gradbus.commands.rundir.versions import versions
 from gradbus.experiments.bench.results import machine
 from gradbus.experiments.figures.plan import AnyRun, settings_of
-from gradbus.experiments.rundir.directory import write_json
-from gradbus.experiments.rundir.versions import versions
 from gradbus.runtime.json_text import parse_json
 
-# Of the experiments, what decides how a run goes. A changed colour or table is no reason to train again.
+# Of commands and experiments, what decides how a run goes. A changed colour or table is no reason to train again.
 RUNNING = (
-    "bench.processes", "bench.training", "figures.int8", "figures.runs", "buses", "files",
-    "run.configured_task", "run.demo", "run.federated", "run.lifecycle",
-    "simulate.aggregation_plan", "simulate.closed_forms", "simulate.comparison", "simulate.in_network",
-    "simulate.network", "simulate.steps", "simulate.topology", "simulate.ways",
+    "experiments.bench.processes", "experiments.bench.training", "experiments.figures.int8", "experiments.figures.runs",
+    "commands.buses", "commands.files", "commands.configured_task",
+    "commands.run.demo", "commands.run.federated", "commands.lifecycle",
+    "commands.simulate.aggregation_plan", "commands.simulate.closed_forms", "commands.simulate.comparison",
+    "commands.simulate.in_network", "commands.simulate.network", "commands.simulate.steps",
+    "commands.simulate.topology", "commands.simulate.ways",
 )  # fmt: skip
 
 
@@ -117,8 +119,8 @@ def _digest(values: Any) -> str:
 
 def code_version() -> str:
     """Hash of the files that decide how a run goes, and of the versions of what they are built on."""
-    experiments = Path(__file__).resolve().parents[1]
-    files = [experiments.joinpath(*name.split(".")).with_suffix(".py") for name in RUNNING]
+    root = Path(__file__).resolve().parents[2]
+    files = [root.joinpath(*name.split(".")).with_suffix(".py") for name in RUNNING]
     for layer in (actors, codecs, models, runtime):
         assert layer.__file__ is not None
         files += Path(layer.__file__).parent.rglob("*.py")

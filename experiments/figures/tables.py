@@ -18,12 +18,12 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError,
 
 from gradbus.actors.data_parallel.report import EpochReport
 from gradbus.actors.federated.report import RoundReport
+from gradbus.commands.simulate.closed_forms import Fabric
+from gradbus.commands.simulate.comparison import ComparisonRow
+from gradbus.commands.simulate.deployment import deployment, slot_bytes
+from gradbus.commands.simulate.topology import LinkSpec
 from gradbus.experiments.figures.plan import FederatedRun, LadderRun, ParallelRun, SimulationRun, ThinLinkRun
 from gradbus.experiments.figures.store import StoredRun
-from gradbus.experiments.simulate.closed_forms import Fabric
-from gradbus.experiments.simulate.comparison import ComparisonRow
-from gradbus.experiments.simulate.deployment import deployment, slot_bytes
-from gradbus.experiments.simulate.topology import LinkSpec
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.json_text import parse_json
 from gradbus.runtime.profiling.summary import read_summary

@@ -6,10 +6,10 @@ import statistics
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from gradbus.commands.report import style
 from gradbus.experiments.figures import canvas
 from gradbus.experiments.figures.plan import WAYS, Scale
 from gradbus.experiments.figures.tables import ThinLinkRow
-from gradbus.experiments.report import style
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -17,6 +17,8 @@ import sys
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
+from gradbus.moved import install_finder
+
 if TYPE_CHECKING:
     from gradbus import actors, codecs, models, runtime
     from gradbus.actors import (
@@ -80,6 +82,8 @@ _WHERE = {
     "SimulationResult": "gradbus.actors.virtual.simulation",
 }
 _PACKAGES = ("actors", "codecs", "models", "runtime")
+
+install_finder()
 
 try:
     __version__ = version("gradbus")

@@ -36,7 +36,7 @@ def main() -> None:
     # What modules make stays. To look for garbage among it at every 700 objects takes a tenth of a command's start.
     gc.set_threshold(50_000, 20)
     try:
-        from gradbus.experiments.cli.main import main as run
+        from gradbus.commands.cli.main import main as run
     except ImportError as error:
         from gradbus.runtime.needs import explain
 

@@ -10,7 +10,7 @@ offered before it is, else a checker would find faults in whatever a killed proc
 each update, round or step is noted on the thread that computes it, so that the event loop waits for no disk.
 
 It tells what was decided, not how: an update was counted, a round committed. What the invariants of such histories are
-is in :mod:`gradbus.experiments.history.invariants`.
+is in :mod:`gradbus.commands.history.invariants`.
 """
 
 from __future__ import annotations

@@ -27,9 +27,9 @@ from gradbus.actors import Site
 from gradbus.actors.federated.saved_state import saved_state
 from gradbus.actors.federated.sharing import check_buffers_sent, specs_of
 from gradbus.actors.federated.state import restore_weights
-from gradbus.experiments.history.invariants import check
-from gradbus.experiments.history.reader import read_history
-from gradbus.experiments.rundir.export import export
+from gradbus.commands.history.invariants import check
+from gradbus.commands.history.reader import read_history
+from gradbus.commands.rundir.export import export
 from gradbus.models.task import EvalResult, TrainResult
 from gradbus.runtime.checkpoint import CheckpointStore
 from gradbus.runtime.config.federated import ClientConfig, UpstreamConfig

@@ -18,7 +18,7 @@ from federation import NOBODY_DIES_S, Federation, Node
 from host_files import add_ipv6_addresses, add_names, name_service
 from patience import PATIENT_S
 
-from gradbus.experiments.namespaces import Host
+from gradbus.commands.lab.namespaces import Host
 from gradbus.runtime.dds.spdp import discovery_ports
 
 pytestmark = [pytest.mark.slow, pytest.mark.netns, pytest.mark.timeout(180)]

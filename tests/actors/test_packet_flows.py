@@ -20,10 +20,10 @@ import gradbus
 from gradbus import codecs
 from gradbus.actors.aggregation.exact_sum import ExactMean
 from gradbus.actors.federated.packets_in import PacketCollector
-from gradbus.experiments.files import ClientFile
-from gradbus.experiments.history.invariants import check
-from gradbus.experiments.history.reader import read_history
-from gradbus.experiments.run.configured_task import ConfiguredTask
+from gradbus.commands.configured_task import ConfiguredTask
+from gradbus.commands.files import ClientFile
+from gradbus.commands.history.invariants import check
+from gradbus.commands.history.reader import read_history
 from gradbus.models import ClassificationTask, Dataset, DataSplit, NoopTask, TrainResult
 from gradbus.runtime.wire.control import PacketRequest, UploadRequest
 from gradbus.runtime.wire.messages import Control, Message

@@ -26,8 +26,8 @@ from gradbus.actors.federated.client import Client
 from gradbus.actors.federated.rounds import PAUSED, SAT_OUT, Outcome, Round, RoundRules
 from gradbus.actors.federated.selection import StartCondition
 from gradbus.actors.federated.session import ClientStatus
-from gradbus.experiments.history.invariants import check
-from gradbus.experiments.history.reader import read_history
+from gradbus.commands.history.invariants import check
+from gradbus.commands.history.reader import read_history
 from gradbus.models import NoopTask, TrainingStopped
 from gradbus.models.task import EvalResult
 from gradbus.runtime.errors import BarrierTimeout, CallbackFailed

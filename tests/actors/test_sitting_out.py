@@ -19,8 +19,8 @@ from trees import rules, site_of, tree
 
 import gradbus
 from gradbus.actors.federated.rounds import SAT_OUT, Outcome, Round, RoundRules
-from gradbus.experiments.history.invariants import check
-from gradbus.experiments.history.reader import read_history
+from gradbus.commands.history.invariants import check
+from gradbus.commands.history.reader import read_history
 from gradbus.models import NoopTask, TrainResult
 from gradbus.runtime.errors import RoundTimeout, TrainingFailed
 

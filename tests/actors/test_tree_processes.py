@@ -10,7 +10,7 @@ import pytest
 from dds_domains import new_domain
 from federation import NOBODY_DIES_S, Federation, Node
 
-from gradbus.experiments.namespaces import Host, set_link
+from gradbus.commands.lab.namespaces import Host, set_link
 
 pytestmark = [pytest.mark.slow, pytest.mark.faults]
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from federation import NOBODY_DIES_S, Federation
 
-from gradbus.experiments.namespaces import Host, set_link
+from gradbus.commands.lab.namespaces import Host, set_link
 
 pytestmark = [pytest.mark.slow, pytest.mark.netns, pytest.mark.faults]
 

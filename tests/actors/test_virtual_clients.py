@@ -29,8 +29,8 @@ from gradbus.actors.virtual.host import ClientHost
 from gradbus.actors.virtual.local_pool import LocalPool, LocalProcess
 from gradbus.actors.virtual.pool import EvaluationWork, RoundWork, TrainingPool
 from gradbus.actors.virtual.simulation import run_beside
-from gradbus.experiments.history.invariants import check
-from gradbus.experiments.history.reader import read_history
+from gradbus.commands.history.invariants import check
+from gradbus.commands.history.reader import read_history
 from gradbus.models import ClassificationTask, NoopTask, glyphs
 from gradbus.runtime.errors import ConfigError, TrainingFailed
 from gradbus.runtime.fast_paths import has_memfd

@@ -27,8 +27,8 @@ from gradbus.actors.federated.flat_model import FlatModel
 from gradbus.actors.federated.participation import Strike
 from gradbus.actors.federated.report import RoundReport
 from gradbus.actors.federated.state import RunState, SavedRun
-from gradbus.experiments.rundir.directory import json_text
-from gradbus.experiments.rundir.whole_run import totals
+from gradbus.commands.rundir.directory import json_text
+from gradbus.commands.rundir.whole_run import totals
 from gradbus.runtime.checkpoint import CheckpointStore
 from gradbus.runtime.choices import STRATEGIES
 from gradbus.runtime.config.federated import FederatedConfig

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from gradbus import models
+from gradbus.commands.exit_codes import ExitCode
 from gradbus.experiments.bench import __main__ as bench
 from gradbus.experiments.bench import checkout, sealing
 from gradbus.experiments.bench.__main__ import BENCHMARKS
 from gradbus.experiments.bench.command import Part
 from gradbus.experiments.bench.results import Measurement, Results, measurement
-from gradbus.experiments.cli.exit_codes import ExitCode
 
 NAMES = [name for name in BENCHMARKS if name != "suite"]
 

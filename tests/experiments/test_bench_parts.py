@@ -10,6 +10,7 @@ import torch
 from call_profile import Watched, profile
 
 from gradbus import codecs
+from gradbus.commands.lab.namespaces import NoNamespaces
 from gradbus.experiments.bench import collectives, data_parallel, parameter_server, personal, sealing, selection
 from gradbus.experiments.bench.collectives import (
     SIZES,
@@ -27,7 +28,6 @@ from gradbus.experiments.bench.processes import ProcessFailed, run_ranks
 from gradbus.experiments.bench.sealing import CASES, LEVELS, TimedBlock
 from gradbus.experiments.bench.timing import by_turns, in_turns, size_text, slowest_ms
 from gradbus.experiments.bench.training import Training, train
-from gradbus.experiments.namespaces import NoNamespaces
 from gradbus.models import mnist_mlp
 from gradbus.models.lora import PATTERN
 from gradbus.runtime.wire.frames import HEADER_BYTES

@@ -9,8 +9,8 @@ import structlog
 from dds_domains import new_domain
 from doc_pages import rows, section
 
-from gradbus.experiments import communication_table
-from gradbus.experiments.communication_table import WAYS, WORLDS, count
+from gradbus.experiments.studies import communication_table
+from gradbus.experiments.studies.communication_table import WAYS, WORLDS, count
 
 # The page has one decimal, and headers may change by a few bytes: these are less than 1 % of the vector.
 TOLERANCE = 0.05 + 0.01

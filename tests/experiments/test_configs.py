@@ -7,8 +7,8 @@ import pytest
 from gradbus.actors.federated.combinations import check_combination
 from gradbus.actors.federated.flat_model import FlatModel
 from gradbus.actors.federated.sharing import Sharing
-from gradbus.experiments.files import AggregatorFile, ClientFile, ControllerFile, WorkerFile, load
-from gradbus.experiments.run.configured_task import ConfiguredTask
+from gradbus.commands.configured_task import ConfiguredTask
+from gradbus.commands.files import AggregatorFile, ClientFile, ControllerFile, WorkerFile, load
 from gradbus.runtime.algorithms.base import Place, make_algorithm
 from gradbus.runtime.config.job_name import user_name
 from gradbus.runtime.errors import ConfigError

@@ -13,13 +13,13 @@ import pytest
 import torch
 from int8_role import SHAPES, gradients, int8_step
 
+from gradbus.commands.simulate.lockstep import Lockstep
 from gradbus.experiments.bench.processes import run_ranks
 from gradbus.experiments.figures import store as store_module
 from gradbus.experiments.figures.int8 import Int8
 from gradbus.experiments.figures.plan import CODECS, EXCHANGES, FULL, QUICK, FederatedRun, make_plan, runs_of
 from gradbus.experiments.figures.runs import RunFailed, command, run_federated
 from gradbus.experiments.figures.store import Store, code_version
-from gradbus.experiments.simulate.lockstep import Lockstep
 from gradbus.runtime.algorithms.base import Place, Step, bucket_of
 
 RUN = FederatedRun(codec="q8", downlink="fp32", rounds=1, samples=16)

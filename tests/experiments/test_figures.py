@@ -18,6 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 from PIL import Image
 
+from gradbus.commands.report import style
 from gradbus.experiments.bench.rungs import RungTimes
 from gradbus.experiments.bench.thin_link import LossWindow
 from gradbus.experiments.figures import __main__ as program
@@ -44,7 +45,6 @@ from gradbus.experiments.figures.plan import (
 from gradbus.experiments.figures.runs import execute
 from gradbus.experiments.figures.store import Store, StoredRun
 from gradbus.experiments.figures.tables import TABLES, BadData, TableRow, collect, read_table, write_table
-from gradbus.experiments.report import style
 from gradbus.runtime.errors import ConfigError
 
 pytestmark = pytest.mark.slow  # real processes: a controller with two clients, and two ranks

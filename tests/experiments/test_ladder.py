@@ -7,10 +7,10 @@ import argparse
 import pytest
 from patience import soonest
 
+from gradbus.commands.lab.namespaces import NoNamespaces
 from gradbus.experiments.bench import ladder
 from gradbus.experiments.bench.rungs import climb, link_share
 from gradbus.experiments.bench.thin_link import ThinLinkPlan, train_on_a_thin_link
-from gradbus.experiments.namespaces import NoNamespaces
 
 pytestmark = [pytest.mark.slow, pytest.mark.netns]
 

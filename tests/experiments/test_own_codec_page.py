@@ -7,8 +7,8 @@ import shlex
 from pathlib import Path
 
 import pytest
-from commands import Commands
 from doc_pages import fenced_blocks, python_blocks
+from forked_commands import Commands
 
 SHORT = {
     "controller": ["--set", "federated.rounds=1", "--set", "federated.training.subset_size=32"], "client": []

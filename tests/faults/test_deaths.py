@@ -14,8 +14,8 @@ from dds_domains import new_domain
 from federation import Federation
 from patience import PATIENT_S, until
 
-from gradbus.experiments.history.invariants import check
-from gradbus.experiments.history.reader import Event, read_history
+from gradbus.commands.history.invariants import check
+from gradbus.commands.history.reader import Event, read_history
 from gradbus.runtime.testing.failpoints import fail_at
 
 pytestmark = [pytest.mark.slow, pytest.mark.faults]

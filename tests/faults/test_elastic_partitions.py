@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from gradbus.commands.lab.conditions import LinkConditions
+from gradbus.commands.lab.namespaces import Host, NoNamespaces, hosts_on_a_switch, set_sides
 from gradbus.experiments.bench.elastic_processes import ElasticProcesses, ElasticSeat, new_job, score
-from gradbus.experiments.lab.conditions import LinkConditions
-from gradbus.experiments.namespaces import Host, NoNamespaces, hosts_on_a_switch, set_sides
 from gradbus.runtime.config.timeouts import ELASTIC_LEASE_S
 
 pytestmark = [pytest.mark.slow, pytest.mark.netns, pytest.mark.faults]

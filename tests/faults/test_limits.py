@@ -19,10 +19,10 @@ from patience import PATIENT_S, soonest
 import gradbus
 from gradbus.actors import RoundReport
 from gradbus.actors.federated.rounds import CLIENT_LOST
-from gradbus.experiments.files import ClientFile, ControllerFile
-from gradbus.experiments.run.federated import run_client, run_controller
-from gradbus.experiments.run.live import Display
-from gradbus.experiments.rundir.directory import ControllerDirectory
+from gradbus.commands.files import ClientFile, ControllerFile
+from gradbus.commands.run.federated import run_client, run_controller
+from gradbus.commands.run.live import Display
+from gradbus.commands.rundir.directory import ControllerDirectory
 from gradbus.models import NoopTask
 from gradbus.runtime.errors import CheckpointError
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from federation import Federation
 
-from gradbus.experiments.lab.conditions import LinkConditions
-from gradbus.experiments.namespaces import Host, Network, NoNamespaces, hosts_on_a_switch, set_link
+from gradbus.commands.lab.conditions import LinkConditions
+from gradbus.commands.lab.namespaces import Host, Network, NoNamespaces, hosts_on_a_switch, set_link
 
 pytestmark = [pytest.mark.slow, pytest.mark.netns, pytest.mark.faults]
 

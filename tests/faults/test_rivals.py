@@ -21,7 +21,7 @@ from patience import until
 import gradbus
 from gradbus.actors.federated import liveness as duplicate_controller
 from gradbus.actors.federated.liveness import DuplicateControllers, claim_job
-from gradbus.experiments.history.reader import read_history
+from gradbus.commands.history.reader import read_history
 from gradbus.runtime.errors import JobInUse
 from gradbus.runtime.wire.control import Leave, RunEnded, Status
 from gradbus.runtime.wire.frames import CONTROLLER

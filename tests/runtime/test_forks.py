@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 from backend_support import needs_torch_backend
-from commands import Forked
 from dds_domains import new_domain
+from forked_commands import Forked
 
 PROGRAM = Path(__file__).parents[1] / "support" / "forking.py"
 PROGRAM_S = 80.0

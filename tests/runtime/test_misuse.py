@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import Forked
 from dds_domains import new_domain
+from forked_commands import Forked
 
 import gradbus
 from gradbus.runtime.bus.participant_factory import check_job

@@ -45,7 +45,7 @@ def test_a_command_without_a_package_says_how_to_install_it(package: str, argume
 
 
 def test_status_reports_and_the_processes_of_a_flower_app_need_no_torch() -> None:
-    modules = "experiments.run.status", "experiments.report.build", "actors.flower.hub", "actors.flower.node"
+    modules = "commands.run.status", "commands.report.build", "actors.flower.hub", "actors.flower.node"
     assert run(without("torch", "import " + ", ".join(f"gradbus.{one}" for one in modules))) == (0, "")
 
 

@@ -22,7 +22,7 @@ from patience import eventually
 from structlog.testing import capture_logs
 
 import gradbus
-from gradbus.experiments.namespaces import Host, enter_namespace
+from gradbus.commands.lab.namespaces import Host, enter_namespace
 from gradbus.runtime.dds import discovery, log_sink
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.wire.messages import Control

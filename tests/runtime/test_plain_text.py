@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from gradbus.experiments.report.page import Page, Tile, render
-from gradbus.experiments.run import lifecycle
-from gradbus.experiments.run.live import head, warning
-from gradbus.experiments.run.status import Observer, lines_of
+from gradbus.commands import lifecycle
+from gradbus.commands.report.page import Page, Tile, render
+from gradbus.commands.run.live import head, warning
+from gradbus.commands.run.status import Observer, lines_of
 from gradbus.runtime import logs
 from gradbus.runtime.plain_text import plain_but_colours, plain_line, plain_text
 from gradbus.runtime.wire import control

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import structlog
 
-from gradbus.experiments.rundir.directory import ControllerDirectory, WorkerDirectory
+from gradbus.commands.rundir.directory import ControllerDirectory, WorkerDirectory
 from gradbus.runtime.checkpoint import CheckpointStore
 from gradbus.runtime.foreign_files import FileRefused
 from gradbus.runtime.private_folder import keep_private, make_private, scratch_folder

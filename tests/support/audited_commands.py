@@ -25,7 +25,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 ROOT = Path(__file__).resolve().parents[2]
-_OURS = tuple(str(ROOT / name) + os.sep for name in ("actors", "codecs", "experiments", "models", "runtime"))
+_OURS = tuple(str(ROOT / name) + os.sep for name in ("actors", "codecs", "commands", "models", "runtime"))
 _LIBRARIES = tuple(
     os.path.realpath(sysconfig.get_path(name)) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")
 )
@@ -127,7 +127,7 @@ def run(arguments: list[str], audit: Audit) -> Outcome:
 
 
 def _command(arguments: list[str]) -> int:
-    from gradbus.experiments.cli.main import app
+    from gradbus.commands.cli.main import app
 
     try:
         app(arguments)
@@ -138,7 +138,7 @@ def _command(arguments: list[str]) -> int:
 
 def _fetch_all(folder: Path) -> int:
     """Fetch the list, the page of each run, and its first figure. Returns 1: one of them cannot be had."""
-    from gradbus.experiments.dashboard.server import serving
+    from gradbus.commands.dashboard.server import serving
 
     failed = 0
     with serving(folder) as dashboard:

@@ -76,7 +76,7 @@ async def _start(*command: str, **options: Any) -> Any:
     assert options.pop("stdin") == DEVNULL
     given = [options.pop(name) for name in ("stdout", "stderr")]
     outputs = [output if isinstance(output, int) else output.fileno() for output in given]
-    import_module("gradbus.experiments.run.federated")  # the demo has a thread load it: a child would find it locked
+    import_module("gradbus.commands.run.federated")  # the demo has a thread load it: a child would find it locked
     process = _context.Process(target=_run, args=(command[len(_COMMAND) :], outputs), kwargs=options)
     # Until the child has its own handlers, this process's would be told of signals that are meant for the child.
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
@@ -108,8 +108,8 @@ def _run(
         file.reconfigure(line_buffering="PYTHONUNBUFFERED" in env)  # type: ignore[union-attr]
     torch.set_num_threads(int(env.get("OMP_NUM_THREADS", torch.get_num_threads())))
     # Not before: a program may have loaded gradbus anew.
-    from gradbus.experiments.cli.main import main
-    from gradbus.experiments.run import lifecycle
+    from gradbus.commands import lifecycle
+    from gradbus.commands.cli.main import main
 
     structlog.reset_defaults()
     lifecycle.stopping.clear()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from gradbus.experiments.doctor.peers import look_for
-from gradbus.experiments.namespaces import enter_namespace
+from gradbus.commands.doctor.peers import look_for
+from gradbus.commands.lab.namespaces import enter_namespace
 from gradbus.runtime.config.bus import BusSettings
 
 

@@ -26,8 +26,8 @@ import warm
 from patience import PATIENT_S
 from settings import nested
 
-from gradbus.experiments.history.invariants import InvariantResult, check
-from gradbus.experiments.history.reader import read_history
+from gradbus.commands.history.invariants import InvariantResult, check
+from gradbus.commands.history.reader import read_history
 
 DIM = 200_000
 # Where no death is tested: on a busy machine processes stand still for seconds, and are not taken for dead then.

@@ -24,7 +24,7 @@ from typing import Any
 
 from memory_maps import left_over
 
-from gradbus.experiments.namespaces import enter_namespace
+from gradbus.commands.lab.namespaces import enter_namespace
 
 if __name__ == "__main__":  # this folder is for the import of helpers only
     sys.path.remove(str(Path(__file__).parent))

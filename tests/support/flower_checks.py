@@ -25,7 +25,7 @@ from gradbus.actors.flower.missing_modules import explain_missing_module, explai
 from gradbus.actors.flower.node import MessageNode
 from gradbus.actors.flower.payload import LARGE_BYTES, decode, encode
 from gradbus.actors.flower.protocol import NodePlace
-from gradbus.experiments.cli.main import app as command_line
+from gradbus.commands.cli.main import app as command_line
 from gradbus.runtime.errors import FrameError
 
 APPS = Path(__file__).parents[1] / "flower_apps"

@@ -9,7 +9,7 @@ import json
 import multiprocessing
 import sys
 
-from gradbus.experiments.cli.main import main
+from gradbus.commands.cli.main import main
 
 for _name in ("apps", "hub", "node"):
     importlib.import_module(f"gradbus.actors.flower.{_name}")

@@ -15,7 +15,7 @@ import torch
 from ranks import Ranks
 
 import gradbus
-from gradbus.experiments.namespaces import enter_namespace
+from gradbus.commands.lab.namespaces import enter_namespace
 from gradbus.runtime import logs
 from gradbus.runtime.collectives import Group
 from gradbus.runtime.security import Security

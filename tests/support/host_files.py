@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from gradbus.experiments.namespaces import Host
+from gradbus.commands.lab.namespaces import Host
 
 _FOLDER = Path("/etc/netns")
 

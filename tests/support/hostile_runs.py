@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from gradbus.actors import EpochReport, RoundReport
-from gradbus.experiments.rundir.directory import json_text
+from gradbus.commands.rundir.directory import json_text
 from gradbus.runtime.checkpoint import Checkpoint, CheckpointStore
 from gradbus.runtime.config.federated import FederatedConfig
 from gradbus.runtime.testing.journal import weights_name

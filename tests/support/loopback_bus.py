@@ -9,7 +9,7 @@ from typing import Any
 from structlog.testing import capture_logs
 
 import gradbus
-from gradbus.experiments.namespaces import enter_namespace
+from gradbus.commands.lab.namespaces import enter_namespace
 from gradbus.runtime.dds import discovery, domains, log_sink
 from gradbus.runtime.wire.messages import Control
 

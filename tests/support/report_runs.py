@@ -13,11 +13,11 @@ from patience import PATIENT_S
 from torch import Tensor, nn
 
 import gradbus
-from gradbus.experiments.files import ControllerFile, WorkerFile
-from gradbus.experiments.run.data_parallel import Output, run_worker
-from gradbus.experiments.run.federated import run_controller
-from gradbus.experiments.run.rank_environment import RankPlace
-from gradbus.experiments.rundir.directory import ControllerDirectory
+from gradbus.commands.files import ControllerFile, WorkerFile
+from gradbus.commands.rank_environment import RankPlace
+from gradbus.commands.run.data_parallel import Output, run_worker
+from gradbus.commands.run.federated import run_controller
+from gradbus.commands.rundir.directory import ControllerDirectory
 
 TRUTH = torch.linspace(-1, 1, 2000)
 

@@ -14,7 +14,7 @@ from gradbus.actors.data_parallel.report import EpochReport
 from gradbus.actors.data_parallel.state import Position, RunTensors, WorkerState
 from gradbus.actors.data_parallel.stepping import GradientStepper
 from gradbus.actors.data_parallel.training import EpochPlan, ShardTraining, TrainingStep
-from gradbus.experiments.simulate.lockstep import Lockstep
+from gradbus.commands.simulate.lockstep import Lockstep
 from gradbus.runtime.algorithms.base import Step
 from gradbus.runtime.compute import ComputeThread
 from gradbus.runtime.config.data_parallel import DataParallelConfig

@@ -27,12 +27,12 @@ from typing import Any
 import torch
 
 import gradbus
-from gradbus.experiments.files import ClientFile, ControllerFile, WorkerFile
-from gradbus.experiments.run.data_parallel import Output, run_worker
-from gradbus.experiments.run.federated import run_client, run_controller
-from gradbus.experiments.run.parameter_server import run_server
-from gradbus.experiments.run.rank_environment import RankPlace
-from gradbus.experiments.rundir.directory import ControllerDirectory
+from gradbus.commands.files import ClientFile, ControllerFile, WorkerFile
+from gradbus.commands.rank_environment import RankPlace
+from gradbus.commands.run.data_parallel import Output, run_worker
+from gradbus.commands.run.federated import run_client, run_controller
+from gradbus.commands.run.parameter_server import run_server
+from gradbus.commands.rundir.directory import ControllerDirectory
 from gradbus.runtime.security.identity.allow_list import AllowList, Entry, with_entry, write_allow_list
 from gradbus.runtime.security.identity.key import new_node_key
 from gradbus.runtime.security.job_key import new_job_key, write_secret_file

@@ -19,13 +19,15 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from gradbus.moved import new_name_of
+
 ROOT = Path(__file__).resolve().parents[2]
 LIST = ROOT / "docs" / "public_names.txt"
 
-_EXPORTED = ("gradbus", "gradbus.actors", "gradbus.codecs", "gradbus.models", "gradbus.runtime", "gradbus.testing",
-             "gradbus.torch")  # fmt: skip
+_EXPORTED = ("gradbus", "gradbus.actors", "gradbus.codecs", "gradbus.metrics", "gradbus.models", "gradbus.rules",
+             "gradbus.runtime", "gradbus.selectors", "gradbus.testing", "gradbus.torch")  # fmt: skip
 _PAGES = ("*.md", "docs/*.md", "experiments/configs/**/*.toml", "experiments/configs/**/*.md")
-_PACKAGES = ("actors", "codecs", "experiments", "models", "runtime")
+_PACKAGES = ("actors", "codecs", "commands", "experiments", "models", "runtime")
 _FENCE = re.compile(r"^ *```(\w*)[^\n]*\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
 _DOTTED = re.compile(r"(?<![\w/.@-])gradbus(?:\.[A-Za-z_]\w*)+(?::[A-Za-z_]\w*)?(?![\w/]|-\w)")
 _BASE = re.compile(r"inherits? `(\w+)` in \[[^\]]*\]\(\.\./([\w/]+)\.py\)")
@@ -121,9 +123,10 @@ def _resolved(dotted_names: Iterable[str]) -> set[str]:
 
 
 def _canonical(dotted: str) -> str | None:
-    """``module`` or ``module:attribute`` of a dotted name; methods and deeper attributes belong to their class."""
+    """``module`` or ``module:attribute`` of a dotted name; methods and deeper attributes belong to their class. The
+    changelog also has names that have moved since: these are None."""
     parts = dotted.split(".")
-    if any(part.startswith("_") for part in parts):
+    if any(part.startswith("_") for part in parts) or new_name_of(dotted) is not None:
         return None
     cut = max((cut for cut in range(1, len(parts) + 1) if _is_module(".".join(parts[:cut]))), default=0)
     module = ".".join(parts[:cut])

@@ -12,10 +12,10 @@ from soak.nemesis import KINDS, Nemesis
 from soak.processes import SoakProcess, make_processes
 from soak.summary import page, recoveries, summarise
 
-from gradbus.experiments.buses import check
-from gradbus.experiments.files import ClientFile, ControllerFile, WorkerFile, load
-from gradbus.experiments.history.reader import read_history
-from gradbus.experiments.namespaces import Host
+from gradbus.commands.buses import check
+from gradbus.commands.files import ClientFile, ControllerFile, WorkerFile, load
+from gradbus.commands.history.reader import read_history
+from gradbus.commands.lab.namespaces import Host
 from gradbus.runtime.dds import network
 
 RUN = "00000000000000aa"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from soak.summary import LIMITS, recoveries, summarise
 
-from gradbus.experiments.history.reader import RunHistory, Start
+from gradbus.commands.history.reader import RunHistory, Start
 
 GAP, CLIENT, _, CONTROLLER, RANKS = LIMITS
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from doc_pages import python_blocks, section
 
-from gradbus.experiments.launch.command import ElasticLaunch
-from gradbus.experiments.launch.script import is_script, plan_script
+from gradbus.commands.launch.command import ElasticLaunch
+from gradbus.commands.launch.script import is_script, plan_script
 from gradbus.runtime.errors import ConfigError
 
 ENDS_S = 150.0

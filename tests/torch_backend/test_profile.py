@@ -14,7 +14,7 @@ from torch import nn
 from torch_node import play
 
 import gradbus.torch
-from gradbus.experiments.rundir.reading import read_run
+from gradbus.commands.rundir.reading import read_run
 from gradbus.runtime.profiling.profile import Profile
 from gradbus.runtime.profiling.summary import ProfileSummary, read_summary
 from gradbus.runtime.profiling.table import text_table

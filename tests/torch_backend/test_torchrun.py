@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import Forked, torchrun
 from dds_domains import new_domain
+from forked_commands import Forked, torchrun
 from patience import until
 from ports import kept_ports
 from torch_node import DYING_LEASE_S

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from gradbus.experiments.namespaces import Host
+from gradbus.commands.lab.namespaces import Host
 from gradbus.runtime.dds.missing_peers import Reach
 from gradbus.runtime.dds.network import NetworkConfig
 from gradbus.torch.formation import RankLocation

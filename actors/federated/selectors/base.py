@@ -148,9 +148,7 @@ def make_selector(choice: Choice) -> Selector:
         ConfigError: there is none, its options are wrong, or the user's class is no Selector.
     """
     if not issubclass(SELECTORS.find(choice.name), Selector):
-        raise ConfigError(
-            f"{SELECTORS.key}: {choice.name!r} is no selector: inherit gradbus.actors.federated.selectors.base.Selector"
-        )
+        raise ConfigError(f"{SELECTORS.key}: {choice.name!r} is no selector: inherit gradbus.selectors.Selector")
     selector: Selector = SELECTORS.make(choice)
     return selector
 

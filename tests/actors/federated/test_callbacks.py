@@ -19,11 +19,11 @@ from secure_runs import Moving, Run
 
 import gradbus
 from gradbus.actors.federated.report import RoundReport
-from gradbus.experiments.report import figures as draw
-from gradbus.experiments.report import style
-from gradbus.experiments.report.scalars import Scalars, round_values
-from gradbus.experiments.run.live import rounds_table
-from gradbus.experiments.rundir.reading import report_in
+from gradbus.commands.report import figures as draw
+from gradbus.commands.report import style
+from gradbus.commands.report.scalars import Scalars, round_values
+from gradbus.commands.run.live import rounds_table
+from gradbus.commands.rundir.reading import report_in
 from gradbus.models import NoopTask
 from gradbus.models.task import EvalResult, TrainResult
 from gradbus.runtime.callbacks import Callbacks

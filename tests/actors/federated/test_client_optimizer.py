@@ -19,8 +19,8 @@ from gradbus.actors.federated.client_optimizer import (
     steps_argument,
     takes_round,
 )
-from gradbus.experiments.files import ClientFile
-from gradbus.experiments.run.configured_task import ConfiguredTask
+from gradbus.commands.configured_task import ConfiguredTask
+from gradbus.commands.files import ClientFile
 from gradbus.models import ClassificationTask, EvalResult, TrainResult, glyphs
 from gradbus.runtime.choices import Choice
 from gradbus.runtime.config.federated import FederatedConfig, TrainingSettings

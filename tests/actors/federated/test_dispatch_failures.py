@@ -16,7 +16,7 @@ import gradbus
 from gradbus.actors.federated import round_losses as failures
 from gradbus.actors.federated.round_losses import MAX_DISTINCT, MAX_TEXT, RoundLosses, TrainingFailureLog
 from gradbus.actors.federated.rounds import TRAINING_FAILED, Round, RoundRules
-from gradbus.experiments.run.console import LogFile
+from gradbus.commands.run.console import LogFile
 from gradbus.models import NoopTask
 from gradbus.runtime.errors import GradbusError, RoundTimeout, TrainingFailed
 

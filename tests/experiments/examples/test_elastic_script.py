@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from backend_support import require_torch_backend
-from commands import Forked, torchrun
+from forked_commands import Forked, torchrun
 from patience import until
 from ports import kept_ports
 from torch import nn

@@ -94,7 +94,7 @@ def test_all_that_a_configuration_says_of_the_bus_reaches_it(monkeypatch: pytest
 def test_a_port_that_is_taken_ends_the_program_with_what_to_do(
     job: str, domain: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gradbus.experiments.run.configured_task.ConfiguredTask.load", lambda self: None)
+    monkeypatch.setattr("gradbus.commands.configured_task.ConfiguredTask.load", lambda self: None)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         assert main(["--job", job, *given(f"bus.domain={domain}"), "--port", port]) == 2

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import gradbus
+from gradbus.commands.configured_task import ConfiguredTask
+from gradbus.commands.files import ControllerFile, load
 from gradbus.experiments.examples.tabular_classification import auc, f1
-from gradbus.experiments.files import ControllerFile, load
-from gradbus.experiments.run.configured_task import ConfiguredTask
 
 CLIENTS = 3
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import torchrun
+from forked_commands import torchrun
 from torch_node import SceneRanks
 
 pytestmark = [pytest.mark.slow, pytest.mark.faults]

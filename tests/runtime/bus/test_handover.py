@@ -14,7 +14,7 @@ from bus_helpers import CLIENT, Run, reads, writer_of
 from patience import until
 
 import gradbus
-from gradbus.experiments.peer_link import END, HERE, PEER, ROOT, Link
+from gradbus.commands.peer_link import END, HERE, PEER, ROOT, Link
 from gradbus.runtime.bus import handover, wait_loop
 from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.bus.wait_loop import SPIN_S, WaitLoop

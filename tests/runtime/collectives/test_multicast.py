@@ -9,7 +9,7 @@ import pytest
 from group_node import all_done, group_ranks
 from group_scripts import every_collective, steps_until_the_end, traffic_of_collectives
 
-from gradbus.experiments.namespaces import Host
+from gradbus.commands.lab.namespaces import Host
 
 pytestmark = pytest.mark.slow
 

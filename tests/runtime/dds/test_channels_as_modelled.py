@@ -36,7 +36,7 @@ import pytest
 from channel_node import Channel, ChannelNode
 from dds_domains import new_domain
 
-from gradbus.experiments.namespaces import Host, set_link
+from gradbus.commands.lab.namespaces import Host, set_link
 
 pytestmark = pytest.mark.slow
 

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from commands import Forked
+from forked_commands import Forked
 
 SCRIPT = """
 import sys

@@ -19,7 +19,7 @@ from identities import Identities
 from patience import eventually, run
 
 import gradbus
-from gradbus.experiments.run.status import observe
+from gradbus.commands.run.status import observe
 from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.config.bus import BusSettings
 from gradbus.runtime.errors import BarrierTimeout, ConfigError, JobInUse, JoinRefused, PeerLost

@@ -13,7 +13,7 @@ from bus_helpers import CHIEF, CLIENT, MODEL, UPDATE, Run, payload_from, reads, 
 from patience import eventually
 
 import gradbus
-from gradbus.experiments.files import ClientFile, load
+from gradbus.commands.files import ClientFile, load
 from gradbus.runtime.dds.participant import Writer
 from gradbus.runtime.errors import CollectiveTimeout, ConfigError
 from gradbus.runtime.security.job_key import new_job_key

@@ -16,8 +16,8 @@ from fault_simulation.faults import CONTROLLER
 from fault_simulation.findings import COMMITTED, COUNTED_ONCE, DEADLINES, ENDS, RECEIPTS, ROUNDS
 from fault_simulation.flavours import FLAVOURS
 from fault_simulation.kernel import START_S, now_s
-from gradbus.experiments.history.invariants import check
-from gradbus.experiments.history.reader import read_history
+from gradbus.commands.history.invariants import check
+from gradbus.commands.history.reader import read_history
 
 if TYPE_CHECKING:
     from fault_simulation.kernel import VirtualProcess

@@ -21,8 +21,8 @@ MEMORY = Path("/dev/shm")  # a disk that costs no time; a simulated fsync is non
 
 def _import_product() -> None:
     import gradbus.actors
-    import gradbus.experiments.history.invariants
-    import gradbus.experiments.history.replay
+    import gradbus.commands.history.invariants
+    import gradbus.commands.history.replay
     import gradbus.models  # noqa: F401 - before the names in them are replaced
 
 

@@ -26,7 +26,7 @@ from rich.table import Table
 
 from fuzz.catalogue import BROKEN, NAMES, TARGETS
 from fuzz.target import RESIDENT_SLACK_BYTES
-from gradbus.experiments.amounts import size
+from gradbus.commands.amounts import size
 from gradbus.runtime.needs import how_to_install
 
 TOOLS = Path(__file__).resolve().parents[1]  # where a child finds this package

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 # Packages of parsers and their callees. Watching a module makes its import ten times as slow.
 _WATCHED = (
-    "gradbus.codecs", "gradbus.experiments.files", "gradbus.experiments.history.reader",
-    "gradbus.experiments.rundir.reading", "gradbus.models.mnist_files", "gradbus.runtime.checkpoint",
+    "gradbus.codecs", "gradbus.commands.files", "gradbus.commands.history.reader",
+    "gradbus.commands.rundir.reading", "gradbus.models.mnist_files", "gradbus.runtime.checkpoint",
     "gradbus.runtime.collectives.data_movement", "gradbus.runtime.collectives.engine",
     "gradbus.runtime.collectives.objects",
     "gradbus.runtime.collectives.tensors", "gradbus.runtime.config", "gradbus.runtime.dds.idl_types",

@@ -23,10 +23,10 @@ from gradbus.actors.federated.saved_state import saved_state as state_of_rounds
 from gradbus.actors.federated.state import RunState
 from gradbus.actors.parameter_server.assignment import assign
 from gradbus.actors.parameter_server.saved_state import saved_state as state_of_servers
-from gradbus.experiments.files import ClientFile, ControllerFile, WorkerFile, load
-from gradbus.experiments.history.reader import read_history
-from gradbus.experiments.rundir.directory import json_text
-from gradbus.experiments.rundir.reading import read_run
+from gradbus.commands.files import ClientFile, ControllerFile, WorkerFile, load
+from gradbus.commands.history.reader import read_history
+from gradbus.commands.rundir.directory import json_text
+from gradbus.commands.rundir.reading import read_run
 from gradbus.models import mnist_files as idx
 from gradbus.runtime.checkpoint import Checkpoint, CheckpointStore, load_weights
 from gradbus.runtime.choices import STRATEGIES

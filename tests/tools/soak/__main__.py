@@ -9,7 +9,7 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
-from gradbus.experiments.namespaces import Host, NoNamespaces, two_hosts
+from gradbus.commands.lab.namespaces import Host, NoNamespaces, two_hosts
 from soak.nemesis import Nemesis
 from soak.processes import SoakProcesses, make_processes
 from soak.summary import page, summarise

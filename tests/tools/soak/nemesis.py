@@ -8,7 +8,7 @@ import signal
 import time
 from pathlib import Path
 
-from gradbus.experiments.namespaces import Host, set_link
+from gradbus.commands.lab.namespaces import Host, set_link
 from soak.processes import SoakProcess, SoakProcesses
 
 PAUSE_S = (8.0, 16.0)  # between two faults

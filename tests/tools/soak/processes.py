@@ -17,13 +17,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
-from gradbus.experiments.namespaces import Host, enter_namespace
+from gradbus.commands.lab.namespaces import Host, enter_namespace
 from gradbus.runtime.security.job_key import new_job_key, write_secret_file
 
 DOMAIN = 24
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["soak.task", "gradbus.experiments.cli.main", "torch._dynamo"])
+_context.set_forkserver_preload(["soak.task", "gradbus.commands.cli.main", "torch._dynamo"])
 
 
 def _run(arguments: Sequence[str], log: str, namespace: str | None, faults: str) -> None:
@@ -39,7 +39,7 @@ def _run(arguments: Sequence[str], log: str, namespace: str | None, faults: str)
         del os.environ[name]
     if faults:
         os.environ["GRADBUS_BUS__FAULTS"] = faults
-    from gradbus.experiments.cli.main import app
+    from gradbus.commands.cli.main import app
 
     app(list(arguments))
 

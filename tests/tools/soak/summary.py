@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from gradbus.experiments.history.invariants import InvariantResult, check, table_of
-from gradbus.experiments.history.reader import Event, RunHistory, Start, read_history
+from gradbus.commands.history.invariants import InvariantResult, check, table_of
+from gradbus.commands.history.reader import Event, RunHistory, Start, read_history
 from soak.nemesis import PARTITIONS
 
 LIMITS = {

@@ -1,0 +1,1 @@
+"""What ``gradbus COMMAND`` runs, and what wires the packages below together for it."""

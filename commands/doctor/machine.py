@@ -1,0 +1,136 @@
+"""Findings about this machine that need no bus: versions, interface, buffers, ports."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+from gradbus.commands.run.cores import read_topology
+from gradbus.commands.rundir.versions import versions
+from gradbus.runtime import fast_paths
+from gradbus.runtime.config.bus import BusSettings
+from gradbus.runtime.cores import usable_cpus
+from gradbus.runtime.dds.missing_peers import port_range
+from gradbus.runtime.dds.network import RECEIVE_BUFFER_BYTES, SEND_BUFFER_BYTES
+from gradbus.runtime.fast_paths import LOOPBACK
+from gradbus.runtime.needs import fault_of
+
+_JUMBO_MTU = 9000
+
+
+class Severity(Enum):
+    """Tells how good a finding is. Only BAD makes the doctor's exit code other than 0."""
+
+    OK = "ok"
+    ADVICE = "advice"
+    BAD = "bad"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the report. ``cure``: advice that is printed below it."""
+
+    name: str
+    value: str
+    severity: Severity = Severity.OK
+    cure: str = ""
+
+
+def packages() -> list[Finding]:
+    """Findings about torch and Cyclone DDS where they cannot be loaded."""
+    faults = {name: fault_of(module) for name, module in (("torch", "torch"), ("cyclonedds", "cyclonedds.domain"))}
+    return [Finding(name, "cannot be used", Severity.BAD, fault) for name, fault in faults.items() if fault]
+
+
+def machine(settings: BusSettings) -> list[Finding]:
+    """Findings about versions, interface, buffers and ports."""
+    found = [Finding("versions", ", ".join(f"{name} {text}" for name, text in versions().items()))]
+    ports = Finding("UDP ports", f"{port_range(settings.domain)} (domain {settings.domain})")
+    found += [_network(settings), *_buffers(settings), ports, _fast_paths(), _cores(settings.interface)]
+    document = os.environ.get("CYCLONEDDS_URI", "").strip()
+    if document:
+        shown = document if len(document) <= 60 else f"{document[:57]}..."
+        cure = "CYCLONEDDS_URI changes the network settings of every job; unset it if that is not meant"
+        found.append(Finding("CYCLONEDDS_URI", f"{shown} (merged over gradbus's settings)", Severity.ADVICE, cure))
+    return found
+
+
+def _network(settings: BusSettings) -> Finding:
+    name, profile = settings.interface, settings.network
+    mtu = mtu_of(name)
+    value = f"profile {profile}, interface {name}" + (f", MTU {mtu}" if mtu else "")
+    if settings.peers:
+        value += f", peers {', '.join(settings.peers)}"
+    if profile == "loopback" and name != LOOPBACK and mtu is not None and mtu < _JUMBO_MTU:
+        return Finding(
+            "network", value, Severity.ADVICE,
+            f"profile loopback sends datagrams of 65,500 bytes, too large for MTU {mtu}: use --network network",
+        )  # fmt: skip
+    if profile == "network" and name == LOOPBACK:
+        return Finding(
+            "network", value, Severity.ADVICE,
+            "interface lo reaches this machine alone: name the one that leads to the others (--interface)",
+        )  # fmt: skip
+    return Finding("network", value)
+
+
+def _buffers(settings: BusSettings) -> Iterator[Finding]:
+    yield _buffer("receive", socket.SO_RCVBUF, RECEIVE_BUFFER_BYTES, "bursts may be lost and sent again")
+    if settings.network == "network":
+        yield _buffer("send", socket.SO_SNDBUF, SEND_BUFFER_BYTES, "on a thin link much may be sent twice")
+
+
+def _buffer(name: str, option: int, wanted_bytes: int, consequence: str) -> Finding:
+    """Return whether the kernel grants sockets a buffer of this size. ``consequence``: of a smaller one."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, option, wanted_bytes)
+        granted = probe.getsockopt(socket.SOL_SOCKET, option) // 2  # Linux counts its own overhead in
+    value = f"{granted / (1 << 20):.3g} MiB granted of {wanted_bytes >> 20} MiB"
+    if granted >= wanted_bytes:
+        return Finding(f"{name} buffer", value)
+    setting = "net.core.rmem_max" if name == "receive" else "net.core.wmem_max"
+    limit = _read(Path("/proc/sys") / setting.replace(".", "/"))
+    return Finding(
+        f"{name} buffer", value, Severity.ADVICE,
+        f"{consequence} ({setting} is {limit or 'unknown'}): sudo sysctl -w {setting}={wanted_bytes}",
+    )  # fmt: skip
+
+
+def _fast_paths() -> Finding:
+    known = fast_paths.fast_paths()
+    used = ", ".join(path.name for path in known if path.is_used) or "none"
+    missing = "; ".join(f"without {path.name}, {path.purpose} {path.instead}" for path in known if not path.is_used)
+    if not missing:
+        return Finding("fast paths", used)
+    why = f"{fast_paths.SWITCH} is set; " if fast_paths.PORTABLE else ""
+    return Finding("fast paths", used, Severity.ADVICE, f"{why}{missing}")
+
+
+def _cores(interface: str) -> Finding:
+    found = read_topology(usable_cpus(), interface=None if interface == LOOPBACK else interface)
+    nodes, most = len(found.nodes), found.most_ranks
+    quota = "" if found.quota == float("inf") else f", time for {found.quota:g}"
+    bound = f"up to {most} rank{'s' * (most > 1)}" if most else "no rank"
+    cards = "".join(f", {name} at node {node}" for name, node in found.card_nodes.items())
+    value = (
+        f"{len(found.cores)} in {nodes} NUMA node{'s' * (nodes > 1)}{cards}{quota}; "
+        f"--bind auto gives {bound} some of its own"
+    )
+    return Finding("cores", value)
+
+
+def mtu_of(interface: str) -> int | None:
+    """The MTU of an interface of this machine; None: the system has no file for it."""
+    text = _read(Path("/sys/class/net", interface, "mtu"))
+    return int(text) if text else None
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="ascii").strip()
+    except OSError:
+        return ""

@@ -1,0 +1,126 @@
+"""``gradbus doctor``: this machine and the way to others, measured on the spot.
+
+Modules that need packages which may be missing are imported after those have been checked.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from gradbus.commands.choices import LoopName
+from gradbus.commands.doctor.machine import Finding, Severity, machine, packages
+from gradbus.commands.lifecycle import run_loop
+from gradbus.runtime.config.bus import BusSettings
+from gradbus.runtime.dds.addresses import address_of, uses_ipv6
+from gradbus.runtime.dds.missing_peers import port_range
+from gradbus.runtime.errors import BusError, ConfigError
+from gradbus.runtime.fast_paths import LOOPBACK
+from gradbus.runtime.needs import install_line
+from gradbus.runtime.plain_text import plain_text
+
+if TYPE_CHECKING:
+    from gradbus.commands.doctor.local_bus import LocalMeasurement
+
+DEFAULT_WAIT_S = 60.0  # for the doctor of another machine to be started
+_STYLES = {Severity.OK: "green", Severity.ADVICE: "yellow", Severity.BAD: "red"}
+
+
+def examine(
+    settings: BusSettings, loop: LoopName, key_file: Path | None = None, *, wait_s: float | None = None,
+    trusted: bool = False, config: Path | None = None,
+) -> bool:  # fmt: skip
+    """Print the report. True: nothing is bad.
+
+    Args:
+        key_file: measure a sealed bus, with the key in this file; None: as the environment has it.
+        wait_s: look for other doctors for so long, also without peers; None: not at all.
+        trusted: no key is needed on the network.
+        config: of a job whose timeouts are shown; None: the defaults are.
+
+    Raises:
+        ConfigError: the configuration or the environment holds wrong settings.
+    """
+    console = Console()
+    findings = [*packages(), *machine(settings)]
+    if all(finding.severity is not Severity.BAD for finding in findings):
+        from gradbus.commands.doctor.timeouts import JobTimeouts, job_of, timeouts
+
+        findings += timeouts(JobTimeouts(bus=settings) if config is None else job_of(config))
+        findings += _on_the_bus(console, settings, loop, key_file, wait_s, trusted)
+    _print(console, findings)
+    return all(finding.severity is not Severity.BAD for finding in findings)
+
+
+def _on_the_bus(
+    console: Console, settings: BusSettings, loop: LoopName, key_file: Path | None, wait_s: float | None, trusted: bool
+) -> list[Finding]:
+    from gradbus.commands.buses import document_of
+    from gradbus.commands.doctor.local_bus import measure
+    from gradbus.commands.doctor.peer_names import unresolved
+    from gradbus.commands.doctor.peers import JOB, look_for
+    from gradbus.commands.doctor.security import measurable, protected, security
+
+    settings = asked = protected(settings, key_file)
+    own = address_of(settings.interface, ipv6=uses_ipv6(document_of(settings)))
+    if settings.interface != LOOPBACK and own is not None:
+        # Without multicast a bus finds only the peers in its settings; here the second one runs on this machine.
+        settings = settings.model_copy(update={"peers": (*settings.peers, own)})
+    findings = [run_loop(lambda: security(settings, trusted=trusted), loop)]
+    try:
+        with measurable(settings) as measured:
+            findings += judge(run_loop(lambda: measure(measured), loop), settings)
+        if wait_s is not None:
+            name = asked.job if "job" in asked.model_fields_set else JOB
+            named = asked.model_copy(update={"job": name})
+            print_line = partial(console.print, markup=False, highlight=False, soft_wrap=True)
+            findings += run_loop(lambda: look_for(named, wait_s=wait_s, say=print_line), loop)
+        findings += unresolved(asked)
+    except (ConfigError, BusError) as error:
+        findings.append(Finding("data bus", "cannot be opened", Severity.BAD, str(error)))
+    return findings
+
+
+def judge(found: LocalMeasurement, settings: BusSettings) -> list[Finding]:
+    """The findings of a measurement."""
+    calls = Finding("calls into DDS", "direct: samples go to libddsc without the GIL")
+    if not found.fast_path:
+        cure = f"install the version of cyclonedds that gradbus asks for: {install_line('cyclonedds')}"
+        calls = Finding("calls into DDS", "slow: samples go through the Python binding", Severity.ADVICE, cure)
+    peer = found.peer
+    if peer is None:
+        cure = f"the second process ended with: {found.fault}" if found.fault else (
+            f"two processes of this machine did not find each other on {settings.interface} in time: "
+            f"let UDP ports {port_range(settings.domain)} through the firewall, and check the interface and the peers"
+        )  # fmt: skip
+        return [calls, Finding("discovery", "failed", Severity.BAD, cure)]
+    findings = [calls, Finding("discovery", f"{1000 * peer.discovery_s:.0f} ms")]
+    if peer.round_trip_s is None or peer.there is None:
+        fault = peer.fault or "no answer in time"
+        cure = f"{fault}: the machine is overloaded, or large datagrams are lost (try --network network)"
+        return [*findings, Finding("measurement", "broken off", Severity.BAD, cure)]
+    return [
+        *findings,
+        Finding("round trip, 64 B", f"{1e6 * peer.round_trip_s:.0f} us (median)"),
+        Finding("throughput, 1 MiB frames", f"{peer.there / 1e6:.0f} MB/s"),
+    ]
+
+
+def _print(console: Console, findings: list[Finding]) -> None:
+    table = Table.grid(padding=(0, 2))
+    for finding in findings:
+        table.add_row(
+            finding.name, Text(plain_text(finding.value)), Text(finding.severity.value, style=_STYLES[finding.severity])
+        )
+    console.print(table)
+    for finding in findings:
+        if finding.cure:
+            text = Text(f"{finding.name}: ", style=_STYLES[finding.severity])
+            console.print(text.append(plain_text(finding.cure), style="default"), soft_wrap=True)
+    well = all(finding.severity is not Severity.BAD for finding in findings)
+    console.print("all well" if well else "not well: see above", style="green" if well else "red")

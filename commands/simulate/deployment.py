@@ -1,0 +1,102 @@
+"""What aggregation by switches takes: how many hosts so many ports carry, switches that add, and their memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from gradbus.commands.simulate.closed_forms import Fabric, cina_links, hina_links
+from gradbus.commands.simulate.topology import LinkSpec
+
+Way = Literal["ina", "hina", "mtina", "cina"]
+
+
+def tree_hosts(ports: int, layers: int = 3) -> int:
+    """Hosts below a tree of switches: the root has p children, every other switch one port up and p - 1 down.
+
+    ``p (p - 1)^(layers - 1)``: 3,600 for 16 ports and three layers, as in the document.
+    """
+    return int(ports * (ports - 1) ** (layers - 1))
+
+
+def fat_tree_leaves(ports: int) -> int:
+    """Places at the edge of a fat tree of three layers, ``p^3 / 4``: 1,024 for 16 ports (Al-Fares et al., 2008)."""
+    return ports**3 // 4
+
+
+def chain_hosts(ports: int, leaves: int) -> int:
+    """Hosts at a chain of leaves: each leaf has two ports for its neighbours, the two ends have one.
+
+    ``L (p - 2) + 2``, and p for one leaf. With 16 ports and a leaf at each place of a fat tree 14,338, as in the
+    document: the number counts ports and says nothing about time.
+    """
+    return ports if leaves == 1 else leaves * (ports - 2) + 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deployment:
+    """Holds what a way takes for so many hosts.
+
+    Attributes:
+        adding: switches that add. forwarding: switches that only forward. ports: used ports of those that add.
+    """
+
+    way: Way
+    hosts: int
+    adding: int
+    forwarding: int
+    ports: int
+
+
+def deployment(way: Way, hosts: int, ports: int, *, trees: int = 4) -> Deployment:
+    """The fewest switches of so many ports for so many hosts.
+
+    Args:
+        way: ``ina``: one switch. ``hina``: a tree that adds in every switch. ``mtina``: leaves, and a tree above them
+            for each of ``trees``; a leaf has a port up for each. ``cina``: leaves that add, joined to a chain by spines
+            that forward: two ports of each leaf but for the ends.
+
+    Raises:
+        ValueError: one switch has too few ports; or the switch has no more ports than trees.
+    """
+    if way == "ina" and hosts > ports:
+        raise ValueError(f"{hosts} hosts do not fit on one switch of {ports} ports: use a tree or a chain")
+    if hosts <= ports:
+        return Deployment(way=way, hosts=hosts, adding=1, forwarding=0, ports=hosts)
+    if way == "cina":
+        leaves = -(-(hosts - 2) // (ports - 2))
+        used = 2 * (leaves - 1)
+        return Deployment(
+            way=way, hosts=hosts, adding=leaves, forwarding=_tree(used, ports, 1)[0], ports=hosts + used
+        )  # fmt: skip
+    up = trees if way == "mtina" else 1
+    if ports - up < 2:
+        raise ValueError(f"a leaf of {ports} ports has none for hosts beside those for {up} trees")
+    leaves = -(-hosts // (ports - up))
+    above, links = _tree(leaves, ports, 1)
+    return Deployment(
+        way=way, hosts=hosts, adding=leaves + up * above, forwarding=0, ports=hosts + up * (leaves + links)
+    )  # fmt: skip
+
+
+def _tree(below: int, ports: int, up: int) -> tuple[int, int]:
+    """Switches of a tree over so many nodes, and the ports that they use."""
+    switches, used = 0, 0
+    while below > 1:
+        if below <= ports:
+            return switches + 1, used + below
+        layer = -(-below // (ports - up))
+        switches, used, below = switches + layer, used + below + up * layer, layer
+    return switches, used
+
+
+def slot_bytes(way: Literal["hina", "cina"], fabric: Fabric, block_bytes: float) -> float:
+    """Memory of each switch that keeps the link of a host busy: what is sent until the sum of a block is back.
+
+    ``B`` times the latencies and the time of a block on each link of the way there and back. Blocks that are under way
+    hold their slots in every switch.
+    """
+    links: Sequence[LinkSpec] = (hina_links if way == "hina" else cina_links)(fabric)
+    round_trip_s = sum(link.latency_s + link.overhead_s + block_bytes / link.rate_bytes_s for link in links)
+    return min(link.rate_bytes_s for link in links) * round_trip_s

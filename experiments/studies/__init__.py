@@ -1,0 +1,1 @@
+"""Studies behind the pages: costs of algorithms, and claims about in-network aggregation, simulated."""
