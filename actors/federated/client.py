@@ -519,10 +519,12 @@ class Client:
 
     def _handle(self, message: Message, group: TaskGroup) -> None:
         match message:
+            case TrainCmd() if self._session.names_commands:
+                return
             case TrainCmd():
                 self._on_command(is_other=self._session.take(message))
             case Control(sender=sender, incarnation=session, body=body) if sender == CONTROLLER:
-                if not self._session.accepts_session(session):
+                if not self._session.accepts_session(session, body):
                     return
                 self._on_controller(session, body, group)
             case _:
