@@ -643,8 +643,10 @@ class Client:
         """Take what the controller repeats of the open round."""
         if isinstance(message, RoundTerms):
             self._take_terms(message, group)
-        elif self._session.take_repeated(message):
-            self._on_command(is_other=True)
+            return
+        before, is_other = self._session.attempt, self._session.take_repeated(message)
+        if is_other or self._session.attempt != before:
+            self._on_command(is_other=is_other)
 
     def _take_terms(self, terms: RoundTerms, group: TaskGroup) -> None:
         current = self._session

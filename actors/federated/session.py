@@ -106,6 +106,11 @@ class ControllerSession:
         self.counted_round = 0
 
     @property
+    def attempt(self) -> int:
+        """Return the number of the attempt at the round of the command, as far as this client can count."""
+        return self._attempt
+
+    @property
     def repeats(self) -> bool | None:
         """Return for asynchronous rounds, where a newer command does not end training, whether to train again from the
         same model; None: rounds are synchronous."""

@@ -15,7 +15,7 @@ from dds_domains import new_domain
 import gradbus
 from gradbus.models import NoopTask, TrainResult
 from gradbus.runtime.bus.bus import Bus
-from gradbus.runtime.wire.control import RepeatedCommand, Welcome
+from gradbus.runtime.wire.control import Hello, RepeatedCommand, Welcome
 from gradbus.runtime.wire.frames import CONTROLLER
 from gradbus.runtime.wire.messages import Control, Identity, TrainCmd
 
@@ -55,7 +55,11 @@ async def command_astray(bus: Bus, said: list[Control]) -> None:
     with bus.subscribe(Control) as inbox:
         while True:
             message = await inbox.get()
-            if isinstance(message, Control) and message.sender == CONTROLLER:
+            if not isinstance(message, Control):
+                continue
+            if isinstance(message.body, Hello):
+                assert message.body.round_id != STRAY.round_id, "the client follows a command of nobody"
+            if message.sender == CONTROLLER:
                 said.append(message)
             if any(isinstance(one.body, Welcome) for one in said):
                 await bus.publish(Identity(CONTROLLER, 1), STRAY)
