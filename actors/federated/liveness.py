@@ -82,12 +82,22 @@ _BEFORE_ROUNDS = ("starting", "waiting", "done", "stopped", "failed")  # phases 
 
 
 class DuplicateControllers:
-    """Finds another controller of the job by its messages. Pure: no bus, no clock."""
+    """Finds another controller of the job by its messages. Pure: no bus, no clock.
 
-    def __init__(self, job: str, identity: Identity) -> None:
+    Attributes:
+        replaced: incarnations of controllers that were heard and had been replaced before: they end when they hear of
+            this one.
+    """
+
+    def __init__(self, job: str, identity: Identity, *, run_id: int = 0, last_start: int = 0) -> None:
+        """``run_id``: the run that this controller continues. ``last_start``: incarnation of the newest start of that
+        run before this one, by its state: those before that one have been replaced. 0: there was none."""
         self._job = job
         self._identity = identity
+        self._run_id = run_id
+        self._last_start = last_start
         self._statuses: dict[int, int] = {}
+        self.replaced: set[int] = set()
 
     def observe(self, message: Message) -> JobInUse | None:
         """The error that names the holder of the job, once another controller is certain."""
@@ -99,6 +109,9 @@ class DuplicateControllers:
         if isinstance(message.body, RunEnded):
             self._statuses.pop(other, None)
         if not isinstance(message.body, Status):
+            return None
+        if message.body.run_id == self._run_id and other < self._last_start:
+            self.replaced.add(other)
             return None
         self._statuses = {other: self._statuses.get(other, 0) + 1}
         if self._statuses[other] < _TIMES:
@@ -139,10 +152,19 @@ class DuplicateControllers:
         return replaced(own_run, run_id, message.incarnation, host, state)
 
 
-async def claim_job(bus: Bus, identity: Identity, heartbeat_s: float, *, hangs_after_s: float = 0.0) -> None:
+async def claim_job(
+    bus: Bus,
+    identity: Identity,
+    heartbeat_s: float,
+    *,
+    hangs_after_s: float = 0.0,
+    run_id: int = 0,
+    last_start: int = 0,
+) -> None:
     """Make sure that there is no other controller of this job.
 
     Args:
+        run_id, last_start: see :class:`DuplicateControllers`.
         heartbeat_s: how often a controller publishes its status.
         hangs_after_s: a live one that is silent for so long hangs, and its job is taken over. An evaluation in one call
             into C may hold its interpreter for seconds.
@@ -151,7 +173,7 @@ async def claim_job(bus: Bus, identity: Identity, heartbeat_s: float, *, hangs_a
         JobInUse: there is one.
         ConfigError: this process may not be the controller, by its key.
     """
-    duplicates = DuplicateControllers(bus.job, identity)
+    duplicates = DuplicateControllers(bus.job, identity, run_id=run_id, last_start=last_start)
     own = int(bus.writes(TrainCmd))  # of an earlier controller on this bus
     looked_s = time.monotonic()
     listened_s = 0.0  # for how long this process has listened
@@ -162,7 +184,7 @@ async def claim_job(bus: Bus, identity: Identity, heartbeat_s: float, *, hangs_a
             now_s = time.monotonic()
             listened_s, looked_s = listened_s + min(now_s - looked_s, _TICK_S), now_s
             if listened_s >= until_s:  # also where clients talk without a pause
-                if listened_s >= longest_s or bus.matched_writers(TrainCmd) <= own:
+                if listened_s >= longest_s or bus.matched_writers(TrainCmd) <= own + len(duplicates.replaced):
                     return
                 until_s = min(longest_s, listened_s + LISTEN_S)  # for one that has died it is over when DDS knows
             with contextlib.suppress(TimeoutError):
