@@ -195,6 +195,18 @@ def test_a_process_that_stood_still_while_it_should_listen_listens_after_that(mo
         asyncio.run(claim_job(silence, Identity(CONTROLLER, 9), 0.5))  # type: ignore[arg-type]
 
 
+def test_a_start_that_follows_a_replaced_one_is_not_kept_out_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The start in between has ended before the replaced one, which goes on, has heard of it."""
+    silence = Silence()
+    monkeypatch.setattr(duplicate_controller, "time", SimpleNamespace(monotonic=lambda: silence.now_s))
+    own, rules = Identity(CONTROLLER, 9), {"hangs_after_s": 60.0, "run_id": RUN}
+    asyncio.run(claim_job(silence, own, 0.5, **rules, last_start=8))  # type: ignore[arg-type]
+    assert silence.now_s < 110.0  # its writer of commands is not that of another controller, which would hang
+    for last_start, run_id in ((7, RUN), (0, RUN), (8, OTHER_RUN)):  # it is the last start itself, or of another run
+        with pytest.raises(JobInUse, match="there:17"):
+            asyncio.run(claim_job(silence, own, 0.5, **rules | {"run_id": run_id}, last_start=last_start))  # type: ignore[arg-type]
+
+
 @pytest.fixture
 def federation() -> Iterator[Federation]:
     with Federation(domain=new_domain(), network={"lease_s": 20.0}) as federation:

@@ -29,6 +29,10 @@ def _replaced(place: str, round_id: int, seconds: float) -> tuple[Fault, ...]:
     return (Fault(Moment("place", round_id, CONTROLLER, place), "replace", CONTROLLER, seconds),)
 
 
+def _replaced_when_committed(number: int, seconds: float) -> Fault:
+    return Fault(Moment("note", number, CONTROLLER, "committed", "after"), "replace", CONTROLLER, seconds)
+
+
 FOUND = (
     Found(
         "The controller dies after it has committed a round and before a receipt has arrived. The next start refused "
@@ -51,5 +55,19 @@ FOUND = (
         "The same, and the round of the new start goes on without those clients, or with updates that they had made "
         "before: they held another model after it than all others, and trained from that one.",
         8, "replaced", _replaced("after_collect_before_aggregate", 1, 0.5),
+    ),
+    Found(
+        "A controller is paused and replaced, the new start dies, and the first one goes on before the next start has "
+        "the job. It was refused with JobInUse, and the run ended: clients follow no replaced controller.",
+        92, "replaced",
+        (
+            _replaced_when_committed(2, 2.0),
+            Fault(Moment("place", 5, CONTROLLER, "before_command"), "kill", CONTROLLER, 0.09),
+        ),
+    ),
+    Found(
+        "A controller commits the last round, and no longer publishes its model. The next start found all rounds done, "
+        "and did not answer clients that requested it: they waited for 30 s, and ended without the last model.",
+        87, "replaced", (_replaced_when_committed(6, 0.5),),
     ),
 )  # fmt: skip
