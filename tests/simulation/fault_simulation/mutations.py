@@ -238,6 +238,12 @@ MUTATIONS = (
         "pass", "I4, where the machine loses its power", flavour="s4",
     ),
     Mutation(
+        "a checkpoint is saved over that of a later start", "commit", "actors.federated.state:RunState._check_holder",
+        "if newest is not None and int(newest.incarnation, 16) > self.incarnation:",
+        "if False:", "the newest start has the state directory",
+        found_by="tests/actors/federated/test_state.py::test_a_controller_that_was_replaced_saves_nothing_over_the_newer_state",
+    ),
+    Mutation(
         "a resumed run has another id", "resume", "actors.federated.state:RunState._restore",
         "self.run_id = int(saved.run_id, 16)",
         "pass", "I4",
@@ -257,6 +263,12 @@ MUTATIONS = (
         "self._identity = Identity(CONTROLLER, max(self._identity.incarnation, again))",
         "self._identity = Identity(CONTROLLER, self._state.incarnation or self._identity.incarnation)",
         "clients tell two starts of a controller apart",
+    ),
+    Mutation(
+        "a start of the controller is not written down", "resume", "actors.federated.state:RunState.record_start",
+        "self._store.save_document(_START, start)",
+        "pass", "a later start has a higher incarnation",
+        found_by="tests/actors/federated/test_state.py::test_a_start_that_has_committed_nothing_is_known_to_the_next_one",
     ),
     Mutation(
         "a round that is done again begins with the residual after it", "resume",
@@ -291,18 +303,6 @@ MUTATIONS = (
         "case TrainCmd() if self._session.names_commands:",
         "case TrainCmd() if False:", "clients follow the newest controller",
         found_by="tests/actors/test_replaced_controllers.py::test_clients_of_a_later_start_take_no_command_that_does_not_name_it",
-    ),
-    Mutation(
-        "a start of the controller is not written down", "resume", "actors.federated.state:RunState.record_start",
-        "self._store.save_document(_START, start)",
-        "pass", "a later start has a higher incarnation",
-        found_by="tests/actors/federated/test_state.py::test_a_start_that_has_committed_nothing_is_known_to_the_next_one",
-    ),
-    Mutation(
-        "a checkpoint is saved over that of a later start", "commit", "actors.federated.state:RunState._check_holder",
-        "if newest is not None and int(newest.incarnation, 16) > self.incarnation:",
-        "if False:", "the newest start has the state directory",
-        found_by="tests/actors/federated/test_state.py::test_a_controller_that_was_replaced_saves_nothing_over_the_newer_state",
     ),
     Mutation(
         "an update for the session before is still offered", "commands", f"{SESSION}.is_current",
