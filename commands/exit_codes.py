@@ -11,6 +11,7 @@ from gradbus.runtime.errors import (
     CollectiveError,
     CollectiveTimeout,
     ConfigError,
+    ControllerReplaced,
     GradbusError,
     JobInUse,
     JoinRefused,
@@ -42,6 +43,7 @@ class ExitCode(IntEnum):
     OWN_CODE = 13
     PACKAGE = 14
     NOT_FINITE = 15
+    REPLACED = 16
 
 
 class NoData(GradbusError):
@@ -67,6 +69,7 @@ _CODES: dict[type[GradbusError], ExitCode] = {
     CheckpointError: ExitCode.CHECKPOINT,
     JoinRefused: ExitCode.REFUSED,
     JobInUse: ExitCode.REFUSED,
+    ControllerReplaced: ExitCode.REPLACED,
     BusError: ExitCode.BUS,
     PeerLost: ExitCode.RANK_LOST,
     CollectiveTimeout: ExitCode.RANK_LOST,

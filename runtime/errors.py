@@ -58,6 +58,21 @@ class JobInUse(GradbusError):
     """The job has a controller already; the text says which."""
 
 
+class ControllerReplaced(GradbusError):
+    """Another controller has taken the place of this one while it was paused or cut off; the text says which.
+
+    Attributes:
+        run_id, incarnation: of the controller in its place: the run, and which start. host: its host name and process
+            id; empty: not known.
+    """
+
+    def __init__(self, text: str, run_id: int, incarnation: int, host: str) -> None:
+        super().__init__(text)
+        self.run_id = run_id
+        self.incarnation = incarnation
+        self.host = host
+
+
 class CheckpointError(GradbusError):
     """A checkpoint is missing, damaged, or does not fit; the text names the file."""
 

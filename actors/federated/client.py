@@ -519,10 +519,12 @@ class Client:
 
     def _handle(self, message: Message, group: TaskGroup) -> None:
         match message:
+            case TrainCmd() if self._session.names_commands:
+                return
             case TrainCmd():
                 self._on_command(is_other=self._session.take(message))
             case Control(sender=sender, incarnation=session, body=body) if sender == CONTROLLER:
-                if not self._session.accepts_session(session):
+                if not self._session.accepts_session(session, body):
                     return
                 self._on_controller(session, body, group)
             case _:
@@ -641,8 +643,10 @@ class Client:
         """Take what the controller repeats of the open round."""
         if isinstance(message, RoundTerms):
             self._take_terms(message, group)
-        elif self._session.take_repeated(message):
-            self._on_command(is_other=True)
+            return
+        before, is_other = self._session.attempt, self._session.take_repeated(message)
+        if is_other or self._session.attempt != before:
+            self._on_command(is_other=is_other)
 
     def _take_terms(self, terms: RoundTerms, group: TaskGroup) -> None:
         current = self._session

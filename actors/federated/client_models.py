@@ -112,9 +112,10 @@ class ClientModels:
         block of merged buffers that may end one; 0: none does."""
         self.receive(self.receives_all(welcome))
         self._dim, self._frozen_dim = shape.dim, shape.frozen_dim
-        self.replica.start(welcome.run_id, shape.dim, welcome.broadcast, buffer_bytes=buffer_bytes)
-        self._frozen.start(0)  # followed only once it is needed
-        self._candidate.start(0)
+        session = self._context.session.incarnation
+        self.replica.start(welcome.run_id, session, shape.dim, welcome.broadcast, buffer_bytes=buffer_bytes)
+        self._frozen.start(0, 0)  # followed only once it is needed
+        self._candidate.start(0, 0)
         self._memory.start()
 
     def end(self) -> None:
@@ -212,7 +213,7 @@ class ClientModels:
         session = self._context.session
         incarnation = session.incarnation
         self.receive(True)
-        self._frozen.start(welcome.run_id, self._frozen_dim)
+        self._frozen.start(welcome.run_id, incarnation, self._frozen_dim)
         await self.fetch(
             welcome, self._frozen, FROZEN_ROUND, lambda: not session.is_current(incarnation), first_after_s=0.0
         )
@@ -220,7 +221,7 @@ class ClientModels:
         vector = self._frozen.vector
         if vector is not None:
             await self._context.compute.run(self._frozen_parameters.take_frozen, welcome, vector)
-            self._frozen.start(0)  # it is in the model: a second copy is of no use
+            self._frozen.start(0, 0)  # it is in the model: a second copy is of no use
             log.info(
                 "frozen parameters taken from the controller", client=self._context.client_id, values=vector.numel()
             )
@@ -247,11 +248,11 @@ class ClientModels:
         """Fetch a model that is only evaluated. None: it is no longer wanted."""
         self.receive(True)
         try:
-            self._candidate.start(welcome.run_id, self._dim)
+            self._candidate.start(welcome.run_id, self._context.session.incarnation, self._dim)
             await self.fetch(welcome, self._candidate, round_id, superseded, first_after_s=0.0)
             return self._candidate.vector if self._candidate.round_id == round_id else None
         finally:
-            self._candidate.start(0)
+            self._candidate.start(0, 0)
             self.receive(self.receives_all(welcome))
 
     async def fetch(

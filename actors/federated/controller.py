@@ -136,6 +136,7 @@ class Controller:
         self._has_commanded = False
         self._has_caller = False  # it orders each round, in its own way
         self._has_orders = False  # there are some on the disk: rounds may be repeated by them
+        self._last_start = 0  # incarnation of the start before this one, which may still run; 0: there was none
         self._requests: RoundRequests | None = None
         self._bases: Bases | None = None  # of asynchronous rounds
         self._selector = make_selector(config.selection)
@@ -172,6 +173,7 @@ class Controller:
         self._has_orders = self._state.has_orders
         self.progress.epsilon, self.progress.epsilon_budget = self._strategy.epsilon, self._strategy.epsilon_budget
         # Later than every start before, also where the clock was set back.
+        self._last_start = self._state.incarnation
         again = self._state.incarnation + 1 + int.from_bytes(os.urandom(2), "little")  # also after two quick crashes
         self._identity = Identity(CONTROLLER, max(self._identity.incarnation, again))
         self._state.incarnation = self._identity.incarnation
@@ -245,6 +247,7 @@ class Controller:
         self._dispatcher.has_terms = (
             config.training.has_terms or self._has_caller or self._strategy.gives_orders or self._has_orders
         )
+        self._dispatcher.names_commands = self._last_start > 0 or state.adopts  # a site has the run of its level above
         self._evaluator = self._dispatcher.evaluator = ClientEvaluator(
             context, self._registry, sleep_until=self._sleep_until, changed=self._changed
         )
@@ -297,6 +300,8 @@ class Controller:
             RoundTimeout: a round had too few updates, too often.
             TrainingFailed: the same, because the training of the clients raised.
             CheckpointError: the state cannot be written.
+            JobInUse: the job has a controller. ControllerReplaced: it has another one since this one was paused or cut
+                off.
         """
         async for _ in self.rounds():
             pass
@@ -378,8 +383,10 @@ class Controller:
         await self._compute.run(self._open)
         state = self._state
         await claim_job(
-            self._bus, self._identity, config.clients.heartbeat_s, hangs_after_s=config.clients.dead_after_s
-        )
+            self._bus, self._identity, config.clients.heartbeat_s, hangs_after_s=config.clients.dead_after_s,
+            run_id=state.run_id, last_start=self._last_start,
+        )  # fmt: skip
+        await self._compute.run(state.record_start)
         self._wire()
         stack.callback(self._publisher.close)
         self._on_open()
@@ -431,6 +438,8 @@ class Controller:
             later = await self._amended(await self._evaluation.resumed_by_clients(self.progress.reports))
             amended = later or amended
             await self._evaluation.check_client_metrics(self.progress.reports)
+        else:
+            self._publisher.hold(state.round_id)  # the last start may have ended before all clients had it
         if amended is not None:
             await self._compute.run(self._stop.evaluated, amended)
         await self._ordered_rounds(on_report)
@@ -614,11 +623,14 @@ class Controller:
             if self._book.is_unwritten:
                 await self._compute.run(self._book.write, round_id)
             self._receiver.timing.commanded()
+            repeated = _repeated(command, self.run_id, attempt)
             with tolerate_write_timeout("command", round_id):
                 await self._publish_terms(terms)
                 await self._bus.publish(self._identity, command)
+                if self._dispatcher.names_commands:
+                    await self._context.publish(repeated)
             self._probe.reached("after_command", round_id)
-            outcome = await self._until_over(round_, terms, _repeated(command, self.run_id, attempt))
+            outcome = await self._until_over(round_, terms, repeated)
         finally:
             if masked is not None:
                 await masked.stop()

@@ -30,7 +30,7 @@ from gradbus.actors.federated.state import RunContext
 from gradbus.actors.federated.updates_in import UpdateReceiver
 from gradbus.runtime.bus.bus import Subscription
 from gradbus.runtime.choices import CODECS
-from gradbus.runtime.errors import BusClosed, BusError, GradbusError, JobInUse
+from gradbus.runtime.errors import BusClosed, BusError, ControllerReplaced, GradbusError, JobInUse
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.wire.control import (
     BEFORE_FIRST_ROUND,
@@ -111,6 +111,7 @@ class Dispatcher:
         has_begun: the clients follow this controller: one that starts now stays away.
         is_ending: the run is over: a new name gets its id at once, so that its client learns that.
         has_terms: each round has terms, as it may be ordered to have settings that its command has no field for.
+        names_commands: each command is repeated at once in a message that names this start of the controller.
         fetch_models: not all clients take part in a round, and those that do not are not sent its model.
         evaluator: takes results of evaluations. local_models: takes the models that clients show others.
         terms: how to train and to encode, as the level above has it; None: as this controller's settings have it.
@@ -134,7 +135,7 @@ class Dispatcher:
         self._steps: dict[int, int] = {}
         self.has_begun = self.is_ending = False
         self.fetch_models = False
-        self.has_terms = False
+        self.has_terms = self.names_commands = False
         self.terms: Welcome | None = None
         config, state = context.config, context.state
         self._naming = ClientNaming(
@@ -151,7 +152,8 @@ class Dispatcher:
         return bool(is_known) or self._registry.incarnation_of(client_id) is not None
 
     async def run(self, inbox: Subscription, group: asyncio.TaskGroup) -> None:
-        """Handle messages until the bus is closed."""
+        """Handle messages until the bus is closed. Raises JobInUse, ControllerReplaced: another controller has the
+        job."""
         while True:
             try:
                 message = await inbox.get()
@@ -161,7 +163,7 @@ class Dispatcher:
                 raise BusClosed("the bus was closed under a running controller: stop the controller first") from None
             try:
                 await self._handle(message, group)
-            except JobInUse:
+            except (JobInUse, ControllerReplaced):
                 raise
             except GradbusError as error:
                 log.warning("message not handled", kind=type(message).__name__, reason=str(error))
@@ -192,10 +194,16 @@ class Dispatcher:
                 self._registry.wait_for(self._naming.id_of(sender, incarnation), incarnation, time.monotonic())
             case PeerGone(sender=sender, incarnation=incarnation):
                 self._gone(self._naming.id_of(sender, incarnation), incarnation)
-            case _ if not self.has_begun and (taken := self._duplicates.observe_early(message)) is not None:
-                raise taken
             case _:
-                pass  # own messages, or those of a controller that will give up
+                self._check_duplicates(message)
+
+    def _check_duplicates(self, message: Message) -> None:
+        """Raise JobInUse or ControllerReplaced: a message of another controller says that this one must give way."""
+        taken = self._duplicates.observe_running(message, self._context.run_id, has_begun=self.has_begun)
+        if isinstance(taken, ControllerReplaced):
+            self._context.state.replaced = taken  # what is being committed now is not saved any more
+        if taken is not None:
+            raise taken
 
     def _failed_unwelcomed(self, sender: Identity, report: TrainingFailure) -> None:
         """A client that has not joined reports why it cannot."""
@@ -352,7 +360,7 @@ class Dispatcher:
             buffers=dict(sharing.buffers), buffer_layout=self._context.state.model.buffers.digest,
             section_codec=config.section_codec.name, section_options=CODECS.to_json(config.section_codec),
             downlink_codec=config.downlink_codec.name,
-            client_id=-1 if is_host else client.client_id,
+            client_id=-1 if is_host else client.client_id, named_commands=self.names_commands,
             name=client.hello.name if is_host else self._context.state.names.own_name_of(client.client_id),
         )  # fmt: skip
         if (terms := self.terms) is not None:

@@ -51,7 +51,7 @@ class DecodedModel(NamedTuple):
 
 
 class ModelReplica:
-    """The newest global model of one run that has arrived.
+    """The newest global model of one start of a controller that has arrived.
 
     Attributes:
         round_id: the round after which this was the model; -1: there is none yet.
@@ -80,7 +80,7 @@ class ModelReplica:
         self._assembler = Assembler()
         self._keys: dict[FrameKey, int] = {}  # transfers on their way in, with their flags
         self._in_memory: set[FrameKey] = set()  # those of them that are read where the controller has them
-        self._run_id = 0
+        self._run_id = self._session = 0
         self.round_id = -1
         self.vector: Tensor | None = None
         self._num_broadcast = 0
@@ -91,10 +91,20 @@ class ModelReplica:
         self.dropped = 0
         self._warned_s = float("-inf")
 
-    def start(self, run_id: int, dim: int | None = None, broadcast: int = 0, *, buffer_bytes: int = 0) -> None:
-        """Follow this run from now on, with models of ``dim`` values, by default as before, ``broadcast`` behind them,
-        and then a block of merged buffers of at most ``buffer_bytes``; 0: there is none. Drops the model so far."""
+    def start(
+        self, run_id: int, session: int, dim: int | None = None, broadcast: int = 0, *, buffer_bytes: int = 0
+    ) -> None:
+        """Follow this start of the controller of a run from now on: another one may make another model of a round.
+
+        Drops the model so far.
+
+        Args:
+            session: the incarnation of that start.
+            dim: values of its models; None: as before. broadcast: values behind them.
+            buffer_bytes: the longest block of merged buffers that may end one; 0: none does.
+        """
         self._buffer_bytes, self.buffers = buffer_bytes, b""
+        self._session = session
         self._run_id, self._num_broadcast = run_id, min(broadcast, MAX_BROADCAST * (dim or self._dim))
         self.broadcast = torch.empty(0, dtype=torch.float32)
         if dim is not None:
@@ -150,7 +160,9 @@ class ModelReplica:
             return True
         if kind_of_model(key.round_id) != self._kind:
             return False
-        if key.job != self._run_id or key.round_id <= self.round_id or not self._useful(flags, key.round_id):
+        if (key.job, key.incarnation) != (self._run_id, self._session):
+            return False
+        if key.round_id <= self.round_id or not self._useful(flags, key.round_id):
             return False
         newest = max((known.round_id for known in self._keys), default=-1)
         if key.round_id < newest or not self._is_published(key, flags, total_bytes):

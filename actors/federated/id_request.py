@@ -58,7 +58,7 @@ async def request_id(
 
 def _answer(message: Message, incarnation: int, session: ControllerSession) -> tuple[int, str] | None:
     """Return id and name where a message says them. Raises JoinRefused: it refuses this client."""
-    if not isinstance(message, Control) or not session.accepts_session(message.incarnation):
+    if not isinstance(message, Control) or not session.accepts_session(message.incarnation, message.body):
         return None
     match message.body:
         case Welcome(incarnation=to) as welcome if to == incarnation and welcome.client_id >= 0:

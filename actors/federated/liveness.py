@@ -15,10 +15,11 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from gradbus.actors.federated.clients import ClientRegistry
+from gradbus.actors.federated.replaced_controller import replaced
 from gradbus.actors.federated.report import Progress
 from gradbus.actors.federated.rounds import Round
 from gradbus.runtime.bus.bus import Bus
-from gradbus.runtime.errors import BusError, JobInUse, WriteTimeout
+from gradbus.runtime.errors import BusError, ControllerReplaced, GradbusError, JobInUse, WriteTimeout
 from gradbus.runtime.logs import get_logger, process_name
 from gradbus.runtime.plain_text import plain_line
 from gradbus.runtime.wire.control import RunEnded, Status
@@ -77,15 +78,26 @@ LISTEN_S = 0.25  # where no writer of commands is seen: discovery takes some ten
 HEARTBEATS = 3.5  # of our own, at least, where there is a silent one
 _TICK_S = 0.05  # of listening at a time: one that takes longer, as this process stands still, counts as no more
 _TIMES = 2  # one message may be the last of a controller that is gone
+_BEFORE_ROUNDS = ("starting", "waiting", "done", "stopped", "failed")  # phases of one that may yet give way, or ends
 
 
 class DuplicateControllers:
-    """Finds another controller of the job by its messages. Pure: no bus, no clock."""
+    """Finds another controller of the job by its messages. Pure: no bus, no clock.
 
-    def __init__(self, job: str, identity: Identity) -> None:
+    Attributes:
+        replaced: incarnations of controllers that were heard and had been replaced before: they end when they hear of
+            this one.
+    """
+
+    def __init__(self, job: str, identity: Identity, *, run_id: int = 0, last_start: int = 0) -> None:
+        """``run_id``: the run that this controller continues. ``last_start``: incarnation of the newest start of that
+        run before this one, by its state: those before that one have been replaced. 0: there was none."""
         self._job = job
         self._identity = identity
+        self._run_id = run_id
+        self._last_start = last_start
         self._statuses: dict[int, int] = {}
+        self.replaced: set[int] = set()
 
     def observe(self, message: Message) -> JobInUse | None:
         """The error that names the holder of the job, once another controller is certain."""
@@ -98,6 +110,9 @@ class DuplicateControllers:
             self._statuses.pop(other, None)
         if not isinstance(message.body, Status):
             return None
+        if message.body.run_id == self._run_id and other < self._last_start:
+            self.replaced.add(other)
+            return None
         self._statuses = {other: self._statuses.get(other, 0) + 1}
         if self._statuses[other] < _TIMES:
             return None
@@ -107,16 +122,49 @@ class DuplicateControllers:
             f"{status.round_id} of run {status.run_id:016x}. Stop that one first, or choose another job (bus.job)"
         )
 
-    def observe_early(self, message: Message) -> JobInUse | None:
-        """As :meth:`observe`, where two that began together both wait for clients: the one that began first goes on."""
-        earlier = isinstance(message, Control) and message.incarnation < self._identity.incarnation
-        return self.observe(message) if earlier else None
+    def observe_running(self, message: Message, run_id: int, *, has_begun: bool) -> GradbusError | None:
+        """Return why a controller of ``run_id`` that has the job must give way; None: it need not.
+
+        A later start of its own run has its state, and clients that have heard of it follow no earlier one: so one
+        message decides. Of two runs that wait for clients the controller that began first goes on; where both have
+        begun their rounds, the later one, as the earlier one was silent for long.
+
+        Args:
+            has_begun: clients follow this controller.
+        """
+        if not isinstance(message, Control) or message.sender != CONTROLLER:
+            return None
+        other, own = message.incarnation, self._identity.incarnation
+        status = message.body if isinstance(message.body, Status) else None
+        of_run = getattr(message.body, "run_id", None)
+        if of_run == run_id:
+            return self._replaced_by(message, run_id, run_id) if other > own else None
+        if other < own:
+            return None if has_begun else self.observe(message)
+        if status is None or not has_begun or status.phase in _BEFORE_ROUNDS or self.observe(message) is None:
+            return None
+        return self._replaced_by(message, run_id, status.run_id)
+
+    @staticmethod
+    def _replaced_by(message: Control, own_run: int, run_id: int) -> ControllerReplaced:
+        body = message.body
+        host, state = (body.host, f"{body.phase}, round {body.round_id}") if isinstance(body, Status) else ("", "")
+        return replaced(own_run, run_id, message.incarnation, host, state)
 
 
-async def claim_job(bus: Bus, identity: Identity, heartbeat_s: float, *, hangs_after_s: float = 0.0) -> None:
+async def claim_job(
+    bus: Bus,
+    identity: Identity,
+    heartbeat_s: float,
+    *,
+    hangs_after_s: float = 0.0,
+    run_id: int = 0,
+    last_start: int = 0,
+) -> None:
     """Make sure that there is no other controller of this job.
 
     Args:
+        run_id, last_start: see :class:`DuplicateControllers`.
         heartbeat_s: how often a controller publishes its status.
         hangs_after_s: a live one that is silent for so long hangs, and its job is taken over. An evaluation in one call
             into C may hold its interpreter for seconds.
@@ -125,7 +173,7 @@ async def claim_job(bus: Bus, identity: Identity, heartbeat_s: float, *, hangs_a
         JobInUse: there is one.
         ConfigError: this process may not be the controller, by its key.
     """
-    duplicates = DuplicateControllers(bus.job, identity)
+    duplicates = DuplicateControllers(bus.job, identity, run_id=run_id, last_start=last_start)
     own = int(bus.writes(TrainCmd))  # of an earlier controller on this bus
     looked_s = time.monotonic()
     listened_s = 0.0  # for how long this process has listened
@@ -136,7 +184,7 @@ async def claim_job(bus: Bus, identity: Identity, heartbeat_s: float, *, hangs_a
             now_s = time.monotonic()
             listened_s, looked_s = listened_s + min(now_s - looked_s, _TICK_S), now_s
             if listened_s >= until_s:  # also where clients talk without a pause
-                if listened_s >= longest_s or bus.matched_writers(TrainCmd) <= own:
+                if listened_s >= longest_s or bus.matched_writers(TrainCmd) <= own + len(duplicates.replaced):
                     return
                 until_s = min(longest_s, listened_s + LISTEN_S)  # for one that has died it is over when DDS knows
             with contextlib.suppress(TimeoutError):
@@ -160,10 +208,10 @@ def tolerate_write_timeout(what: str, round_id: int) -> Iterator[None]:
         log.warning("not taken by all", what=what, round=round_id, reason=str(error))
 
 
-async def announce_run_ended(bus: Bus, run_id: int, *, heartbeat_s: float) -> None:
-    """Announce for a while that all rounds of this run are done, to clients that missed it. Raises JobInUse: the job
-    has another controller by now."""
-    identity = Identity(CONTROLLER, new_incarnation())
+async def announce_run_ended(bus: Bus, run_id: int, *, after: int, heartbeat_s: float) -> None:
+    """Announce for a while that all rounds of this run are done, to clients that missed it. ``after``: the incarnation
+    of the start that has committed the last round. Raises JobInUse: the job has another controller by now."""
+    identity = Identity(CONTROLLER, max(new_incarnation(), after + 1))
     await claim_job(bus, identity, heartbeat_s)
     until_s = time.monotonic() + BYE_S
     while time.monotonic() < until_s:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -69,6 +70,7 @@ class ControllerSession:
         failure: of the command; sent with each heartbeat, until the next command.
         ended: the controller's last message, when all rounds are done.
         incarnation: of the controller that has welcomed this client last. run_id: of its run.
+        names_commands: a TrainCmd does not count, as it may be of an earlier start of that controller.
         terms: the newest RoundTerms of this session.
         evaluation: the newest request to evaluate, until it is answered. model_request: the same for the local model.
         evaluation_until_s: its deadline, by ``time.monotonic``. evaluated_round: the newest round, in this session, of
@@ -83,6 +85,9 @@ class ControllerSession:
         self._attempt = 0  # at the round of the command, as far as this client can count
         self._is_early = False  # a repetition has come before the command itself, which is not another attempt
         self._session_seen_s = 0.0
+        self._newest = 0  # incarnation of the newest start of this run that was heard
+        self._other_run = 0  # incarnation of an earlier controller that was heard and is of another run
+        self._refused_s = -math.inf  # when an earlier start of this run was heard last
         self._turn_s = LISTENED_S
         self._seen_s = self._listened_s = time.monotonic()
         self.welcome: Welcome | None = None
@@ -97,7 +102,13 @@ class ControllerSession:
         self.ended: RunEnded | None = None
         self.incarnation = 0
         self.run_id = 0
+        self.names_commands = False
         self.counted_round = 0
+
+    @property
+    def attempt(self) -> int:
+        """Return the number of the attempt at the round of the command, as far as this client can count."""
+        return self._attempt
 
     @property
     def repeats(self) -> bool | None:
@@ -125,15 +136,37 @@ class ControllerSession:
         self._seen_s += late_s
         self._session_seen_s += late_s
 
-    def accepts_session(self, session: int) -> bool:
-        """Whether a message of this controller counts: not the last ones of a controller that has been replaced."""
-        now_s = time.monotonic()
-        if session < self.incarnation and now_s - self._session_seen_s < OLD_SESSION_S:
-            return False
+    def accepts_session(self, session: int, body: Body) -> bool:
+        """Whether a message of this controller counts.
+
+        Never one of an earlier start of the run that is followed: it was paused or cut off, has been replaced, and may
+        not know. An earlier controller of another run, as where a clock was set back, counts once the known one has
+        been silent for OLD_SESSION_S; of which run it is, some of its messages say.
+        """
+        now_s, run_id = time.monotonic(), getattr(body, "run_id", None)
+        if session < self._newest:
+            if run_id not in (None, self.run_id):
+                self._other_run = session
+            elif session != self._other_run:
+                self._refused_s = now_s
+            if session != self._other_run or now_s - self._session_seen_s < OLD_SESSION_S:
+                return False
+        elif run_id == self.run_id:
+            self._newest = session
         self._seen_s = now_s
         if session == self.incarnation:
             self._session_seen_s = now_s
         return True
+
+    @property
+    def replaced(self) -> str:
+        """Why a controller that is heard does not count; empty: none is heard."""
+        if time.monotonic() - self._refused_s >= OLD_SESSION_S:
+            return ""
+        return (
+            "a controller of this run is heard, but it started before the one that this client has followed, which is "
+            "silent. Start that one again, or stop this client and start it again: then it follows any"
+        )
 
     def start_session(self, session: int, welcome: Welcome) -> None:
         """Follow another controller, or another start of it. It may repeat a round that the one before has not
@@ -143,6 +176,7 @@ class ControllerSession:
             self.evaluation = self.model_request = None
             self.evaluated_round = -1
         self.incarnation, self._session_seen_s, self.run_id = session, time.monotonic(), welcome.run_id
+        self._newest, self.names_commands = session, welcome.named_commands
 
     def take(self, command: TrainCmd) -> bool:
         """Take a command. Whether it is another one than before, so that training for that one stops. One of an earlier
@@ -271,8 +305,8 @@ class ControllerSession:
         limit_s = self.controller_timeout_s
         if time.monotonic() - self._seen_s > limit_s:
             raise BarrierTimeout(
-                "controller", missing=(), ready=0, needed=1, timeout_s=limit_s, misconfiguration=misconfiguration,
-                hint=advice(),
+                "controller", missing=(), ready=0, needed=1, timeout_s=limit_s,
+                misconfiguration=misconfiguration or self.replaced, hint=advice(),
             )  # fmt: skip
 
 

@@ -21,6 +21,7 @@ from gradbus.actors.aggregation.strategies import Strategy
 from gradbus.actors.federated.client_names import MAX_NAMED_CLIENTS, ClientNames, Pair
 from gradbus.actors.federated.flat_model import FlatModel, hash_of_named
 from gradbus.actors.federated.participation import MAX_KNOWN, Entry, Participation, Quarantine, Strike
+from gradbus.actors.federated.replaced_controller import replaced
 from gradbus.actors.federated.report import KEPT_IN_CHECKPOINT, NAMED_IN_CHECKPOINT, RoundReport
 from gradbus.actors.federated.sharing import Exchange, Sharing
 from gradbus.actors.privacy.mechanisms import LEDGER
@@ -38,8 +39,8 @@ from gradbus.runtime.checkpoint import (
 from gradbus.runtime.complex_pairs import from_pairs
 from gradbus.runtime.compute import ComputeThread
 from gradbus.runtime.config.federated import FederatedConfig, ShareSettings
-from gradbus.runtime.errors import CheckpointError
-from gradbus.runtime.logs import get_logger
+from gradbus.runtime.errors import CheckpointError, ControllerReplaced
+from gradbus.runtime.logs import get_logger, process_name
 from gradbus.runtime.saved_state import BUFFER, StateNames, Table, own_copies
 from gradbus.runtime.testing.journal import History, weights_name
 from gradbus.runtime.torch_compat import uncompiled_names
@@ -51,6 +52,9 @@ NOTHING = "0" * 16  # no frozen parameters, or none of integers
 _ORDERS_BEFORE = 1000  # rounds before that of a resume whose orders are removed: there may be some if keep was higher
 _ORDER = "order-"
 MAX_ORDER_BYTES = 64 << 20  # of a file: a million clients with orders of their own
+_START = "start"
+_MAX_START_BYTES = 64 << 10
+_START_REMEDY = "Remove it, unless another controller of this run may still be running: that one would not be noticed"
 Load = Callable[[str], Mapping[str, Tensor]]
 CountedUpdate = tuple[Count, Count, Hex64, Count]
 """An update in a checkpoint: the id of its client, its round, the incarnation of the client, its transfer."""
@@ -114,6 +118,14 @@ class SavedOrder(Meta):
     run_id: Hex64
     round_id: Count
     order: dict[str, Any]
+
+
+class SavedStart(Meta):
+    """The newest start of a controller with a state directory, written before it sends anything. host: for people."""
+
+    run_id: Hex64
+    incarnation: Hex64
+    host: Annotated[str, StringConstraints(max_length=256)] = ""
 
 
 @torch.no_grad()
@@ -232,7 +244,9 @@ class RunState:
         held: the clients' model after that round, where a lossy downlink makes it differ; else None.
         history: reports of the committed rounds, without timelines, as a checkpoint has them. As that is written in
             every round it is bounded: of all but the newest rounds it has the figures, of those long past nothing.
-        incarnation: of the controller that saved the state last, then of the one that holds it; 0 if there was none.
+        incarnation: of the newest controller that has held the state before; later of the one that holds it. 0: there
+            was none.
+        replaced: why nothing more is saved: a later start has taken the place of this one. None: none has.
         adopts: the level above commits the rounds, some of which this site may miss.
     """
 
@@ -252,6 +266,7 @@ class RunState:
         self.run_id = int.from_bytes(os.urandom(8), "little") or 1
         self.round_id = 0
         self.incarnation = 0
+        self.replaced: ControllerReplaced | None = None
         self.adopts = False
         self.history: list[RoundReport] = []
         self._orders_from = 1  # orders of earlier rounds are removed
@@ -286,6 +301,8 @@ class RunState:
                 f"state directory {config.checkpoint.dir} holds a run (round {self._store.rounds()[-1]}), resume is "
                 f"off. Choose another directory, or set federated.checkpoint.resume=true"
             )
+        if (newest := self._newest_start()) is not None:  # it need not have saved a checkpoint
+            self.incarnation = max(self.incarnation, int(newest.incarnation, 16))
 
     def _set_initial(self, path: Path) -> None:
         """Weights from a file: named tensors, frozen ones included, or a checkpoint with these beside it."""
@@ -382,6 +399,30 @@ class RunState:
         self.history = [report.without_timeline() for report in saved.history]
         log.info("resumed", round=self.round_id, run=f"{self.run_id:016x}")
 
+    def record_start(self) -> None:
+        """Write down this start, before it sends anything: the next start is later whatever its clock says, and an
+        earlier one that still runs saves nothing more here. Raises CheckpointError: it could not be written."""
+        if self._store is not None:
+            self._check_holder()
+            start = {"run_id": f"{self.run_id:016x}", "incarnation": f"{self.incarnation:016x}", "host": process_name()}
+            self._store.save_document(_START, start)
+
+    def _newest_start(self) -> SavedStart | None:
+        """Return the newest start with this state directory; None: there was none. Raises CheckpointError: its file is
+        damaged."""
+        assert self._store is not None
+        found = self._store.load_document(_START, _MAX_START_BYTES, _START_REMEDY)
+        return None if found is None else SavedStart.read(found, _START)
+
+    def _check_holder(self) -> None:
+        """Raise ControllerReplaced: a later start has taken the place of this one. It is known from the bus, or has
+        written itself down in the state directory: not each file system has the lock that keeps it out."""
+        if self.replaced is not None:
+            raise self.replaced
+        newest = None if self._store is None else self._newest_start()
+        if newest is not None and int(newest.incarnation, 16) > self.incarnation:
+            raise replaced(self.run_id, int(newest.run_id, 16), int(newest.incarnation, 16), newest.host)
+
     def note_start(self, history: History) -> None:
         """Note the state that this start of the controller begins with."""
         if not history.on:
@@ -463,7 +504,9 @@ class RunState:
         return self._store is not None
 
     def commit(self, report: RoundReport, held: Tensor | None) -> None:
-        """Save a round. Raises CheckpointError: it could not be written."""
+        """Save a round. Raises CheckpointError: it could not be written. ControllerReplaced: a later start has taken
+        the place of this one; nothing has changed."""
+        self._check_holder()
         self.round_id = report.round_id
         self.held = held
         self.history.append(report.without_timeline())
@@ -472,7 +515,8 @@ class RunState:
 
     def adopt(self, round_id: int) -> None:
         """Save the weights as the model of a round that was committed elsewhere, and forget what is newer here. Raises
-        CheckpointError: it could not be written."""
+        CheckpointError: it could not be written. ControllerReplaced: as :meth:`commit`."""
+        self._check_holder()
         self.round_id = round_id
         self.history = [report for report in self.history if report.round_id <= round_id]
         if self._store is not None:

@@ -209,7 +209,7 @@ class MessageNode:
             if isinstance(message, PeerGone):
                 if message.incarnation == self._session.incarnation:
                     self._session.welcome = None  # its next start welcomes this node anew
-            elif isinstance(message, Control) and self._session.accepts_session(message.incarnation):
+            elif isinstance(message, Control) and self._session.accepts_session(message.incarnation, message.body):
                 self._on_hub(message.incarnation, message.body, group)
             else:
                 continue

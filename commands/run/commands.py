@@ -134,7 +134,7 @@ def controller_run(
             f"finished: all {done.rounds} rounds of this run are done, and {path} stays as it is. For more rounds: "
             f"{to_continue(path, rounds=2 * done.rounds)}. To begin anew: another --run-dir"
         )
-        return run_loop(lambda: end_again(file, done.run_id), loop)
+        return run_loop(lambda: end_again(file, done), loop)
     with contextlib.ExitStack() as stack:
         hosted = None
         if clients is not None:  # first: processes that are forked have none of the threads and sockets of what follows

@@ -21,7 +21,7 @@ from gradbus.commands.report.followed import FollowedJob
 from gradbus.commands.report.metrics_server import client_metrics
 from gradbus.commands.report.scalars import Scalars
 from gradbus.commands.run.live import Display
-from gradbus.commands.rundir.directory import ControllerDirectory
+from gradbus.commands.rundir.directory import ControllerDirectory, FinishedRun
 from gradbus.runtime.config.federated import TRUST_MEANS, FederatedConfig
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.logs import get_logger
@@ -138,14 +138,16 @@ def _named(progress: Progress) -> list[dict[str, Any]]:
     return [{**progress.names.facts(client_id), "reason": reason} for client_id, reason in never]
 
 
-async def end_again(file: ControllerFile, run_id: int) -> None:
+async def end_again(file: ControllerFile, done: FinishedRun) -> None:
     """The run is finished and stays as it is: end clients that still wait for its controller.
 
     Raises:
         JobInUse: another controller commands this job by now. BusError: there is no bus.
     """
     async with open_bus(file.bus) as bus:
-        await announce_run_ended(bus, run_id, heartbeat_s=file.federated.clients.heartbeat_s)
+        await announce_run_ended(
+            bus, done.run_id, after=done.incarnation, heartbeat_s=file.federated.clients.heartbeat_s
+        )
 
 
 async def run_client(file: ClientFile, client_id: int | None, name: str = "") -> ClientSummary:

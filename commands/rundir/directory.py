@@ -327,6 +327,7 @@ class FinishedRun(NamedTuple):
 
     rounds: int
     run_id: int
+    incarnation: int  # of the start of the controller that committed its last round
 
 
 def finished(path: Path, state: Path, wanted: int) -> FinishedRun | None:
@@ -339,7 +340,8 @@ def finished(path: Path, state: Path, wanted: int) -> FinishedRun | None:
         rounds = int(summary["rounds"])
         if summary["outcome"] == "done" and rounds >= wanted and (path / ControllerDirectory.reports_file).exists():
             checkpoint = parse_json(text_inside(state, f"round-{rounds:06d}.json", MAX_CHECKPOINT_BYTES))
-            return FinishedRun(rounds, int(checkpoint["meta"]["run_id"], 16))
+            meta = checkpoint["meta"]
+            return FinishedRun(rounds, int(meta["run_id"], 16), int(meta["incarnation"]))
     return None
 
 

@@ -157,6 +157,8 @@ class Welcome:
         downlink_codec: name of the codec of the models. A client refuses a codec that it does not have or allow.
         client_id: id of the client, which it sends as from now on; -1: as in ``to``. name: its name, empty: it has
             none.
+        named_commands: an earlier start of this run may still run and command: only a RepeatedCommand counts, which
+            goes out with each TrainCmd, as its frame has the incarnation of its controller.
     """
 
     to: U32
@@ -185,6 +187,7 @@ class Welcome:
     downlink_codec: Name = "fp32"
     client_id: Annotated[int, Field(ge=-1, le=0x7FFF_FFFE)] = -1
     name: ClientName = ""
+    named_commands: bool = False
 
 
 @dataclass(frozen=True, slots=True, config=STRICT)
@@ -215,8 +218,8 @@ class RoundTerms:
 @dataclass(frozen=True, slots=True, config=STRICT)
 class RepeatedCommand:
     """Controller to all: the TrainCmd of the open round once more, for clients whose Hello shows that they lack it.
-    Sent with the heartbeat. Unlike a TrainCmd it names its run and its attempt, so a client that has answered knows
-    whether it is asked again.
+    Sent with the heartbeat, and with the TrainCmd where the Welcome says named_commands. Unlike a TrainCmd it names its
+    controller, its run and its attempt, so a client that has answered knows whether it is asked again.
 
     Attributes:
         round_id, subset_size, epochs, lr, seed: as of the TrainCmd.

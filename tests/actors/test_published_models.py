@@ -30,7 +30,7 @@ def scene() -> tuple[Hall, ModelReplica, FrameKey]:
     """A copy that follows the run, and the key of the model of round 1 as the controller signs it."""
     hall = Hall(ONE)
     copy = ModelReplica(DIM, access_policy=ClientMembership(hall.nodes[0]))
-    copy.start(RUN)
+    copy.start(RUN, 1)
     key = of(1, 2)
     return hall, copy, key._replace(name=ControllerMembership(hall.controller).sign_model(key, 0, MODEL))
 

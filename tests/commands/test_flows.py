@@ -82,7 +82,9 @@ def test_a_demo_trains_and_leaves_a_complete_run_directory(fork, invoke, domain,
         assert told[-1]["event"] == "client done"
         assert [event["round"] for event in told if event["event"] == "round done"] == [1, 2]
         assert all(event["samples"] > 0 < event["bytes"] for event in told if event["event"] == "round done")
-    assert sorted(path.name for path in (run / "state").glob("*.json")) == [f"round-00000{i}.json" for i in range(3)]
+    assert sorted(path.name for path in (run / "state").glob("round-*.json")) == [
+        f"round-00000{i}.json" for i in range(3)
+    ]
     task = ConfiguredTask(load(ControllerFile, run / "config.json").task)
     model = task.build_model()
     model.load_state_dict(load_file(export(run).path), strict=True)

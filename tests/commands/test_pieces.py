@@ -57,6 +57,7 @@ def test_every_error_of_a_run_has_its_own_exit_code() -> None:
         errors.RoundTimeout(1, 0, 1, 3): 5,
         errors.CheckpointError("x"): 6,
         errors.JoinRefused("x"): 7,
+        errors.ControllerReplaced("x", 1, 2, ""): 16,
         errors.BusClosed("x"): 8,
         errors.WriteTimeout("x", 1.0): 8,
         errors.TrainingFailed("x"): 13,

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
+import datetime
 import itertools
 import os
+import shutil
 import signal
 import time
 from collections.abc import Iterator
@@ -22,8 +25,8 @@ import gradbus
 from gradbus.actors.federated import liveness as duplicate_controller
 from gradbus.actors.federated.liveness import DuplicateControllers, claim_job
 from gradbus.commands.history.reader import read_history
-from gradbus.runtime.errors import JobInUse
-from gradbus.runtime.wire.control import Leave, RunEnded, Status
+from gradbus.runtime.errors import ControllerReplaced, JobInUse
+from gradbus.runtime.wire.control import Leave, RoundTerms, RunEnded, Status
 from gradbus.runtime.wire.frames import CONTROLLER
 from gradbus.runtime.wire.messages import Control, Identity, PeerGone, TrainCmd
 
@@ -32,7 +35,8 @@ def said(incarnation: int, body: Any, sender: int = CONTROLLER) -> Control:
     return Control(sender, incarnation, body)
 
 
-STATUS = Status(5, 3, "training", 1, 2, "there:17")
+RUN, OTHER_RUN = 5, 6
+STATUS = Status(RUN, 3, "training", 1, 2, "there:17")
 
 
 def test_a_controller_that_is_heard_twice_holds_the_job_and_the_error_says_where() -> None:
@@ -58,9 +62,56 @@ def test_of_two_that_begin_together_the_later_one_gives_way() -> None:
         DuplicateControllers("mnist", Identity(CONTROLLER, 9)),
     )
     for _ in range(2):
-        for_the_earlier, for_the_later = earlier.observe_early(said(9, STATUS)), later.observe_early(said(8, STATUS))
+        for_the_earlier = earlier.observe_running(said(9, STATUS), OTHER_RUN, has_begun=False)
+        for_the_later = later.observe_running(said(8, STATUS), OTHER_RUN, has_begun=False)
     assert for_the_earlier is None
     assert isinstance(for_the_later, JobInUse)
+
+
+def test_a_later_start_of_its_own_run_ends_a_controller_by_any_word_at_any_time() -> None:
+    """Its clients follow that one from then on, and no earlier one again."""
+    for has_begun in (False, True):
+        duplicates = DuplicateControllers("mnist", Identity(CONTROLLER, 7))
+        for word in (STATUS, RoundTerms(RUN, 3, {}), RunEnded(RUN, False, "stopped")):
+            error = duplicates.observe_running(said(9, word), RUN, has_begun=has_begun)
+            assert isinstance(error, ControllerReplaced)
+            assert (error.run_id, error.incarnation) == (RUN, 9)
+
+
+def test_the_error_of_a_controller_that_was_replaced_says_by_whom_since_when_and_what_to_do() -> None:
+    started = int(datetime.datetime(2026, 11, 29, 14, 40, 5, tzinfo=datetime.UTC).timestamp())
+    later = started * 1_000_000 << 11
+    error = DuplicateControllers("mnist", Identity(CONTROLLER, 7)).observe_running(
+        said(later, STATUS), RUN, has_begun=True
+    )
+    assert str(error) == (
+        "run 0000000000000005: a later start of it has taken the place of this controller: there:17, started "
+        "2026-11-29 14:40:05 UTC, training, round 3. This one was paused or cut off meanwhile, and commits nothing "
+        "more. Training goes on there: do not start this one again. If you want this one instead, stop the other one "
+        "first; a start with this state directory then goes on from the last round that is committed in it"
+    )
+
+
+def test_an_earlier_start_of_its_own_run_is_no_reason_to_give_way() -> None:
+    """It was paused or cut off, and ends when it hears of the later one."""
+    duplicates = DuplicateControllers("mnist", Identity(CONTROLLER, 9))
+    for has_begun in (False, True):
+        assert [duplicates.observe_running(said(7, STATUS), RUN, has_begun=has_begun) for _ in range(3)] == [None] * 3
+
+
+def test_of_two_runs_that_have_begun_the_one_that_began_later_goes_on() -> None:
+    """The earlier controller was silent for so long that the later one has taken the job."""
+    earlier, later = (
+        DuplicateControllers("mnist", Identity(CONTROLLER, 8)),
+        DuplicateControllers("mnist", Identity(CONTROLLER, 9)),
+    )
+    waits = dataclasses.replace(STATUS, phase="waiting")
+    assert [earlier.observe_running(said(9, waits), OTHER_RUN, has_begun=True) for _ in range(3)] == [None] * 3
+    assert earlier.observe_running(said(9, STATUS), OTHER_RUN, has_begun=True) is None  # may be the last of one
+    error = earlier.observe_running(said(9, STATUS), OTHER_RUN, has_begun=True)
+    assert isinstance(error, ControllerReplaced)
+    assert "a controller of another run, 0000000000000005, has taken the place" in str(error)
+    assert [later.observe_running(said(8, STATUS), OTHER_RUN, has_begun=True) for _ in range(3)] == [None] * 3
 
 
 async def _claim(*, heartbeat_s: float, speaks_after_s: float, leaves_after_s: float) -> tuple[float, str]:
@@ -144,6 +195,18 @@ def test_a_process_that_stood_still_while_it_should_listen_listens_after_that(mo
         asyncio.run(claim_job(silence, Identity(CONTROLLER, 9), 0.5))  # type: ignore[arg-type]
 
 
+def test_a_start_that_follows_a_replaced_one_is_not_kept_out_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The start in between has ended before the replaced one, which goes on, has heard of it."""
+    silence = Silence()
+    monkeypatch.setattr(duplicate_controller, "time", SimpleNamespace(monotonic=lambda: silence.now_s))
+    own, rules = Identity(CONTROLLER, 9), {"hangs_after_s": 60.0, "run_id": RUN}
+    asyncio.run(claim_job(silence, own, 0.5, **rules, last_start=8))  # type: ignore[arg-type]
+    assert silence.now_s < 110.0  # its writer of commands is not that of another controller, which would hang
+    for last_start, run_id in ((7, RUN), (0, RUN), (8, OTHER_RUN)):  # it is the last start itself, or of another run
+        with pytest.raises(JobInUse, match="there:17"):
+            asyncio.run(claim_job(silence, own, 0.5, **rules | {"run_id": run_id}, last_start=last_start))  # type: ignore[arg-type]
+
+
 @pytest.fixture
 def federation() -> Iterator[Federation]:
     with Federation(domain=new_domain(), network={"lease_s": 20.0}) as federation:
@@ -200,3 +263,30 @@ def test_the_successor_of_a_controller_that_was_killed_is_not_kept_waiting(
     assert client.wait() == 0
     start = read_history(federation.history).controller[1]
     assert start.opening["at_s"] - listens_s < 5.0  # until DDS knows, which is a second; not for 3.5 heartbeats
+
+
+@pytest.mark.slow
+@pytest.mark.faults
+def test_a_controller_that_was_stopped_and_replaced_ends_when_it_goes_on_and_its_client_follows_the_newer_one(
+    federation: Federation, tmp_path: Path
+) -> None:
+    gate = tmp_path / "gate"
+    rules: dict[str, Any] = {"rounds": 4, "clients__num": 1, "clients__dead_after_s": 2.0}
+    first = federation.controller(**rules, checkpoint__dir=str(tmp_path / "one"))
+    client = federation.client(0, hold={"2": str(gate)})
+    client.wait_for("training", round=2)
+    first.signal(signal.SIGSTOP)
+    shutil.copytree(tmp_path / "one", tmp_path / "two")
+    second = federation.controller(**rules, checkpoint__dir=str(tmp_path / "two"))
+    client.wait_for("training", round=2)  # again, for that one
+    first.signal(signal.SIGCONT)
+    assert first.wait() == 3
+    (error,) = first.all("error")
+    assert error["kind"] == "ControllerReplaced"
+    assert f":{second.process.pid}, started 20" in error["text"]
+    gate.touch()
+    second.wait_for("done")
+    assert client.wait() == 0
+    assert [event["round"] for event in client.all("training")] == [1, 2, 2, 3, 4]
+    assert not list((tmp_path / "one").glob("round-000002.*"))
+    assert list((tmp_path / "two").glob("round-000004.*"))

@@ -165,7 +165,7 @@ def run_with(test: Callable[[Scene], Coroutine[Any, Any, None]], name: str = "fp
 
 def new_copy() -> ModelReplica:
     copy = ModelReplica(DIM, max_bytes=8 * DIM + 4096)
-    copy.start(RUN)
+    copy.start(RUN, SESSION)
     return copy
 
 

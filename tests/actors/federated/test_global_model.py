@@ -30,8 +30,8 @@ def vector(seed: int) -> Tensor:
     return torch.randn(DIM, generator=torch.Generator().manual_seed(seed))
 
 
-def key_of(round_id: int, transfer: int, run_id: int = RUN) -> FrameKey:
-    return FrameKey(Kind.MODEL, run_id, round_id, CONTROLLER, SESSION, transfer)
+def key_of(round_id: int, transfer: int, run_id: int = RUN, session: int = SESSION) -> FrameKey:
+    return FrameKey(Kind.MODEL, run_id, round_id, CONTROLLER, session, transfer)
 
 
 def messages(key: FrameKey, payload: bytes, flags: int = Flags.NONE) -> list[ModelBlob]:
@@ -49,7 +49,7 @@ def difference(round_id: int, transfer: int, delta: Tensor) -> list[ModelBlob]:
 
 def new_copy(run_id: int = RUN) -> ModelReplica:
     copy = ModelReplica(DIM, max_bytes=8 * DIM + 4096)
-    copy.start(run_id)
+    copy.start(run_id, SESSION)
     return copy
 
 
@@ -240,7 +240,7 @@ def test_a_difference_may_be_coded_in_any_way(name: str) -> None:
 
 def test_a_payload_longer_than_a_model_can_be_is_dropped() -> None:
     copy = ModelReplica(DIM, max_bytes=4 * DIM)
-    copy.start(RUN)
+    copy.start(RUN, SESSION)
     assert give(copy, messages(key_of(0, 1), bytes(4 * DIM + 4))) == 0
     assert copy.dropped > 0
     assert_holds(copy, -1, None)
@@ -271,11 +271,26 @@ def test_a_frame_that_is_repeated_while_its_model_is_decoded_begins_nothing() ->
     assert take(copy, complete[0])
 
 
+def test_a_model_of_another_start_of_the_controller_is_not_the_model_of_a_round() -> None:
+    """Both may make one of the same round, of other updates: as where the earlier start was paused and goes on."""
+    copy, frame = new_copy(), vector(3).numpy().tobytes()
+    for other in (SESSION - 1, SESSION + 1):
+        key = key_of(3, 1, session=other)
+        assert give(copy, messages(key, frame)) == 0
+        assert not copy.expect(key, Flags.NONE, len(frame))
+    assert_holds(copy, -1, None)
+    assert give(copy, full(3, 1, vector(4))) == 1
+    assert_holds(copy, 3, vector(4))
+    copy.start(RUN, SESSION + 1)
+    assert give(copy, full(4, 2, vector(4))) == 0
+    assert give(copy, messages(key_of(4, 2, session=SESSION + 1), frame)) == 1
+
+
 def test_another_run_starts_from_nothing() -> None:
     copy = new_copy()
     give(copy, full(4, 1, vector(4)))
     give(copy, full(5, 2, vector(5))[:-1])
-    copy.start(RUN + 1)
+    copy.start(RUN + 1, SESSION)
     assert_holds(copy, -1, None)
     assert give(copy, full(5, 2, vector(5))) == 0
     assert give(copy, full(0, 1, vector(0), run_id=RUN + 1)) == 1
@@ -285,7 +300,7 @@ def test_another_run_starts_from_nothing() -> None:
 def test_a_controller_that_went_back_is_followed_after_its_welcome() -> None:
     copy = new_copy()
     give(copy, full(4, 1, vector(4)))
-    copy.start(RUN)
+    copy.start(RUN, SESSION)
     assert give(copy, full(3, 1, vector(3))) == 1
     assert_holds(copy, 3, vector(3))
 
@@ -296,7 +311,7 @@ def test_a_model_that_was_complete_before_another_run_started_is_not_taken() -> 
     give(copy, most)
     complete = copy.feed(last)
     assert complete is not None
-    copy.start(RUN + 1)
+    copy.start(RUN + 1, SESSION)
     assert not take(copy, complete)
     assert_holds(copy, -1, None)
 
@@ -305,7 +320,7 @@ def test_a_model_that_is_being_decoded_while_another_run_starts_is_not_taken(mon
     copy = new_copy()
 
     def interrupted(payload: memoryview, *, expected_dim: int, own: Any) -> Parsed:
-        copy.start(RUN + 1)  # on the loop, while the compute thread is here
+        copy.start(RUN + 1, SESSION)  # on the loop, while the compute thread is here
         return codecs.parse(payload, expected_dim=expected_dim)
 
     monkeypatch.setattr(model_replica, "parse", interrupted)

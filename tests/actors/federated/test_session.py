@@ -10,7 +10,7 @@ import pytest
 from gradbus.actors.federated import session as orders_module
 from gradbus.actors.federated.session import ControllerSession
 from gradbus.runtime.errors import BarrierTimeout
-from gradbus.runtime.wire.control import RepeatedCommand, RunEnded, Welcome
+from gradbus.runtime.wire.control import Grant, RepeatedCommand, RunEnded, Status, Welcome
 from gradbus.runtime.wire.messages import TrainCmd
 
 WELCOME = Welcome(
@@ -18,6 +18,8 @@ WELCOME = Welcome(
     num_clients=2, heartbeat_s=0.5, memory="",
 )  # fmt: skip
 SESSION = 100
+RUN, OTHER_RUN = WELCOME.run_id, WELCOME.run_id + 1
+GRANT = Grant(to=0, incarnation=1, round_id=1, transfer=1)  # says of no run
 OVERTAKEN_S = 1000.0  # not so soon that a machine which stands still brings it about
 
 
@@ -105,11 +107,57 @@ def test_the_same_controller_that_welcomes_again_has_still_said_what_it_said() -
     assert orders.wanted(WELCOME, command(3))
 
 
+def status(run_id: int = RUN) -> Status:
+    return Status(run_id, round_id=3, phase="training", ready=0, expected=2)
+
+
 def test_the_last_words_of_a_controller_that_was_replaced_are_not_believed() -> None:
     orders = welcomed()
-    assert orders.accepts_session(SESSION)
-    assert not orders.accepts_session(SESSION - 1)
-    assert orders.accepts_session(SESSION + 1)
+    for said in (status(), status(OTHER_RUN), GRANT):
+        assert orders.accepts_session(SESSION, said)
+        assert not orders.accepts_session(SESSION - 1, said)
+    assert orders.accepts_session(SESSION + 1, status())
+
+
+def test_an_earlier_start_of_the_run_is_not_followed_again_however_long_the_newer_one_is_silent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now_s = 1000.0
+    monkeypatch.setattr(orders_module, "time", SimpleNamespace(monotonic=lambda: now_s, perf_counter=lambda: now_s))
+    orders = welcomed()
+    orders.begin()
+    monkeypatch.setattr(orders_module, "OLD_SESSION_S", 3.0)
+    for _ in range(12):
+        now_s += 1.0
+        orders.listen()
+        assert not orders.accepts_session(SESSION - 1, status())
+        assert not orders.accepts_session(SESSION - 1, GRANT)
+    with pytest.raises(BarrierTimeout, match="a controller of this run is heard, but it started before the one that"):
+        orders.check_controller("")
+
+
+def test_who_has_heard_of_a_later_start_and_has_no_welcome_of_it_takes_nothing_more_of_the_earlier_one() -> None:
+    orders = welcomed()
+    assert orders.accepts_session(SESSION + 1, status())
+    assert not orders.accepts_session(SESSION, status())
+    assert not orders.accepts_session(SESSION, WELCOME)
+    assert orders.accepts_session(SESSION + 1, GRANT)
+
+
+def test_an_earlier_controller_of_another_run_is_followed_once_the_known_one_is_silent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its clock was set back, and it has no state that would say so."""
+    now_s = 1000.0
+    monkeypatch.setattr(orders_module, "time", SimpleNamespace(monotonic=lambda: now_s, perf_counter=lambda: now_s))
+    orders = welcomed()
+    assert not orders.accepts_session(SESSION - 1, status(OTHER_RUN))
+    now_s += OVERTAKEN_S
+    assert not orders.accepts_session(SESSION - 2, GRANT)  # of which run is not known yet
+    assert orders.accepts_session(SESSION - 1, status(OTHER_RUN))
+    assert orders.accepts_session(SESSION - 1, GRANT)
+    orders.start_session(SESSION - 1, dataclasses.replace(WELCOME, run_id=OTHER_RUN))
+    assert orders.accepts_session(SESSION - 1, status(OTHER_RUN))
 
 
 def test_a_result_is_wanted_until_there_is_another_command_or_the_run_is_over() -> None:

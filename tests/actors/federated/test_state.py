@@ -19,10 +19,12 @@ from gradbus.actors.federated.flat_model import FlatModel
 from gradbus.actors.federated.participation import Strike
 from gradbus.actors.federated.report import ClientTimeline, RoundReport
 from gradbus.actors.federated.state import RunState, SavedRun
+from gradbus.runtime import checkpoint as checkpoint_module
 from gradbus.runtime.checkpoint import Checkpoint, CheckpointStore
 from gradbus.runtime.choices import STRATEGIES
 from gradbus.runtime.config.federated import FederatedConfig
-from gradbus.runtime.errors import CheckpointError
+from gradbus.runtime.errors import CheckpointError, ControllerReplaced
+from gradbus.runtime.logs import process_name
 from gradbus.runtime.wire.frames import FrameKey, Kind
 
 
@@ -188,6 +190,72 @@ def test_two_controllers_do_not_share_a_state_directory(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="in use by another running process"):
         open_state(config_of(tmp_path))
     state.close()
+
+
+def begin(state: RunState, incarnation: int) -> None:
+    """Hold the state as a controller of this incarnation does."""
+    state.incarnation = incarnation
+    state.record_start()
+
+
+def test_a_start_that_has_committed_nothing_is_known_to_the_next_one(tmp_path: Path) -> None:
+    """Its clock may have been set back: a later start has the higher incarnation all the same."""
+    first, strategy = open_state(config_of(tmp_path))
+    begin(first, 70)
+    one_round(first, strategy, 1)
+    first.close()
+    second, _ = open_state(config_of(tmp_path))
+    assert second.incarnation == 70
+    begin(second, 90)
+    second.close()
+    third, _ = open_state(config_of(tmp_path))
+    assert third.incarnation == 90
+    third.close()
+
+
+def test_a_controller_that_was_replaced_saves_nothing_over_the_newer_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a file system without locks: the earlier start was paused, and goes on while the later one trains."""
+    monkeypatch.setattr(checkpoint_module.fcntl, "flock", lambda *_: None)
+    earlier, earlier_strategy = open_state(config_of(tmp_path))
+    begin(earlier, 70)
+    one_round(earlier, earlier_strategy, 1)
+    later, later_strategy = open_state(config_of(tmp_path))
+    begin(later, 90)
+    one_round(later, later_strategy, 2)
+    saved = {path.name: path.read_bytes() for path in tmp_path.glob("*.*")}
+    with pytest.raises(ControllerReplaced, match="a later start of it has taken the place of this controller") as told:
+        one_round(earlier, earlier_strategy, 2)
+    assert (told.value.run_id, told.value.incarnation, told.value.host) == (later.run_id, 90, process_name())
+    assert earlier.round_id == 1
+    for save in (lambda: earlier.adopt(2), earlier.record_start):
+        with pytest.raises(ControllerReplaced):
+            save()
+    assert {path.name: path.read_bytes() for path in tmp_path.glob("*.*")} == saved
+    one_round(later, later_strategy, 3)
+    for state in (earlier, later):
+        state.close()
+
+
+def test_a_commit_that_is_under_way_when_a_controller_learns_that_it_was_replaced_is_not_saved(tmp_path: Path) -> None:
+    state, strategy = open_state(config_of(tmp_path))
+    begin(state, 70)
+    state.replaced = ControllerReplaced("a later start", state.run_id, 90, "there:17")
+    with pytest.raises(ControllerReplaced, match="a later start"):
+        one_round(state, strategy, 1)
+    assert state.round_id == 0
+    assert not list(tmp_path.glob("round-*"))
+    state.close()
+
+
+def test_a_damaged_record_of_the_newest_start_is_named_with_what_to_do(tmp_path: Path) -> None:
+    state, _ = open_state(config_of(tmp_path))
+    begin(state, 70)
+    state.close()
+    (tmp_path / "start.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"start.json is damaged: .*Remove it, unless another controller"):
+        open_state(config_of(tmp_path))
 
 
 def test_of_a_damaged_checkpoint_the_one_before_counts(tmp_path: Path) -> None:

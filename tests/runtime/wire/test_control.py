@@ -149,6 +149,7 @@ LATER: dict[type[Any], dict[str, Any]] = {
         "downlink_codec": "fp32",
         "client_id": -1,
         "name": "",
+        "named_commands": False,
     },
     RoundTerms: {"participants": "", "held": False, "attempt": 0, "each": ""},
     TrainingFailure: {"reason": "training failed", "name": ""},

@@ -91,11 +91,12 @@ def draw_plan(
     rng: random.Random, roles: Sequence[str], rounds: int, *, replaces: bool = False
 ) -> tuple[Fault, ...]:  # fmt: skip
     """Return the faults of a run: none in one of six, mostly one to four, and a storm of up to twelve in one of
-    twelve. ``replaces``: the controller is replaced while it is paused, and at most two other faults happen."""
+    twelve. ``replaces``: the controller is replaced while it is paused, and at most two other faults happen, of which
+    none cuts machines off: two controllers that do not hear each other, each with clients of its own, are two runs."""
     if replaces:
         moment = draw_decision(rng, CONTROLLER, rounds)
-        others = (_draw_fault(rng, roles, rounds) for _ in range(rng.choice([0, 0, 1, 2])))
-        return _draw_effect(rng, moment, roles, "replace"), *others
+        others = [_draw_fault(rng, roles, rounds) for _ in range(rng.choice([0, 0, 1, 2]))]
+        return _draw_effect(rng, moment, roles, "replace"), *(one for one in others if one.action != "cut")
     number = rng.choice([0, 0, 1, 1, 1, 2, 2, 3, 3, 4, 4, rng.randint(5, 12)])
     return tuple(_draw_fault(rng, roles, rounds) for _ in range(number))
 

@@ -15,6 +15,7 @@ EXCEPTIONS = "no exception is lost"
 LOGS = "no error in the log"
 TASKS = "no task is left"
 BOUNDS = "queues are bounded"
+REPLACED = "a controller that was replaced ends"
 MEAN = "the model is the mean of what was learned"
 SAME_MODEL = "the model of a run without faults"
 

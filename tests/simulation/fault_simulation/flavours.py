@@ -66,7 +66,7 @@ FLAVOURS: Mapping[str, Flavour] = {
     "async": Flavour(
         {"mode": "asynchronous", "asynchronous": {"buffer": 2}}, minimum=(1,), quorum=(1.0,), is_checked=False
     ),
-    "replaced": Flavour(replaces=True, is_drawn=False),
+    "replaced": Flavour(replaces=True),
 }
 DRAWN = tuple(name for name, flavour in FLAVOURS.items() if flavour.is_drawn)
 

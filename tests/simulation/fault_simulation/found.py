@@ -25,6 +25,14 @@ def _killed(place: str, round_id: int, again_s: float) -> tuple[Fault, ...]:
     return (Fault(Moment("place", round_id, CONTROLLER, place), "kill", CONTROLLER, again_s),)
 
 
+def _replaced(place: str, round_id: int, seconds: float) -> tuple[Fault, ...]:
+    return (Fault(Moment("place", round_id, CONTROLLER, place), "replace", CONTROLLER, seconds),)
+
+
+def _replaced_when_committed(number: int, seconds: float) -> Fault:
+    return Fault(Moment("note", number, CONTROLLER, "committed", "after"), "replace", CONTROLLER, seconds)
+
+
 FOUND = (
     Found(
         "The controller dies after it has committed a round and before a receipt has arrived. The next start refused "
@@ -36,5 +44,30 @@ FOUND = (
         "The same death, and the client is welcomed by the next start before it has asked for the receipt there: it "
         "gave up waiting, with the same effect, and without a line in any log.",
         23, "s4", _killed("after_commit_before_publish", 2, 0.3),
+    ),
+    Found(
+        "A controller is paused when the updates of a round are in, a new start does that round again, and the first "
+        "one goes on and publishes a model of it. Clients took this for the model of the round that the new start had "
+        "open, and trained in no attempt at it: the new start ended with RoundTimeout, and the clients with it.",
+        10, "replaced", _replaced("after_collect_before_aggregate", 5, 0.5),
+    ),
+    Found(
+        "The same, and the round of the new start goes on without those clients, or with updates that they had made "
+        "before: they held another model after it than all others, and trained from that one.",
+        8, "replaced", _replaced("after_collect_before_aggregate", 1, 0.5),
+    ),
+    Found(
+        "A controller is paused and replaced, the new start dies, and the first one goes on before the next start has "
+        "the job. It was refused with JobInUse, and the run ended: clients follow no replaced controller.",
+        92, "replaced",
+        (
+            _replaced_when_committed(2, 2.0),
+            Fault(Moment("place", 5, CONTROLLER, "before_command"), "kill", CONTROLLER, 0.09),
+        ),
+    ),
+    Found(
+        "A controller commits the last round, and no longer publishes its model. The next start found all rounds done, "
+        "and did not answer clients that requested it: they waited for 30 s, and ended without the last model.",
+        87, "replaced", (_replaced_when_committed(6, 0.5),),
     ),
 )  # fmt: skip

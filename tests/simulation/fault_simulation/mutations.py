@@ -238,6 +238,12 @@ MUTATIONS = (
         "pass", "I4, where the machine loses its power", flavour="s4",
     ),
     Mutation(
+        "a checkpoint is saved over that of a later start", "commit", "actors.federated.state:RunState._check_holder",
+        "if newest is not None and int(newest.incarnation, 16) > self.incarnation:",
+        "if False:", "the newest start has the state directory",
+        found_by="tests/actors/federated/test_state.py::test_a_controller_that_was_replaced_saves_nothing_over_the_newer_state",
+    ),
+    Mutation(
         "a resumed run has another id", "resume", "actors.federated.state:RunState._restore",
         "self.run_id = int(saved.run_id, 16)",
         "pass", "I4",
@@ -259,6 +265,12 @@ MUTATIONS = (
         "clients tell two starts of a controller apart",
     ),
     Mutation(
+        "a start of the controller is not written down", "resume", "actors.federated.state:RunState.record_start",
+        "self._store.save_document(_START, start)",
+        "pass", "a later start has a higher incarnation",
+        found_by="tests/actors/federated/test_state.py::test_a_start_that_has_committed_nothing_is_known_to_the_next_one",
+    ),
+    Mutation(
         "a round that is done again begins with the residual after it", "resume",
         "actors.federated.client_state:ClientStateStore.last_before",
         "return max((known for known in self._by_round if known < round_id), default=0)",
@@ -268,9 +280,29 @@ MUTATIONS = (
     ),
     Mutation(
         "a controller that was replaced is followed", "commands", f"{SESSION}.accepts_session",
-        "if session < self.incarnation and now_s - self._session_seen_s < OLD_SESSION_S:",
-        "if False:", "clients follow the newest controller",
-        found_by="tests/actors/federated/test_session.py::test_the_last_words_of_a_controller_that_was_replaced_are_not_believed",
+        "if session != self._other_run or now_s - self._session_seen_s < OLD_SESSION_S:",
+        "if False:", "clients follow the newest controller", flavour="replaced",
+    ),
+    Mutation(
+        "a model of a controller that was replaced is taken", "commands",
+        "actors.federated.global_model:ModelReplica._follow",
+        "if (key.job, key.incarnation) != (self._run_id, self._session):",
+        "if key.job != self._run_id:", "I2", flavour="replaced",
+    ),
+    Mutation(
+        "a controller that was replaced goes on", "commands",
+        "actors.federated.dispatch:Dispatcher._check_duplicates",
+        """
+        if taken is not None:
+            raise taken
+        """,
+        "", "a controller that was replaced ends", flavour="replaced",
+    ),
+    Mutation(
+        "a command that does not name its controller is followed after a resume", "commands", f"{CLIENT}._handle",
+        "case TrainCmd() if self._session.names_commands:",
+        "case TrainCmd() if False:", "clients follow the newest controller",
+        found_by="tests/actors/test_replaced_controllers.py::test_clients_of_a_later_start_take_no_command_that_does_not_name_it",
     ),
     Mutation(
         "an update for the session before is still offered", "commands", f"{SESSION}.is_current",

@@ -18,7 +18,7 @@ import torch
 
 from fault_simulation.disk import Disk
 from fault_simulation.faults import CONTROLLER, MACHINES, Fault, draw_plan
-from fault_simulation.findings import BOUNDS, ENDS, EXCEPTIONS, LOGS, MEAN, TASKS, Finding
+from fault_simulation.findings import BOUNDS, ENDS, EXCEPTIONS, LOGS, MEAN, REPLACED, TASKS, Finding
 from fault_simulation.flavours import CALM, FLAVOURS, Circumstances, draw_circumstances
 from fault_simulation.kernel import CLOCK, START_S, Killed, VirtualProcess, current, generator, now_s
 from fault_simulation.network import MemoryNetwork
@@ -30,7 +30,7 @@ from gradbus.actors import Client, Controller
 from gradbus.models import NoopTask
 from gradbus.runtime.bus.bus import connect  # not gradbus.connect, which loads on a real thread
 from gradbus.runtime.config.federated import ClientConfig, FederatedConfig
-from gradbus.runtime.errors import CheckpointError
+from gradbus.runtime.errors import CheckpointError, ControllerReplaced
 
 DIM = 100
 ROUND_LIMIT_S = 65.0  # of virtual time, for each round with all faults
@@ -41,6 +41,7 @@ RECONNECT_S = 3.0  # after a partition or a pause, until all have found each oth
 NEVER_LOGGED = ("strike", "history ends", "message not handled", "readers or writers not deleted")
 MEAN_TOLERANCE = 1e-5  # changes are of some 1e-3, and masked sums on a grid
 CHECK_EVERY = 64  # callbacks
+HEARD_S = 6.0  # from the first command of another start until the one that it has replaced must have heard of it
 
 
 class World:
@@ -253,13 +254,18 @@ class World:
             self.calm_s = max(self.calm_s, now_s() + seconds + self.network.lease_s)
             self._excuse(self.roles, seconds)
             self.network.at(self.rng.uniform(0.0, 0.5), self._resume, process)
-            self.network.at(seconds, self._end_replaced, process)
+            self.network.at(seconds, self._end_replaced, process, seconds)
         self._replaced.clear()
 
-    def _end_replaced(self, process: VirtualProcess) -> None:
-        if not process.dead:
-            self.trace.add(f"{process.name} is killed, which was replaced")
-            self._end(process)
+    def _end_replaced(self, process: VirtualProcess, seconds: float) -> None:
+        if process.dead:
+            return
+        if seconds >= HEARD_S and len(self.happened) == 1:  # no other fault has kept the two apart
+            self.finding(
+                REPLACED, f"{process.name} goes on {seconds:g} s after the first command of the start in its place"
+            )
+        self.trace.add(f"{process.name} is killed, which was replaced")
+        self._end(process)
 
     def _resume(self, process: VirtualProcess) -> None:
         process.paused = False
@@ -322,8 +328,9 @@ class World:
         if process.dead:
             raise Killed
         self._check_tasks(process)
-        if process.replaced:
-            pass  # the run is over for its role when it is over for the one in its place
+        if process.replaced:  # the run is over for its role when it is over for the one in its place
+            if isinstance(process.result, Exception) and not isinstance(process.result, ControllerReplaced):
+                self.finding(REPLACED, f"{process.name} has ended with {process.result!r}")
         elif again_s is None:
             self.ended[process.role] = process
         else:
