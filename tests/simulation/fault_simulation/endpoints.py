@@ -222,7 +222,8 @@ class MemoryWaitSet:
 class MemoryParticipant:
     """Stands in for ``Participant``: the endpoints of one bus."""
 
-    def __init__(self, **_: Any) -> None:
+    def __init__(self, *, partition: str, **_: Any) -> None:
+        self.partition = partition
         self.process = running()
         self.network = self.process.world.network
         self.lease_s, self.has_default_lease = self.network.lease_s, False

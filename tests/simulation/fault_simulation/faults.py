@@ -18,7 +18,9 @@ MACHINES = 3
 NOTES = {
     "controller": ("commanded", "counted", "counted", "committed", "committed"),
     "client": ("offered", "decoded", "receipt"),
+    "site": ("commanded", "counted", "counted", "committed", "adopted", "decoded", "receipt"),
 }
+_PLACES = {**PLACES, "site": PLACES["controller"] + PLACES["client"]}
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +121,7 @@ def draw_decision(rng: random.Random, role: str, rounds: int) -> Moment:
             number = rng.randint(1, 3 * rounds if name == "counted" else rounds)
             return Moment("note", number, role, name, when)
         case "place":
-            return Moment("place", rng.randint(1, rounds), role, rng.choice(PLACES[kind]))
+            return Moment("place", rng.randint(1, rounds), role, rng.choice(_PLACES[kind]))
         case _:
             return Moment("sync", rng.randint(1, 40), role, when=when)
 

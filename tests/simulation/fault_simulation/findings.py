@@ -16,6 +16,8 @@ LOGS = "no error in the log"
 TASKS = "no task is left"
 BOUNDS = "queues are bounded"
 MEAN = "the model is the mean of what was learned"
+LEVELS = "both levels of a tree agree"
+TREE_MODEL = "models of a tree are the oracle's"
 SAME_MODEL = "the model of a run without faults"
 
 

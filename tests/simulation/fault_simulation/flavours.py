@@ -23,6 +23,10 @@ class Flavour:
         is_mean: the model is the sum of the mean changes of each round.
         may_end_with: words of an error that ends such a run by design.
         replaces: the controller is paused, replaced by a start with a copy of its state, and goes on beside that.
+        sites: clients belong to so many sites, whose controllers are between them and the controller; 0: there are
+            none. upstream: settings of a site towards the controller. same_as: where all clients count in all rounds,
+            the model is that of this flavour, to the bit; empty: of this one. may_log: errors that are logged by
+            design.
         is_drawn: a seed may have it; else it is run by name only, as it is known not to hold.
     """
 
@@ -38,6 +42,10 @@ class Flavour:
     is_mean: bool = False
     may_end_with: str = ""
     replaces: bool = False
+    sites: int = 0
+    upstream: Mapping[str, Any] = field(default_factory=dict)
+    same_as: str = ""
+    may_log: tuple[str, ...] = ()
     is_drawn: bool = True
 
 
@@ -65,6 +73,13 @@ FLAVOURS: Mapping[str, Flavour] = {
     ),
     "async": Flavour(
         {"mode": "asynchronous", "asynchronous": {"buffer": 2}}, minimum=(1,), quorum=(1.0,), is_checked=False
+    ),
+    "tree": Flavour(
+        sites=2, upstream={"alone": False}, minimum=(1, 2, 3), keeps_payloads=False, is_fixed=True, same_as="fp32"
+    ),
+    "tree_alone": Flavour(
+        sites=2, upstream={"alone_after_s": 3.0}, minimum=(1, 2, 3), keeps_payloads=False, is_fixed=True,
+        same_as="fp32", may_log=("cut off", "rounds alone end"),
     ),
     "replaced": Flavour(replaces=True, is_drawn=False),
 }
@@ -97,7 +112,7 @@ class Circumstances:
         return (
             f"{places}; delay {self.base_s:g} to {self.base_s + self.jitter_s:g} s, {self.loss:.0%} of packets lost, "
             f"{self.refused:.0%} of writes refused, lease {self.lease_s:g} s; training takes {self.train_s:g} s; at "
-            f"least {self.minimum} of {len(self.machines) - 1} clients, quorum {self.quorum:g}, dead after "
+            f"least {self.minimum} of {sum(role.startswith('client') for role in self.machines)} clients, quorum {self.quorum:g}, dead after "
             f"{self.dead_after_s:g} s"
         )
 

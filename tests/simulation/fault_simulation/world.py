@@ -9,8 +9,9 @@ import random
 import shutil
 import traceback
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +24,16 @@ from fault_simulation.flavours import CALM, FLAVOURS, Circumstances, draw_circum
 from fault_simulation.kernel import CLOCK, START_S, Killed, VirtualProcess, current, generator, now_s
 from fault_simulation.network import MemoryNetwork
 from fault_simulation.seeds import SMALL
-from fault_simulation.tasks import PacketTask, ReportingTask
+from fault_simulation.tasks import DIM, TRAINING_SEED, PacketTask, ReportingTask
 from fault_simulation.trace import Trace
+from fault_simulation.trees import RETIRED_AFTER_S, TreeOracle, above, draw_tree_plan, number_of, roles_of, run_site
 from fault_simulation.virtual_loop import Deadlock, Livelock, VirtualLoop
-from gradbus.actors import Client, Controller
+from gradbus.actors import Client, Controller, Site
 from gradbus.models import NoopTask
 from gradbus.runtime.bus.bus import connect  # not gradbus.connect, which loads on a real thread
 from gradbus.runtime.config.federated import ClientConfig, FederatedConfig
 from gradbus.runtime.errors import CheckpointError
 
-DIM = 100
 ROUND_LIMIT_S = 65.0  # of virtual time, for each round with all faults
 COMPUTE_S = 5e-4  # mean cost of a computation that is no training
 KERNEL_REPORTS_S = (1e-3, 0.04)  # from the end of a process until the kernel reports it
@@ -67,13 +68,13 @@ class World:
         """
         clients, rounds = size
         self.seed, self.flavour, self.size, self.rounds = seed, flavour, size, rounds
-        self.roles = [CONTROLLER, *(f"client-{number}" for number in range(clients))]
+        self.rules = FLAVOURS[flavour]
+        self.roles = roles_of(clients, self.rules.sites)
         self.rng = generator(seed, "world")
         self.circumstances = draw_circumstances(generator(seed, "circumstances"), flavour, self.roles, MACHINES)
         if is_calm:
             self.circumstances = replace(self.circumstances, minimum=clients, **CALM)
-        drawn = draw_plan(generator(seed, "plan"), self.roles, rounds, replaces=FLAVOURS[flavour].replaces)
-        self.drawn = drawn if plan is None else tuple(plan)
+        self.drawn = self._draw_plan(generator(seed, "plan")) if plan is None else tuple(plan)
         self.plan = [fault for number, fault in enumerate(self.drawn) if keep is None or number in keep]
         self.trace = Trace(keep_all=keep_trace)
         self.folder = Path("run")
@@ -92,7 +93,10 @@ class World:
         self.calm_s = START_S
         self.excused_s: dict[str, float] = defaultdict(float)  # until when a role may have missed something
         self.virtual_s = 0.0
-        self.client_ids: dict[str, int] = {role: number for number, role in enumerate(self.roles[1:])}
+        self.client_ids: dict[str, int] = {role: number_of(role) for role in self.roles[1:]}
+        self.tree = TreeOracle(self) if self.rules.sites else None
+        self.sites: dict[str, Site] = {}  # the newest start of each
+        self.retired: set[str] = set()  # sites that were stopped for good, as the run above them is over
         self._now: dict[str, VirtualProcess] = {}
         self._starts: Counter[str] = Counter()
         self._pids = itertools.count(1001)
@@ -101,10 +105,15 @@ class World:
         )
         self._at_decisions = [fault for fault in self.plan if fault.moment.kind != "step"]
         self._reached: Counter[tuple[str, str, str, str]] = Counter()
-        self._restart_s: dict[str, float] = {}
+        self._restart_s: dict[str, float | None] = {}  # None: never again
         self._replaced: list[tuple[VirtualProcess, float]] = []  # paused, and for how long each goes on later
         self._changes: dict[tuple[int, int], torch.Tensor] = {}  # by client and round
         self._machines = dict(self.circumstances.machines)
+
+    def _draw_plan(self, rng: random.Random) -> tuple[Fault, ...]:
+        if self.rules.sites:
+            return draw_tree_plan(rng, self.roles, self.rounds, self.rules.sites)
+        return draw_plan(rng, self.roles, self.rounds, replaces=self.rules.replaces)
 
     def _make_network(self, drawn: Circumstances) -> MemoryNetwork:
         network = MemoryNetwork(self.loop, generator(self.seed, "network"), self.trace)
@@ -133,7 +142,8 @@ class World:
         self.trace.add(f"{process.name} logs {method}: {event} {shown}")
         if process.dead or process.replaced or self.disk.is_full(process.role):
             return
-        if error or method in ("error", "critical") or event in NEVER_LOGGED:
+        is_error = method in ("error", "critical") and event not in self.rules.may_log
+        if error or is_error or event in NEVER_LOGGED:
             self.finding(LOGS, f"{process.name} logged {method}: {event} {shown} {error}")
 
     def on_note(self, process: VirtualProcess, event: str, facts: dict[str, Any]) -> None:
@@ -141,6 +151,8 @@ class World:
         if process.dead or process.replaced:
             return
         self.journal.append((process, event, facts))
+        if self.tree is not None:
+            self.tree.on_note(process, event, facts)
         if event == "commanded":
             self._resume_replaced()
         shown = " ".join(
@@ -289,6 +301,14 @@ class World:
 
     # Actors
 
+    def above(self, role: str) -> str:
+        """Return the role whose job another one takes part in."""
+        return above(role, self.rules.sites)
+
+    def history_of(self, role: str) -> Path:
+        """Return the folder of the journals of the controller, or a site, and of its clients."""
+        return self.folder / "history" if role == CONTROLLER else self.folder / role / "history"
+
     def start(self, role: str) -> None:
         """Start an actor, unless the run is over for it."""
         if role in self.ended:
@@ -307,7 +327,7 @@ class World:
     async def _main(self, process: VirtualProcess) -> None:
         again_s: float | None = None
         try:
-            process.result = await (self._controller(process) if process.role == CONTROLLER else self._client(process))
+            process.result = await self._actor_of(process.role)(process)
         except asyncio.CancelledError:
             again_s = self._restart_s.pop(process.name)
         except CheckpointError as error:
@@ -333,17 +353,33 @@ class World:
         self.trace.add(f"{process.name} ends, {outcome if again_s is None else 'and starts again'}")
         self._end(process)
 
+    def _actor_of(self, role: str) -> Callable[[VirtualProcess], Awaitable[object]]:
+        if role == CONTROLLER:
+            return self._controller
+        return partial(run_site, self) if role.startswith("site") else self._client
+
+    def _retire_sites(self) -> None:
+        """Stop the sites that go on alone: the run above has ended while they were cut off, and never comes back."""
+        for role, site in self.sites.items():
+            process = self._now[role]
+            if role not in self.ended and site.progress.phase == "alone" and process.main is not None:
+                self.retired.add(role)
+                self._restart_s[process.name] = None
+                process.context.run(process.main.cancel)
+
     async def _controller(self, process: VirtualProcess) -> list[int]:
-        drawn = self.circumstances
+        drawn, sites = self.circumstances, self.rules.sites
+        participants = sites or self.size[0]
         config = FederatedConfig.model_validate(
             {
-                "rounds": self.rounds, "seed": 7, "eval_every": 0,
-                "clients": {"num": len(self.roles) - 1, "min": drawn.minimum, "dead_after_s": drawn.dead_after_s,
+                "rounds": self.rounds, "seed": TRAINING_SEED, "eval_every": 0,
+                "clients": {"kind": "sites" if sites else "clients", "num": participants,
+                            "min": min(drawn.minimum, participants), "dead_after_s": drawn.dead_after_s,
                             "start_grace_s": 2.0},
                 "round": {"timeout_s": 30.0, "quorum": drawn.quorum, "grace_s": 1.0, "max_attempts": 5},
                 "checkpoint": {"dir": self.disk.folder_of(CONTROLLER)},
-                "history": {"dir": self.folder / "history", "payloads": FLAVOURS[self.flavour].keeps_payloads},
-                **FLAVOURS[self.flavour].settings,
+                "history": {"dir": self.history_of(CONTROLLER), "payloads": self.rules.keeps_payloads},
+                **self.rules.settings,
             }
         )  # fmt: skip
         async with connect("simulation", network="loopback", security="none", shared_memory=False) as bus:
@@ -356,22 +392,26 @@ class World:
                     f"{report.outcome}, attempt {report.attempt}, crc32 {report.weights_crc32:08x}"
                 )
                 self.reported.append(report.round_id)
-                self.crc32_of[report.round_id] = report.clients, report.weights_crc32
-            if FLAVOURS[self.flavour].is_mean and not process.replaced:
+                counted = report.clients if self.tree is None else self.tree.clients_of[report.round_id]
+                self.crc32_of[report.round_id] = counted, report.weights_crc32
+            if self.rules.is_mean and not process.replaced:
                 self._check_mean(controller)
+            if sites:
+                self.network.at(RETIRED_AFTER_S, self._retire_sites)
             return [report.round_id for report in controller.progress.reports]
 
     async def _client(self, process: VirtualProcess) -> object:
         config = ClientConfig.model_validate(
             {
-                "history": {"dir": self.folder / "history"}, "controller_timeout_s": 60.0,
+                "history": {"dir": self.history_of(self.above(process.role))}, "controller_timeout_s": 60.0,
                 "state_dir": self.disk.folder_of(process.role),
             }
         )  # fmt: skip
-        flavour, number = FLAVOURS[self.flavour], int(process.role.removeprefix("client-"))
+        flavour, number = self.rules, number_of(process.role)
         who: dict[str, Any] = {"name": f"site-{number}"} if flavour.named else {"client_id": number}
         task = PacketTask(DIM) if flavour.packets else ReportingTask(DIM, self._note_change)
-        async with connect("simulation", network="loopback", security="none", shared_memory=False) as bus:
+        job = self.above(process.role) if flavour.sites else "simulation"
+        async with connect(job, network="loopback", security="none", shared_memory=False) as bus:
             client = Client(bus, task, **who, config=config)
             try:
                 return await client.run()
@@ -437,7 +477,7 @@ class World:
 
     def fixed_crc32(self) -> int | None:
         """Return the CRC-32 of the last model, if all clients counted in all rounds; None: not so, or not known."""
-        everyone = tuple(range(len(self.roles) - 1))
+        everyone = tuple(range(self.size[0]))
         known = [self.crc32_of.get(round_id) for round_id in range(1, self.rounds + 1)]
         if not all(one is not None and tuple(sorted(one[0])) == everyone for one in known):
             return None
