@@ -402,7 +402,7 @@ class Controller:
                 await self._all_rounds(on_report)
                 finished, reason[0] = True, self._over()
                 self._dispatcher.is_ending = True
-                await self._monitor.announce_end(ok=True, reason=reason[0], linger=state.round_id == began_after)
+                await self._monitor.announce_end(ok=True, reason=reason[0], linger=self._lingers(began_after))
             except Exception as error:
                 # After these, waiting for this controller is of no use. Clients that are about to join hear it, too.
                 reason[0], final = str(error), isinstance(error, TrainingFailed | ConfigError)
@@ -431,6 +431,9 @@ class Controller:
             later = await self._amended(await self._evaluation.resumed_by_clients(self.progress.reports))
             amended = later or amended
             await self._evaluation.check_client_metrics(self.progress.reports)
+        elif state.round_id > 0:  # the start before may have died before it published the last model
+            with tolerate_write_timeout("model", state.round_id):
+                await self._publisher.publish_full(state.round_id)
         if amended is not None:
             await self._compute.run(self._stop.evaluated, amended)
         await self._ordered_rounds(on_report)
@@ -472,6 +475,10 @@ class Controller:
         finally:
             if self._requests is not None:
                 self._requests.answer(self._over())
+
+    def _lingers(self, began_after: int) -> bool:
+        """Return whether clients may come yet that have to learn of the end: no round was done in this start."""
+        return self._state.round_id == began_after
 
     def _over(self) -> str:
         """Why there is no round left; empty: there is one."""

@@ -26,7 +26,8 @@ class Flavour:
         sites: clients belong to so many sites, whose controllers are between them and the controller; 0: there are
             none. upstream: settings of a site towards the controller. same_as: where all clients count in all rounds,
             the model is that of this flavour, to the bit; empty: of this one. may_log: errors that are logged by
-            design.
+            design. least_train_s: trainings are no shorter in the mean, as some circumstances have: rounds alone are
+            many.
         is_drawn: a seed may have it; else it is run by name only, as it is known not to hold.
     """
 
@@ -46,6 +47,7 @@ class Flavour:
     upstream: Mapping[str, Any] = field(default_factory=dict)
     same_as: str = ""
     may_log: tuple[str, ...] = ()
+    least_train_s: float = 0.0
     is_drawn: bool = True
 
 
@@ -78,8 +80,14 @@ FLAVOURS: Mapping[str, Flavour] = {
         sites=2, upstream={"alone": False}, minimum=(1, 2, 3), keeps_payloads=False, is_fixed=True, same_as="fp32"
     ),
     "tree_alone": Flavour(
-        sites=2, upstream={"alone_after_s": 3.0}, minimum=(1, 2, 3), keeps_payloads=False, is_fixed=True,
-        same_as="fp32", may_log=("cut off", "rounds alone end"),
+        sites=2,
+        upstream={"alone_after_s": 3.0},
+        minimum=(1, 2, 3),
+        keeps_payloads=False,
+        is_fixed=True,
+        same_as="fp32",
+        may_log=("cut off", "rounds alone end"),
+        least_train_s=0.1,
     ),
     "replaced": Flavour(replaces=True, is_drawn=False),
 }
@@ -127,7 +135,7 @@ def draw_circumstances(rng: random.Random, flavour: str, roles: list[str], machi
     return Circumstances(
         base_s=rng.choice([1e-4, 1e-3, 0.02]), jitter_s=rng.choice([1e-4, 5e-3, 0.1]),
         loss=rng.choice([0.0, 0.01, 0.1, 0.3]), refused=rng.choice([0.0, 0.0, 0.01]), lease_s=rng.choice([4.0, 10.0]),
-        train_s=rng.choice([0.005, 0.1, 1.0]), minimum=rng.choice(chosen.minimum), quorum=rng.choice(chosen.quorum),
+        train_s=max(chosen.least_train_s, rng.choice([0.005, 0.1, 1.0])), minimum=rng.choice(chosen.minimum), quorum=rng.choice(chosen.quorum),
         dead_after_s=rng.choice([2.0, 5.0, 30.0]), machines={role: rng.randrange(machines) for role in roles},
     )  # fmt: skip
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from fault_simulation.world import World
 
 SITE_WEIGHT = 3  # a site is hit so much more often than a client: it is both a controller and a client
-RETIRED_AFTER_S = 20.0  # from the end of the run until a site that has missed it, and goes on alone, is stopped
+RETIRED_AFTER_S = 5.0  # from the end of the run until a site that has missed it, and goes on alone, is stopped
 _ONE = float(1 << 30)  # of the fixed point in which updates are added
 
 
@@ -112,10 +112,13 @@ class TreeOracle:
         self._sites_of: dict[int, tuple[int, ...]] = {}  # of each committed round
         self.clients_of: dict[int, tuple[int, ...]] = {}
 
-    def on_note(self, process: VirtualProcess, event: str, facts: dict[str, Any]) -> None:
-        """Take a line of a journal."""
+    def on_note(self, process: VirtualProcess, event: str, facts: dict[str, Any], *, is_kept: bool) -> None:
+        """Take a decision. ``is_kept``: see :meth:`.World.on_note`."""
         if process.role == CONTROLLER:
             self._on_top(process, event, facts)
+        elif not is_kept:
+            if event == "started":
+                self._member[process.name] = facts["incarnation"]
         elif process.role.startswith("site"):
             self._on_site(process, event, facts)
         elif event == "decoded" and facts["run"] == self._run:
@@ -123,10 +126,8 @@ class TreeOracle:
 
     def _on_site(self, process: VirtualProcess, event: str, facts: dict[str, Any]) -> None:
         match event:
-            case "started" if "run" in facts:
-                self._run_of[process.name] = facts["run"]
             case "started":
-                self._member[process.name] = facts["incarnation"]
+                self._run_of[process.name] = facts["run"]
             case _ if self._run_of.get(process.name) != self._run:
                 pass  # of a round alone
             case "counted":

@@ -29,6 +29,7 @@ from fault_simulation.trace import Trace
 from fault_simulation.trees import RETIRED_AFTER_S, TreeOracle, above, draw_tree_plan, number_of, roles_of, run_site
 from fault_simulation.virtual_loop import Deadlock, Livelock, VirtualLoop
 from gradbus.actors import Client, Controller, Site
+from gradbus.actors.federated.client import LAST_MODEL_S
 from gradbus.models import NoopTask
 from gradbus.runtime.bus.bus import connect  # not gradbus.connect, which loads on a real thread
 from gradbus.runtime.config.federated import ClientConfig, FederatedConfig
@@ -40,6 +41,7 @@ KERNEL_REPORTS_S = (1e-3, 0.04)  # from the end of a process until the kernel re
 FULL_S = 5.0  # from a sync that found the disk full until the actor has ended with that error
 RECONNECT_S = 3.0  # after a partition or a pause, until all have found each other again
 NEVER_LOGGED = ("strike", "history ends", "message not handled", "readers or writers not deleted")
+LAST_MODEL_LOST = "last model not received"
 MEAN_TOLERANCE = 1e-5  # changes are of some 1e-3, and masked sums on a grid
 CHECK_EVERY = 64  # callbacks
 
@@ -142,17 +144,20 @@ class World:
         self.trace.add(f"{process.name} logs {method}: {event} {shown}")
         if process.dead or process.replaced or self.disk.is_full(process.role):
             return
+        if event == LAST_MODEL_LOST and self.calm_s + LAST_MODEL_S < now_s():
+            self.finding(LOGS, f"{process.name} logged {event}, with no fault since it waits: {shown}")
         is_error = method in ("error", "critical") and event not in self.rules.may_log
         if error or is_error or event in NEVER_LOGGED:
             self.finding(LOGS, f"{process.name} logged {method}: {event} {shown} {error}")
 
-    def on_note(self, process: VirtualProcess, event: str, facts: dict[str, Any]) -> None:
-        """Take a decision that a process journals."""
+    def on_note(self, process: VirtualProcess, event: str, facts: dict[str, Any], *, is_kept: bool) -> None:
+        """Take a decision that a process journals. ``is_kept``: it has a journal, which a site has not as a client."""
         if process.dead or process.replaced:
             return
-        self.journal.append((process, event, facts))
+        if is_kept:
+            self.journal.append((process, event, facts))
         if self.tree is not None:
-            self.tree.on_note(process, event, facts)
+            self.tree.on_note(process, event, facts, is_kept=is_kept)
         if event == "commanded":
             self._resume_replaced()
         shown = " ".join(
