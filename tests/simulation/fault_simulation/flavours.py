@@ -117,10 +117,11 @@ class Circumstances:
 
     def __str__(self) -> str:
         places = ", ".join(f"{role} on machine {number}" for role, number in self.machines.items())
+        clients = sum(role.startswith("client") for role in self.machines)
         return (
             f"{places}; delay {self.base_s:g} to {self.base_s + self.jitter_s:g} s, {self.loss:.0%} of packets lost, "
             f"{self.refused:.0%} of writes refused, lease {self.lease_s:g} s; training takes {self.train_s:g} s; at "
-            f"least {self.minimum} of {sum(role.startswith('client') for role in self.machines)} clients, quorum {self.quorum:g}, dead after "
+            f"least {self.minimum} of {clients} clients, quorum {self.quorum:g}, dead after "
             f"{self.dead_after_s:g} s"
         )
 
@@ -135,7 +136,8 @@ def draw_circumstances(rng: random.Random, flavour: str, roles: list[str], machi
     return Circumstances(
         base_s=rng.choice([1e-4, 1e-3, 0.02]), jitter_s=rng.choice([1e-4, 5e-3, 0.1]),
         loss=rng.choice([0.0, 0.01, 0.1, 0.3]), refused=rng.choice([0.0, 0.0, 0.01]), lease_s=rng.choice([4.0, 10.0]),
-        train_s=max(chosen.least_train_s, rng.choice([0.005, 0.1, 1.0])), minimum=rng.choice(chosen.minimum), quorum=rng.choice(chosen.quorum),
+        train_s=max(chosen.least_train_s, rng.choice([0.005, 0.1, 1.0])),
+        minimum=rng.choice(chosen.minimum), quorum=rng.choice(chosen.quorum),
         dead_after_s=rng.choice([2.0, 5.0, 30.0]), machines={role: rng.randrange(machines) for role in roles},
     )  # fmt: skip
 
