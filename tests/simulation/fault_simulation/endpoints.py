@@ -37,6 +37,7 @@ class MemoryWriter(Writer):
         self.has_new_readers = False
         self.retained: deque[Any] = deque(maxlen=retained_samples if topic.retained else 0)
         self._refused_since_s = self._awaited_since_s = 0.0
+        self._sertype = None
         self.is_deleted = False
 
     # mypy: the real one has a callback of this name, which only its participant sets

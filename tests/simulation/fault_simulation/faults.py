@@ -79,6 +79,9 @@ class Fault:
             "clock": f"the wall clock of {self.role} jumps by {seconds}",
             "disk": f"the disk of {self.role} is full for {seconds}",
             "cut": f"machines {self.machines[0]} and {self.machines[1]} are cut off from each other for {seconds}",
+            "revoke": f"{self.role} is taken off the allow list, and put on it again after {seconds}",
+            "stranger": f"a process with a key that is not on the allow list starts as {self.role}",
+            "twin": f"{self.role} is started a second time, with the same key",
             "lease": f"the lease of {self.other} ends at {self.role} only, which finds it again after {seconds}",
         }
         return f"{self.moment}: {effect[self.action]}"

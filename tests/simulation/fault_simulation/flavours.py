@@ -23,6 +23,7 @@ class Flavour:
         is_mean: the model is the sum of the mean changes of each round.
         may_end_with: words of an error that ends such a run by design.
         replaces: the controller is paused, replaced by a start with a copy of its state, and goes on beside that.
+        has_identities: each node has a key, and the controller a list of those that it admits, which changes.
         sites: clients belong to so many sites, whose controllers are between them and the controller; 0: there are
             none. upstream: settings of a site towards the controller. same_as: where all clients count in all rounds,
             the model is that of this flavour, to the bit; empty: of this one. may_log: errors that are logged by
@@ -43,6 +44,7 @@ class Flavour:
     is_mean: bool = False
     may_end_with: str = ""
     replaces: bool = False
+    has_identities: bool = False
     sites: int = 0
     upstream: Mapping[str, Any] = field(default_factory=dict)
     same_as: str = ""
@@ -89,6 +91,7 @@ FLAVOURS: Mapping[str, Flavour] = {
         may_log=("cut off", "rounds alone end"),
         least_train_s=0.1,
     ),
+    "admission": Flavour(has_identities=True, minimum=(1, 2), is_mean=True, may_log=("join refused",)),
     "replaced": Flavour(replaces=True, is_drawn=False),
 }
 DRAWN = tuple(name for name, flavour in FLAVOURS.items() if flavour.is_drawn)

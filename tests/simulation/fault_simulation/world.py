@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from fault_simulation.admission import Identities, draw_admission_plan
 from fault_simulation.disk import Disk
 from fault_simulation.faults import CONTROLLER, MACHINES, Fault, draw_plan
 from fault_simulation.findings import BOUNDS, ENDS, EXCEPTIONS, LOGS, MEAN, TASKS, Finding
@@ -33,12 +34,14 @@ from gradbus.actors.federated.client import LAST_MODEL_S
 from gradbus.models import NoopTask
 from gradbus.runtime.bus.bus import connect  # not gradbus.connect, which loads on a real thread
 from gradbus.runtime.config.federated import ClientConfig, FederatedConfig
-from gradbus.runtime.errors import CheckpointError
+from gradbus.runtime.errors import CheckpointError, JoinRefused
+from gradbus.runtime.security.settings import Level, Security
 
 ROUND_LIMIT_S = 65.0  # of virtual time, for each round with all faults
 COMPUTE_S = 5e-4  # mean cost of a computation that is no training
 KERNEL_REPORTS_S = (1e-3, 0.04)  # from the end of a process until the kernel reports it
 FULL_S = 5.0  # from a sync that found the disk full until the actor has ended with that error
+LATE_REFUSAL_S = 1.0  # from the end of a client that was refused, though it is on the list again, until its next start
 RECONNECT_S = 3.0  # after a partition or a pause, until all have found each other again
 NEVER_LOGGED = ("strike", "history ends", "message not handled", "readers or writers not deleted")
 LAST_MODEL_LOST = "last model not received"
@@ -97,10 +100,13 @@ class World:
         self.virtual_s = 0.0
         self.client_ids: dict[str, int] = {role: number_of(role) for role in self.roles[1:]}
         self.tree = TreeOracle(self) if self.rules.sites else None
+        self.identities = Identities(self) if self.rules.has_identities else None
         self.sites: dict[str, Site] = {}  # the newest start of each
         self.retired: set[str] = set()  # sites that were stopped for good, as the run above them is over
         self._now: dict[str, VirtualProcess] = {}
         self._starts: Counter[str] = Counter()
+        self._due: Counter[str] = Counter()  # starts that are scheduled
+        self._refused: set[str] = set()  # roles off the allow list whose process has ended
         self._pids = itertools.count(1001)
         self._at_steps = sorted(
             (fault for fault in self.plan if fault.moment.kind == "step"), key=lambda one: one.moment.number
@@ -115,6 +121,8 @@ class World:
     def _draw_plan(self, rng: random.Random) -> tuple[Fault, ...]:
         if self.rules.sites:
             return draw_tree_plan(rng, self.roles, self.rounds, self.rules.sites)
+        if self.rules.has_identities:
+            return draw_admission_plan(rng, self.roles, self.rounds)
         return draw_plan(rng, self.roles, self.rounds, replaces=self.rules.replaces)
 
     def _make_network(self, drawn: Circumstances) -> MemoryNetwork:
@@ -142,6 +150,8 @@ class World:
         """Take an event that a process has logged."""
         shown = " ".join(f"{name}={value}" for name, value in sorted(facts.items()))
         self.trace.add(f"{process.name} logs {method}: {event} {shown}")
+        if self.identities is not None and not process.dead:
+            self.identities.on_log(process, event)
         if process.dead or process.replaced or self.disk.is_full(process.role):
             return
         if event == LAST_MODEL_LOST and self.calm_s + LAST_MODEL_S < now_s():
@@ -156,6 +166,8 @@ class World:
             return
         if is_kept:
             self.journal.append((process, event, facts))
+        if self.identities is not None:
+            self.identities.on_note(process, event, facts)
         if self.tree is not None:
             self.tree.on_note(process, event, facts, is_kept=is_kept)
         if event == "commanded":
@@ -203,9 +215,8 @@ class World:
         self.happened.append(fault)
         self.trace.add(f"FAULT {fault}")
         self.calm_s = max(self.calm_s, now_s() + abs(fault.seconds))
-        if fault.action == "cut":
-            self._excuse(self.roles, fault.seconds)
-            self.network.cut(*fault.machines, fault.seconds)
+        if fault.action in ("cut", "revoke", "stranger", "twin"):
+            self._inject_around(fault)
             return
         process = self._now.get(fault.role)
         if process is None or process.dead:
@@ -230,6 +241,31 @@ class World:
                 self.disk.fill(process.role, fault.seconds)
             case "lease":
                 self._lose_one_side(process, fault)
+
+    def _inject_around(self, fault: Fault) -> None:
+        """Let a fault happen that does not need a live process."""
+        if fault.action == "cut":
+            self._excuse(self.roles, fault.seconds)
+            self.network.cut(*fault.machines, fault.seconds)
+            return
+        assert self.identities is not None, "only a flavour with identities has such faults"
+        if fault.action == "revoke":
+            self.identities.revoke(fault.role)
+            self.network.at(fault.seconds, self._admit_again, fault.role)
+        elif fault.action == "stranger":
+            self.start(fault.role, is_stranger=True)
+        elif fault.role in self._now and fault.role not in self.ended:
+            self.disk.copy_folder(fault.role)
+            self._machines[fault.role] = self.rng.randrange(MACHINES)
+            self.start(fault.role)
+
+    def _admit_again(self, role: str) -> None:
+        assert self.identities is not None
+        self.identities.admit(role)
+        self.calm_s = max(self.calm_s, now_s())
+        if role in self._refused:
+            self._refused.discard(role)
+            self.start(role)
 
     def _excuse(self, roles: Collection[str], seconds: float) -> None:
         for role in roles:
@@ -294,7 +330,15 @@ class World:
         """Kill a process as ``kill -9`` does: its network and files end first, and no code of it runs any more."""
         self.trace.add(f"{process.name} is killed")
         self._end(process)
-        self.network.at(again_s, self.start, process.role)
+        self._start_later(again_s, process.role)
+
+    def _start_later(self, seconds: float, role: str) -> None:
+        self._due[role] += 1
+        self.network.at(seconds, self._start_due, role)
+
+    def _start_due(self, role: str) -> None:
+        self._due[role] -= 1
+        self.start(role)
 
     def _end(self, process: VirtualProcess) -> None:
         process.dead, process.ended_s = True, now_s()
@@ -314,15 +358,18 @@ class World:
         """Return the folder of the journals of the controller, or a site, and of its clients."""
         return self.folder / "history" if role == CONTROLLER else self.folder / role / "history"
 
-    def start(self, role: str) -> None:
-        """Start an actor, unless the run is over for it."""
+    def start(self, role: str, *, is_stranger: bool = False) -> None:
+        """Start an actor, unless the run is over for it. ``is_stranger``: or a process that only claims to be that."""
         if role in self.ended:
             return
         self._starts[role] += 1
         machine = self._machines[role]
         process = VirtualProcess(self, role, self._starts[role], machine=machine, pid=next(self._pids))
         process.wall_ns = self.rng.choice([0, self.rng.randrange(10**9)])
-        self._now[role] = self.by_claim[process.claim] = process
+        process.is_stranger = is_stranger
+        self.by_claim[process.claim] = process
+        if not is_stranger:
+            self._now[role] = process
         self.processes.append(process)
         self.trace.add(f"{process.name} starts on machine {machine}")
         process.main = process.context.run(
@@ -347,16 +394,37 @@ class World:
         if process.dead:
             raise Killed
         self._check_tasks(process)
-        if process.replaced:
-            pass  # the run is over for its role when it is over for the one in its place
-        elif again_s is None:
-            self.ended[process.role] = process
-        else:
+        if again_s is not None:
             self.calm_s = max(self.calm_s, now_s() + again_s)
-            self.network.at(again_s, self.start, process.role)
+            self._start_later(again_s, process.role)
+        elif not process.replaced and not self._is_refused(process):
+            self.ended[process.role] = process
         outcome = type(process.result).__name__ if isinstance(process.result, Exception) else "well"
         self.trace.add(f"{process.name} ends, {outcome if again_s is None else 'and starts again'}")
         self._end(process)
+
+    def _is_refused(self, process: VirtualProcess) -> bool:
+        """Return whether the controller has told a process to stop that it need not serve: the run is not over for its
+        role."""
+        if self.identities is None:
+            return False
+        role = process.role
+        if process.is_stranger:
+            self.identities.check_stranger(process)
+            return True
+        if not isinstance(process.result, JoinRefused):
+            return False
+        others = [one for one in self.processes if one.role == role and one is not process]
+        in_its_place = [one for one in others if not one.dead and not one.is_stranger]
+        if in_its_place:
+            self._now[role] = in_its_place[-1]
+        elif role not in self.identities.listed:
+            self._refused.add(role)
+        elif self.identities.was_off_lately(role):  # it heard so late that it is on the list again
+            self._start_later(LATE_REFUSAL_S, role)
+        else:
+            return self._due[role] > 0
+        return True
 
     def _actor_of(self, role: str) -> Callable[[VirtualProcess], Awaitable[object]]:
         if role == CONTROLLER:
@@ -387,7 +455,8 @@ class World:
                 **self.rules.settings,
             }
         )  # fmt: skip
-        async with connect("simulation", network="loopback", security="none", shared_memory=False) as bus:
+        security = self._security_of(process)
+        async with connect("simulation", network="loopback", security=security, shared_memory=False) as bus:
             controller = Controller(bus, NoopTask(DIM, delta="seeded"), config)
             async for report in controller.rounds():
                 if process.replaced:
@@ -406,22 +475,28 @@ class World:
             return [report.round_id for report in controller.progress.reports]
 
     async def _client(self, process: VirtualProcess) -> object:
-        config = ClientConfig.model_validate(
-            {
-                "history": {"dir": self.history_of(self.above(process.role))}, "controller_timeout_s": 60.0,
-                "state_dir": self.disk.folder_of(process.role),
-            }
-        )  # fmt: skip
+        kept: dict[str, Any] = {
+            "history": {"dir": self.history_of(self.above(process.role))},
+            "state_dir": self.disk.folder_of(process.role),
+        }
+        if process.is_stranger:
+            kept = {}
+        config = ClientConfig.model_validate({"controller_timeout_s": 60.0, **kept})
         flavour, number = self.rules, number_of(process.role)
         who: dict[str, Any] = {"name": f"site-{number}"} if flavour.named else {"client_id": number}
         task = PacketTask(DIM) if flavour.packets else ReportingTask(DIM, self._note_change)
         job = self.above(process.role) if flavour.sites else "simulation"
-        async with connect(job, network="loopback", security="none", shared_memory=False) as bus:
+        security = self._security_of(process)
+        async with connect(job, network="loopback", security=security, shared_memory=False) as bus:
             client = Client(bus, task, **who, config=config)
             try:
                 return await client.run()
             finally:
-                self.client_ids[process.role] = client.client_id
+                if not process.is_stranger:
+                    self.client_ids[process.role] = client.client_id
+
+    def _security_of(self, process: VirtualProcess) -> Level | Security:
+        return "none" if self.identities is None else self.identities.security_of(process)
 
     def _note_change(self, client_id: int, round_id: int, change: torch.Tensor) -> None:
         self._changes[client_id, round_id] = change
@@ -459,6 +534,8 @@ class World:
 
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir(parents=True)
+        if self.identities is not None:
+            self.identities.make_files()
         CLOCK.now_s = START_S
         torch.manual_seed(0)
         random.seed(0)
