@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from fault_simulation.world import World
 
 ACTIONS = ("revoke", "revoke", "stranger", "twin")
-OUT_S = (0.05, 0.5, 2.0, 4.0)  # for so long a client is off the list
+OUT_S = (0.05, 0.5, 4.0, 8.0)  # for so long a client is off the list
 LATE_S = 30.0  # a partition and a lease: so late a client may hear that it is not on the list
-IN_TRANSIT_S = 2.0  # what has come before its sender was removed may be added to the sum for so long
+IN_TRANSIT_S = 1.0  # what has come before its sender was removed may be added to the sum for so long
 
 
 def draw_admission_plan(rng: random.Random, roles: Sequence[str], rounds: int) -> tuple[Fault, ...]:

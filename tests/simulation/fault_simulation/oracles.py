@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 CALM_S = 28.0  # the longest deadline, without those of a whole round: a run without faults is over in less
 MISSED_END_S = 15.0  # who started so shortly before the end of the controller may have missed it
 MISSED_WORDS_S = 4.0
+REJOIN_S = 8.0  # with identities: from a start of the controller until its members have left the start before for it
 Key = tuple[str, int, int, int]
 """An update: run, client, incarnation, transfer."""
 
@@ -78,6 +79,8 @@ def _has_missed_end(world: World, process: VirtualProcess) -> bool:
     if isinstance(controller.result, Exception):  # of a site that has missed it, its clients never hear of the end
         return controller.role != CONTROLLER and _has_missed_end(world, controller)
     over_s = controller.ended_s
+    if world.identities is not None and controller.started_s > over_s - REJOIN_S:
+        return True
     return process.started_s > over_s - MISSED_END_S or world.excused_s[process.role] > over_s - MISSED_WORDS_S
 
 

@@ -416,6 +416,8 @@ class World:
             return False
         others = [one for one in self.processes if one.role == role and one is not process]
         in_its_place = [one for one in others if not one.dead and not one.is_stranger]
+        if role in self.ended:
+            return True  # the process that has its identity now has come to the end of the run
         if in_its_place:
             self._now[role] = in_its_place[-1]
         elif role not in self.identities.listed:
