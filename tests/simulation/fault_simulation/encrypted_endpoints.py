@@ -15,7 +15,7 @@ from gradbus.runtime.dds.participant import IDL_TYPES, IoThread
 from gradbus.runtime.dds.spdp import PREFIX_BYTES
 from gradbus.runtime.dds.topics import Topic
 from gradbus.runtime.security.endpoints import CLEAR, EncryptedReader, EncryptedWriter, JobMembership, wire_topic
-from gradbus.runtime.security.identity.join_transport import _JoinReader
+from gradbus.runtime.security.identity.join_transport import JoinReader
 
 
 class MemoryEncryptedWriter(EncryptedWriter):
@@ -77,7 +77,7 @@ class MemoryEncryptedReader(EncryptedReader):
         return set(self._wire.sources())
 
 
-class MemoryJoinReader(_JoinReader):
+class MemoryJoinReader(JoinReader):
     """Passes the samples of a reader in memory to the join protocol."""
 
     def __init__(self, wire: Any, transport: Any) -> None:

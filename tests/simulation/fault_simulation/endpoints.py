@@ -223,7 +223,7 @@ class MemoryWaitSet:
 class MemoryParticipant:
     """Stands in for ``Participant``: the endpoints of one bus."""
 
-    def __init__(self, *, partition: str, **_: Any) -> None:
+    def __init__(self, *, partition: str = "", **_: Any) -> None:
         self.partition = partition
         self.process = running()
         self.network = self.process.world.network

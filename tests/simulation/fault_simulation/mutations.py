@@ -320,13 +320,15 @@ MUTATIONS = (
         "self._accepted = set()", "", "a round waits for the clients that have not answered in it", flavour="tree",
     ),
     Mutation(
-        "a site makes the next model of its own sum", "trees", "actors.federated.site_controller:SiteSum.finish",
-        "weights.copy_(self.next_model)", "FedAvg.finish(self, weights)", "a round has one model at all levels",
-        flavour="tree",
+        "a site passes on another model than that from above", "trees",
+        "actors.federated.site_controller:SiteSum.finish", "weights.copy_(self.next_model)",
+        "weights.add_(self.next_model).mul_(0.5)", "a round has one model at all levels", flavour="tree",
     ),
     Mutation(
-        "a sum that is sent again is made anew", "trees", f"{SITE}.gather",
-        "if self._gathered is None:", "if True:", "an update counts at most once through both levels", flavour="tree",
+        "another attempt at a round of a site forgets what has counted in it", "trees", f"{SITE}.gather",
+        "self._gathered = (*await self._gather(command.round_id, self._accepted), started_s)",
+        "self._gathered = (*await self._gather(command.round_id, set()), started_s)",
+        "an update counts at most once through both levels", flavour="tree",
     ),
     Mutation(
         "a member that is taken off the allow list stays", "admission", f"{ADMISSION}.allow",

@@ -70,7 +70,7 @@ def of_gradbus() -> list[Patch]:
             "the same below what is encrypted",
         ),
         Patch(
-            join_transport, "_JoinReader", encrypted_endpoints.MemoryJoinReader, "it reads from the network in memory"
+            join_transport, "JoinReader", encrypted_endpoints.MemoryJoinReader, "it reads from the network in memory"
         ),
         Patch(participant_factory, "other_users", list, "it reads the users of the real machine"),
         Patch(bus, "WaitSet", endpoints.MemoryWaitSet, "it waits for the network in memory"),
