@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 ACTIONS = ("revoke", "revoke", "stranger", "twin")
 OUT_S = (0.05, 0.5, 4.0, 8.0)  # for so long a client is off the list
 LATE_S = 30.0  # a partition and a lease: so late a client may hear that it is not on the list
+READ_S = 3.0  # from a change of the list until the controller has read it: two looks, 0.4 s apart, and its own work
 IN_TRANSIT_S = 1.0  # what has come before its sender was removed may be added to the sum for so long
 
 
@@ -57,6 +58,7 @@ class Identities:
         self._out_since_s: dict[str, float] = {}
         self._process_of: dict[int, VirtualProcess] = {}  # by incarnation of a client
         self._public: dict[str, bytes] = {}
+        self._revoked_s: dict[str, float] = {}  # when a client was taken off the list
         self._admitted_s: dict[str, float] = {}  # when a client was put on the list again
 
     def make_files(self) -> None:
@@ -96,6 +98,7 @@ class Identities:
     def revoke(self, role: str) -> None:
         """Take a client off the list."""
         self.listed.discard(role)
+        self._revoked_s[role] = now_s()
         self._write_list()
 
     def was_off_lately(self, role: str) -> bool:
@@ -140,3 +143,11 @@ class Identities:
             out_s = now_s() - self._out_since_s[sender.role]
             text = f"an update of {sender.name} counts, {out_s:.1f} s after the controller has read the list without it"
             self._world.finding(ADMISSION, text)
+        elif sender.role not in self.listed and sender.role not in self._out_since_s:
+            runs_since_s = max(
+                process.started_s, self._world.excused_s[CONTROLLER]
+            )  # it may have been paused until then
+            if now_s() - max(runs_since_s, self._revoked_s[sender.role]) > READ_S:
+                self._world.finding(
+                    ADMISSION, f"an update of {sender.name} counts: the controller has not read the list"
+                )
