@@ -108,6 +108,7 @@ NO_ROOM = "its update has no room in the sum of all members: see its log"
 
 NO_ID = -1
 LAST_MODEL_S = 30.0  # for which the end waits for the model after the last round
+CONTROLLER_GONE_S = 1.0  # and without a controller: one that has just started is found topic by topic
 
 log = get_logger("client")
 
@@ -482,15 +483,24 @@ class Client:
         if welcome is None or command is None or not self._wants_last_model(welcome):
             return
         self._status.is_paused = False
-        until_s = time.monotonic() + LAST_MODEL_S
-
-        def superseded() -> bool:
-            return time.monotonic() >= until_s or not self._bus.matched_writers(TrainCmd)
-
         with contextlib.suppress(BarrierTimeout):
-            await self._models.fetch_round(welcome, command.round_id, superseded)
+            await self._models.fetch_round(welcome, command.round_id, self._last_model_deadline())
         if replica.round_id < command.round_id:
             log.warning("last model not received", **self._facts, round=command.round_id, held=replica.round_id)
+
+    def _last_model_deadline(self) -> Callable[[], bool]:
+        """Return a function that returns whether to give up the model after the last round: LAST_MODEL_S are over, or
+        the controller has been gone for CONTROLLER_GONE_S."""
+        seen_s = began_s = time.monotonic()
+
+        def is_over() -> bool:
+            nonlocal seen_s
+            now_s = time.monotonic()
+            if self._bus.matched_writers(TrainCmd):
+                seen_s = now_s
+            return now_s >= began_s + LAST_MODEL_S or now_s >= seen_s + CONTROLLER_GONE_S
+
+        return is_over
 
     def _wants_last_model(self, welcome: Welcome) -> bool:
         return self._models.receives_all(welcome)

@@ -409,7 +409,7 @@ class Controller:
                 await self._all_rounds(on_report)
                 finished, reason[0] = True, self._over()
                 self._dispatcher.is_ending = True
-                await self._monitor.announce_end(ok=True, reason=reason[0], linger=state.round_id == began_after)
+                await self._monitor.announce_end(ok=True, reason=reason[0], linger=self._lingers(began_after))
             except Exception as error:
                 # After these, waiting for this controller is of no use. Clients that are about to join hear it, too.
                 reason[0], final = str(error), isinstance(error, TrainingFailed | ConfigError)
@@ -481,6 +481,10 @@ class Controller:
         finally:
             if self._requests is not None:
                 self._requests.answer(self._over())
+
+    def _lingers(self, began_after: int) -> bool:
+        """Return whether clients may come yet that have to learn of the end: no round was done in this start."""
+        return self._state.round_id == began_after
 
     def _over(self) -> str:
         """Why there is no round left; empty: there is one."""

@@ -39,6 +39,7 @@ _UNIQUE_IN_TREE = (
     "its controller is that of a site, and the ids of clients are unique in the whole tree, so it cannot assign one: "
     "give {name!r} an id once, as in --id 3 --name {name}"
 )
+_OFF_LIST = "its node has been taken off the allow list, so it has no ids of clients"
 MAX_SHOWN = 8  # names that a sentence lists
 
 
@@ -178,6 +179,8 @@ class ClientNaming:
 
     def _of_node(self, sender: int, name: str, node: ClientNode) -> NamedSender:
         """Return a client of a node whose key has encrypted its Hello."""
+        if not node.name:  # the list has changed since the Hello was decrypted
+            return NamedSender(-1, refusal=_OFF_LIST)
         given, said = None if sender == UNASSIGNED else sender, _id_in(name, node)
         if name and name != node.name and not name.startswith(f"{node.name}."):
             why = (

@@ -53,7 +53,6 @@ from gradbus.runtime.wire.messages import Control, Message, TrainCmd
 FROM_ABOVE = {"rounds", "seed", "training", "codec", "exchange", "share", "buffers", "early_stop", "callbacks"}
 """The settings that at a site are those of the level above."""
 ENDLESS = 1_000_000  # rounds: the level above ends the run
-LAST_MODEL_S = 2.0  # at the end of the run, so long the last model is waited for
 
 log = get_logger("site")
 
@@ -123,6 +122,7 @@ class SiteMember(Client):
         self.controller: SiteController | None = None
         self.followed = followed
         self._frozen_values: Tensor | None = None
+        self._terms: Welcome | None = None  # the newest Welcome, also while another one is awaited
 
     @property
     def is_cut_off(self) -> bool:
@@ -136,6 +136,10 @@ class SiteMember(Client):
         if isinstance(body, Status) and self.controller is not None:
             self.controller.progress.rounds = body.rounds
         super()._on_controller(session, body, group)
+
+    def _accept_welcome(self, session: int, welcome: Welcome) -> None:
+        super()._accept_welcome(session, welcome)
+        self._terms = welcome
 
     def _take_request(self, request: EvaluationRequest | LocalModelRequest) -> None:
         pass  # a site has no data; a Controller of sites asks none
@@ -159,10 +163,9 @@ class SiteMember(Client):
                     raise UpstreamChanged("the level above has started again before its frozen parameters were here")
             self._frozen_values = self._model.read_frozen()
         self.controller = await self._make_controller(welcome, self._frozen_values)
+        self.controller.is_over = self._session.ended is not None
         self._serving = group.create_task(self.controller.serve(self._on_report), name="site-controller")
         await self.controller.started.wait()
-        if self._upstream.alone:
-            self._session.controller_timeout_s = self._upstream.alone_after_s
         self._session.begin()
 
     async def _report_unprepared(self, error: Exception, run_id: int) -> None:
@@ -170,17 +173,25 @@ class SiteMember(Client):
 
     async def _work(self, group: TaskGroup) -> None:
         await super()._work(group)
+        if self.controller is None and self._terms is not None:
+            await self._prepare(self._terms, group)  # its clients have yet to learn that the run has ended
         if (controller := self.controller) is None:
             return
-        until_s = time.monotonic() + LAST_MODEL_S
         if (welcome := self._session.welcome) is not None:
-            await self._models.fetch(
-                welcome, self._models.replica, controller.counted_round, lambda: time.monotonic() > until_s,
-                first_after_s=0.1,
-            )  # fmt: skip
+            await self._fetch_last_model(welcome, controller)
         await self._take_newest(controller)
         controller.end()
         await self._serving
+
+    async def _fetch_last_model(self, welcome: Welcome, controller: SiteController) -> None:
+        """Wait, as a client does, for the model after the newest round that the clients of this site were asked for,
+        whether or not their sum counts in it; where they were asked for none, for the newest model."""
+        newest = welcome.next_round - 1 if controller.command is None else controller.command.round_id
+        with contextlib.suppress(BarrierTimeout):
+            await self._models.fetch(
+                welcome, self._models.replica, max(newest, controller.counted_round), self._last_model_deadline(),
+                first_after_s=0.1,
+            )  # fmt: skip
 
     async def _take_newest(self, controller: SiteController) -> None:
         """Pass the newest model on to the site's clients, if it is new."""
@@ -223,6 +234,8 @@ class SiteMember(Client):
         assert controller is not None, "it is started before this site is ready"
         await self._take_newest(controller)
         self.followed = Followed(command.round_id - 1, base, command, welcome, self._frozen_values, self._buffers())
+        if self._upstream.alone:  # before its first command it has nothing to go on with
+            self._session.controller_timeout_s = self._upstream.alone_after_s
         await super()._train_and_send(welcome, command, base, group)
         if self._session.counted_round == command.round_id:
             controller.counted_round = command.round_id
@@ -240,8 +253,10 @@ class SiteMember(Client):
                 if self._session.superseded(command):
                     raise _Superseded(f"round {command.round_id} is not wanted any more")
                 changed = asyncio.create_task(self._changed.wait(), name="site-round-superseded")
-                await asyncio.wait({gathering, changed}, return_when=asyncio.FIRST_COMPLETED)
-                changed.cancel()
+                try:
+                    await asyncio.wait({gathering, changed}, return_when=asyncio.FIRST_COMPLETED)
+                finally:
+                    changed.cancel()
             update = gathering.result()
         finally:
             if not gathering.done():
@@ -377,7 +392,7 @@ class Site:
         directory = await asyncio.to_thread(_directory_of, self._config.checkpoint.dir, terms.run_id)
         kept = await asyncio.to_thread(_directory_alone, directory, round_id)
         config = site_config(self._config, self._upstream, terms)
-        config = config.replaced("history.dir", None).replaced("checkpoint.dir", kept)
+        config = config.replaced("checkpoint.dir", kept)
         config = config.replaced("checkpoint.init_path", directory / f"round-{round_id:06d}.safetensors")
         config = config.replaced("checkpoint.resume", True)  # rounds alone after this round are of one run
         controller = RelayingController(self._bus, self._task, config, terms=terms, frozen=frozen, command=command)

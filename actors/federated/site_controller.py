@@ -168,6 +168,7 @@ class SiteController(RelayingController):
         started: set when enough clients are there.
         counted_round: the newest round in which the sum of this site counts.
         contribution: is added to the next sum.
+        is_over: the run had ended before this site was ready: no clients are waited for, and those that come learn it.
     """
 
     def __init__(
@@ -179,6 +180,7 @@ class SiteController(RelayingController):
         self.progress = progress
         self.started = asyncio.Event()
         self.counted_round = 0
+        self.is_over = False
         self.contribution: RoundsAlone | None = None
         self._contributed: RoundsAlone | None = None  # it is in the present sum
         self._due_s = 0.0
@@ -203,9 +205,13 @@ class SiteController(RelayingController):
 
     async def _all_rounds(self, on_report: Callable[[RoundReport], object]) -> None:
         self._on_report = on_report
-        await self._wait_for_clients()
+        if not self.is_over:
+            await self._wait_for_clients()
         self.started.set()
         await self._ended
+
+    def _lingers(self, began_after: int) -> bool:
+        return self.is_over or super()._lingers(began_after)
 
     @property
     def round_s(self) -> float:

@@ -17,7 +17,7 @@ from bus_helpers import reads
 from patience import eventually
 from safetensors.torch import save_file
 from structlog.testing import capture_logs
-from trees import DIM, UnequalTask, rules, site_of, state, tree
+from trees import DIM, DiesAfterCommit, UnequalTask, rules, site_of, state, tree
 
 import gradbus
 from gradbus.actors import Site
@@ -26,15 +26,16 @@ from gradbus.actors.federated.report import Progress
 from gradbus.actors.federated.site import Followed, site_config
 from gradbus.actors.federated.site_controller import RoundsAlone, SiteController, SiteSum, UpstreamChanged
 from gradbus.actors.federated.state import SavedRun
+from gradbus.commands.history.invariants import check
+from gradbus.commands.history.reader import read_history
 from gradbus.models import NoopTask
 from gradbus.models.task import TrainResult
 from gradbus.runtime.checkpoint import CheckpointStore
 from gradbus.runtime.choices import STRATEGIES
-from gradbus.runtime.config.federated import UpstreamConfig
+from gradbus.runtime.config.federated import ClientConfig, UpstreamConfig
 from gradbus.runtime.errors import BarrierTimeout, ConfigError, JoinRefused, TrainingFailed
 from gradbus.runtime.security import Security
 from gradbus.runtime.security.job_key import new_job_key, write_secret_file
-from gradbus.runtime.testing.failpoints import FailPoint
 from gradbus.runtime.wire.control import Status, Welcome
 from gradbus.runtime.wire.frames import CONTROLLER
 from gradbus.runtime.wire.messages import Control, Identity, TrainCmd
@@ -214,10 +215,13 @@ def test_a_site_that_is_cut_off_goes_on_alone_and_rejoins(rejoin: str, resume: b
         async with tree() as here, asyncio.TaskGroup() as group:
             centre, above = [await here.bus("centre") for _ in range(2)]
             local, theirs = [await here.bus("site") for _ in range(2)]
-            gate = Gate(1, 3)
+            gate, kept = Gate(1, 3), {"dir": tmp_path / "history"}
             for client_id in range(2):
-                group.create_task(gradbus.Client(theirs, UnequalTask(hold=gate), client_id=client_id).run())
-            config = rules(2, checkpoint={"dir": tmp_path / "site", "resume": resume})
+                client = gradbus.Client(
+                    theirs, UnequalTask(hold=gate), client_id=client_id, config=ClientConfig(history=kept)
+                )
+                group.create_task(client.run())
+            config = rules(2, checkpoint={"dir": tmp_path / "site", "resume": resume}, history=kept)
             site = site_of(above, local, 0, config, alone_after_s=1.0, rejoin=rejoin)
             group.create_task(site.run())
             top = rules(1, sites=True, rounds=4, **state(tmp_path, "centre"))
@@ -239,6 +243,9 @@ def test_a_site_that_is_cut_off_goes_on_alone_and_rejoins(rejoin: str, resume: b
             return reports, [report.marks for report in site.progress.reports]
 
     found, marks = asyncio.run(main())
+    journals = {one.name: one for one in check(read_history(tmp_path / "history"))}
+    assert [one.violations for one in journals.values() if one.violations] == []  # of the rounds alone as well
+    assert all(journals[name].checked for name in ("I1", "I2", "I4", "I7", "I8"))
     flat = asyncio.run(flat_run(2, more_rounds=1))
     assert crcs(found)[:2] == crcs(flat)[:2]
     if rejoin == "drop":
@@ -248,17 +255,6 @@ def test_a_site_that_is_cut_off_goes_on_alone_and_rejoins(rejoin: str, resume: b
         assert crcs(found)[2] != crcs(flat)[2]
         assert [report.num_samples - 8 for report in found] == [0, 0, 8, 0]
         assert [bool(mark) for mark in marks] == [False, False, True, False]
-
-
-class DiesAfterCommit(gradbus.Controller):
-    """Has the model of a round on its disk when it ends, and has sent it to nobody."""
-
-    def dies_after(self, round_id: int) -> DiesAfterCommit:
-        def die() -> None:
-            raise ConnectionAbortedError
-
-        self._probe.fail = FailPoint(f"after_commit_before_publish:{round_id}", die)
-        return self
 
 
 def test_rounds_alone_that_went_into_a_sum_are_not_contributed_again_by_a_site_that_is_cut_off_then(

@@ -19,6 +19,7 @@ from gradbus.actors import Site
 from gradbus.models import NoopTask
 from gradbus.models.task import TrainResult
 from gradbus.runtime.config.federated import UpstreamConfig
+from gradbus.runtime.testing.failpoints import FailPoint
 
 DIM = 30_000
 PATIENT = {"dead_after_s": 30.0, "start_grace_s": 60.0}
@@ -39,6 +40,17 @@ class UnequalTask(NoopTask):
         self._hold(client_id, round_id)
         super().train(model, **arguments)
         return TrainResult(num_samples=3 + 2 * client_id, loss=0.1 * (client_id + 1) / round_id)
+
+
+class DiesAfterCommit(gradbus.Controller):
+    """Has the model of a round on its disk when it ends, and has sent it to nobody."""
+
+    def dies_after(self, round_id: int) -> DiesAfterCommit:
+        def die() -> None:
+            raise ConnectionAbortedError
+
+        self._probe.fail = FailPoint(f"after_commit_before_publish:{round_id}", die)
+        return self
 
 
 @dataclass

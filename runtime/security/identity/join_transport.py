@@ -40,7 +40,7 @@ JOIN = Topic(JOIN_TOPIC, "Frame", False, False, 512, 0, 0.01, False, _none, igno
 BEACON = Topic(BEACON_TOPIC, "Frame", True, False, 64, 0, 0.01, False, _none, ignore_local=True)
 
 
-class _JoinReader(Reader):
+class JoinReader(Reader):
     """Passes join messages to the transport; the receiver gets only the errors of invalid ones, which it counts."""
 
     def __init__(self, wire: Reader, transport: JoinTransport) -> None:
@@ -106,8 +106,8 @@ class JoinTransport:
             self._send_beacon(party, self._ticked_s)
         else:
             party.on_joined = self._on_joined
-        self._beacons = _JoinReader(node.plain_reader(BEACON), self)
-        for one in (_JoinReader(node.plain_reader(JOIN), self), self._beacons):
+        self._beacons = JoinReader(node.plain_reader(BEACON), self)
+        for one in (JoinReader(node.plain_reader(JOIN), self), self._beacons):
             thread.add_reader(one)
         thread.add_writer(self._writer)
         thread.add_periodic(Periodic(self._tick, IDLE_TICK_S))

@@ -139,6 +139,8 @@ def test_with_identity_the_allow_list_names_a_client(
         (SEVERAL, UNASSIGNED, "", "as in robot.4"),
         (SEVERAL, UNASSIGNED, "robot", "may have several clients"),
         (ClientNode("", ()), UNASSIGNED, "", "no ids of clients"),
+        (ClientNode("", ()), 3, "", "taken off the allow list"),  # between the decryption of its Hello and this
+        (ClientNode("", ()), 3, "robot", "taken off the allow list"),
     ],
 )
 def test_with_identity_other_names_are_refused(node: ClientNode, sender: int, name: str, words: str) -> None:

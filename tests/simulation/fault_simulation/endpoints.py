@@ -37,6 +37,7 @@ class MemoryWriter(Writer):
         self.has_new_readers = False
         self.retained: deque[Any] = deque(maxlen=retained_samples if topic.retained else 0)
         self._refused_since_s = self._awaited_since_s = 0.0
+        self._sertype = None
         self.is_deleted = False
 
     # mypy: the real one has a callback of this name, which only its participant sets
@@ -222,7 +223,8 @@ class MemoryWaitSet:
 class MemoryParticipant:
     """Stands in for ``Participant``: the endpoints of one bus."""
 
-    def __init__(self, **_: Any) -> None:
+    def __init__(self, *, partition: str = "", **_: Any) -> None:
+        self.partition = partition
         self.process = running()
         self.network = self.process.world.network
         self.lease_s, self.has_default_lease = self.network.lease_s, False

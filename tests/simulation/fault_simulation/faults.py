@@ -18,7 +18,9 @@ MACHINES = 3
 NOTES = {
     "controller": ("commanded", "counted", "counted", "committed", "committed"),
     "client": ("offered", "decoded", "receipt"),
+    "site": ("commanded", "counted", "counted", "committed", "adopted", "decoded", "receipt"),
 }
+_PLACES = {**PLACES, "site": PLACES["controller"] + PLACES["client"]}
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +79,9 @@ class Fault:
             "clock": f"the wall clock of {self.role} jumps by {seconds}",
             "disk": f"the disk of {self.role} is full for {seconds}",
             "cut": f"machines {self.machines[0]} and {self.machines[1]} are cut off from each other for {seconds}",
+            "revoke": f"{self.role} is taken off the allow list, and put on it again after {seconds}",
+            "stranger": f"a process with a key that is not on the allow list starts as {self.role}",
+            "twin": f"{self.role} is started a second time, with the same key",
             "lease": f"the lease of {self.other} ends at {self.role} only, which finds it again after {seconds}",
         }
         return f"{self.moment}: {effect[self.action]}"
@@ -120,7 +125,7 @@ def draw_decision(rng: random.Random, role: str, rounds: int) -> Moment:
             number = rng.randint(1, 3 * rounds if name == "counted" else rounds)
             return Moment("note", number, role, name, when)
         case "place":
-            return Moment("place", rng.randint(1, rounds), role, rng.choice(PLACES[kind]))
+            return Moment("place", rng.randint(1, rounds), role, rng.choice(_PLACES[kind]))
         case _:
             return Moment("sync", rng.randint(1, 40), role, when=when)
 

@@ -17,6 +17,9 @@ TASKS = "no task is left"
 BOUNDS = "queues are bounded"
 REPLACED = "a controller that was replaced ends"
 MEAN = "the model is the mean of what was learned"
+ADMISSION = "only admitted nodes count"
+LEVELS = "both levels of a tree agree"
+TREE_MODEL = "models of a tree are the oracle's"
 SAME_MODEL = "the model of a run without faults"
 
 

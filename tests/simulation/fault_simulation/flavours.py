@@ -23,6 +23,12 @@ class Flavour:
         is_mean: the model is the sum of the mean changes of each round.
         may_end_with: words of an error that ends such a run by design.
         replaces: the controller is paused, replaced by a start with a copy of its state, and goes on beside that.
+        has_identities: each node has a key, and the controller a list of those that it admits, which changes.
+        sites: clients belong to so many sites, whose controllers are between them and the controller; 0: there are
+            none. upstream: settings of a site towards the controller. same_as: where all clients count in all rounds,
+            the model is that of this flavour, to the bit; empty: of this one. may_log: errors that are logged by
+            design. least_train_s: trainings are no shorter in the mean, as some circumstances have: rounds alone are
+            many.
         is_drawn: a seed may have it; else it is run by name only, as it is known not to hold.
     """
 
@@ -38,6 +44,12 @@ class Flavour:
     is_mean: bool = False
     may_end_with: str = ""
     replaces: bool = False
+    has_identities: bool = False
+    sites: int = 0
+    upstream: Mapping[str, Any] = field(default_factory=dict)
+    same_as: str = ""
+    may_log: tuple[str, ...] = ()
+    least_train_s: float = 0.0
     is_drawn: bool = True
 
 
@@ -66,6 +78,20 @@ FLAVOURS: Mapping[str, Flavour] = {
     "async": Flavour(
         {"mode": "asynchronous", "asynchronous": {"buffer": 2}}, minimum=(1,), quorum=(1.0,), is_checked=False
     ),
+    "tree": Flavour(
+        sites=2, upstream={"alone": False}, minimum=(1, 2, 3), keeps_payloads=False, is_fixed=True, same_as="fp32"
+    ),
+    "tree_alone": Flavour(
+        sites=2,
+        upstream={"alone_after_s": 3.0},
+        minimum=(1, 2, 3),
+        keeps_payloads=False,
+        is_fixed=True,
+        same_as="fp32",
+        may_log=("cut off", "rounds alone end"),
+        least_train_s=0.1,
+    ),
+    "admission": Flavour(has_identities=True, minimum=(1, 2), is_mean=True, may_log=("join refused",)),
     "replaced": Flavour(replaces=True),
 }
 DRAWN = tuple(name for name, flavour in FLAVOURS.items() if flavour.is_drawn)
@@ -94,10 +120,11 @@ class Circumstances:
 
     def __str__(self) -> str:
         places = ", ".join(f"{role} on machine {number}" for role, number in self.machines.items())
+        clients = sum(role.startswith("client") for role in self.machines)
         return (
             f"{places}; delay {self.base_s:g} to {self.base_s + self.jitter_s:g} s, {self.loss:.0%} of packets lost, "
             f"{self.refused:.0%} of writes refused, lease {self.lease_s:g} s; training takes {self.train_s:g} s; at "
-            f"least {self.minimum} of {len(self.machines) - 1} clients, quorum {self.quorum:g}, dead after "
+            f"least {self.minimum} of {clients} clients, quorum {self.quorum:g}, dead after "
             f"{self.dead_after_s:g} s"
         )
 
@@ -112,7 +139,8 @@ def draw_circumstances(rng: random.Random, flavour: str, roles: list[str], machi
     return Circumstances(
         base_s=rng.choice([1e-4, 1e-3, 0.02]), jitter_s=rng.choice([1e-4, 5e-3, 0.1]),
         loss=rng.choice([0.0, 0.01, 0.1, 0.3]), refused=rng.choice([0.0, 0.0, 0.01]), lease_s=rng.choice([4.0, 10.0]),
-        train_s=rng.choice([0.005, 0.1, 1.0]), minimum=rng.choice(chosen.minimum), quorum=rng.choice(chosen.quorum),
+        train_s=max(chosen.least_train_s, rng.choice([0.005, 0.1, 1.0])),
+        minimum=rng.choice(chosen.minimum), quorum=rng.choice(chosen.quorum),
         dead_after_s=rng.choice([2.0, 5.0, 30.0]), machines={role: rng.randrange(machines) for role in roles},
     )  # fmt: skip
 

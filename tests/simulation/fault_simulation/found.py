@@ -70,4 +70,33 @@ FOUND = (
         "and did not answer clients that requested it: they waited for 30 s, and ended without the last model.",
         87, "replaced", (_replaced_when_committed(6, 0.5),),
     ),
+    Found(
+        "The controller dies after it has committed the last round and before it has published that model. The next "
+        "start found nothing to do and ended without it: clients waited 30 s, and ended with an older model.",
+        1, "fp32", _killed("after_commit_before_publish", 6, 0.02),
+    ),
+    Found(
+        "The same death in a tree: a site that knew the next start by its first topic, and not by the others yet, took "
+        "it for gone, and its clients waited 30 s for a model that it did not have.",
+        1, "tree", _killed("after_commit_before_publish", 6, 0.02),
+    ),
+    Found(
+        "A site that is back from rounds alone, or starts again, is told that the run has ended before it is ready. It "
+        "ended, and its clients never learned of it: they waited for controller_timeout_s and failed.",
+        2, "tree_alone", _killed("after_commit_before_publish", 6, 3.2),
+    ),
+    Found(
+        "A site did rounds alone. `gradbus check` reported I1 and I2 violated at that site, as the controller of these "
+        "rounds kept no journal, and its clients did.",
+        3, "tree_alone", _killed("after_commit_before_publish", 5, 3.21),
+    ),
+    Found(
+        "The controller is away for longer than upstream.alone_after_s before it has commanded a round. Sites ended "
+        "with BarrierTimeout after that time, not after upstream.timeout_s, and their clients with them.",
+        29, "tree_alone", (Fault(Moment("step", 483, CONTROLLER), "disk", CONTROLLER, 5.0),),
+    ),
+    Found(
+        "A site that was stopped in the midst of a round left a task behind, of which asyncio warned.",
+        73, "tree_alone", (Fault(Moment("step", 1943, "site-1"), "stop", "site-1", 0.04),),
+    ),
 )  # fmt: skip

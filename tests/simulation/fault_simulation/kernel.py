@@ -61,6 +61,7 @@ class VirtualProcess:
         entropy: what ``os.urandom`` gives. wall_ns: its wall clock is wrong by so much.
         files: open descriptors, and which file each is.
         tasks: of its coroutines, kept until the run is over: a coroutine that is collected runs its ``finally`` blocks.
+        is_stranger: it has a key that is not on the allow list.
         replaced: another start has taken its place while it was paused: what it does is no longer part of the run.
         parked: callbacks that wait while it is paused. blocked_s: how long a write would have held its thread.
         slow_until_s: it takes nothing from its readers until then.
@@ -80,7 +81,7 @@ class VirtualProcess:
         self.participants: list[Any] = []
         self.watchers: list[tuple[Callable[[str], None], contextvars.Context]] = []
         self.parked: list[Any] = []
-        self.dead = self.paused = self.replaced = False
+        self.dead = self.paused = self.replaced = self.is_stranger = False
         self.blocked_s = self.slow_until_s = 0.0
         self.started_s = now_s()
         self.ended_s = 0.0

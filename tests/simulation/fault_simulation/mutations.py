@@ -1,7 +1,7 @@
 """Faults that are planted in the shipped code, to see what finds them: one line changed in each, at run time.
 
 A net of tests is as fine as the faults that it finds. Each mutation here breaks one promise of admission, commit,
-resume, receipts, masks or agreement, and a seed of the simulation should find it, or the test that it names::
+resume, receipts, trees, masks or agreement, and a seed of the simulation should find it, or the test that it names::
 
     with find("an update counts twice").planted():
         ...
@@ -34,7 +34,8 @@ class Mutation:
     """Holds one planted fault.
 
     Attributes:
-        name: of the fault. subject: admission, commit, resume, receipts, commands, masks or agreement.
+        name: of the fault. subject: admission, commit, resume, receipts, commands, trees, masks or
+            agreement.
         place: of the function, ``module:function`` or ``module:Class.method``, without ``gradbus.``.
         shipped: lines of its source, which are there once. mutant: what stands in their place.
         promise: what it breaks: an invariant of ``gradbus check``, or a sentence.
@@ -115,6 +116,8 @@ SESSION = "actors.federated.session:ControllerSession"
 CLIENT = "actors.federated.client:Client"
 AGREEMENT = "runtime.collectives.agreement:GenerationAgreement"
 MASKING = "actors.secure_aggregation"
+SITE = "actors.federated.site_controller:SiteController"
+ADMISSION = "runtime.security.identity.admission:Admission"
 
 MUTATIONS = (
     Mutation(
@@ -337,6 +340,41 @@ MUTATIONS = (
         "if is_known and repeated.attempt <= self._attempt:",
         "if False:", "a client trains once for a command",
         found_by="tests/actors/federated/test_session.py::test_a_repeated_command_of_a_later_attempt_is_given_again_once",
+    ),
+    Mutation(
+        "a site takes any sum that it has sent for counted", "trees", f"{SITE}.adopt",
+        "if gathered is not None and gathered[0].round_id == round_id == self.counted_round:",
+        "if gathered is not None and gathered[0].round_id == round_id:",
+        "a site knows whether its sum counts", flavour="tree",
+    ),
+    Mutation(
+        "what has counted at a site in a round counts in its next one", "trees", f"{SITE}.adopt",
+        "self._accepted = set()", "", "a round waits for the clients that have not answered in it", flavour="tree",
+    ),
+    Mutation(
+        "a site passes on another model than that from above", "trees",
+        "actors.federated.site_controller:SiteSum.finish", "weights.copy_(self.next_model)",
+        "weights.add_(self.next_model).mul_(0.5)", "a round has one model at all levels", flavour="tree",
+    ),
+    Mutation(
+        "another attempt at a round of a site forgets what has counted in it", "trees", f"{SITE}.gather",
+        "self._gathered = (*await self._gather(command.round_id, self._accepted), started_s)",
+        "self._gathered = (*await self._gather(command.round_id, set()), started_s)",
+        "an update counts at most once through both levels", flavour="tree",
+    ),
+    Mutation(
+        "changes of the allow list are not read", "admission",
+        "runtime.security.identity.allow_list:AllowListWatcher.news",
+        "if self._looked == self._seen or self._looked != before:", "if True:",
+        "a node that is not on the allow list never counts", flavour="admission",
+    ),
+    Mutation(
+        "a node that has the name of another is admitted", "admission", f"{ADMISSION}._refusal_reason",
+        """
+        if entry.public != hello.public:
+            return f"the allow list of the controller has another key of {hello.name}, id {entry.public[:4].hex()}"
+        """,
+        "", "a node that is not on the allow list never counts", flavour="admission",
     ),
     Mutation(
         "the masks of a client that dropped out stay in the sum", "masks",

@@ -181,6 +181,8 @@ class MemoryNetwork:
     def _introduce(self, writer: MemoryWriter, reader: MemoryReader) -> None:
         if writer.topic.name != reader.topic.name or writer.deleted or reader.deleted:
             return
+        if writer.participant.partition != reader.participant.partition:  # of another job
+            return
         is_local = writer.participant is reader.participant
         if is_local and writer.topic.ignore_local:
             return

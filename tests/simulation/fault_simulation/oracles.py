@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 CALM_S = 28.0  # the longest deadline, without those of a whole round: a run without faults is over in less
 MISSED_END_S = 15.0  # who started so shortly before the end of the controller may have missed it
 MISSED_WORDS_S = 4.0
+REJOIN_S = 8.0  # with identities: from a start of the controller until its members have left the start before for it
 Key = tuple[str, int, int, int]
 """An update: run, client, incarnation, transfer."""
 
@@ -36,10 +37,8 @@ def judge(world: World) -> None:
     counted = _counted(world)
     if flavour.learns_by_receipt:
         _clients_know_what_counts(world, counted)
-    if flavour.is_checked and (world.folder / "history").is_dir():
-        for result in check(read_history(world.folder)):
-            if result.violations:
-                world.finding(result.name, "; ".join(result.violations[:3]))
+    for role in world.roles if flavour.is_checked else ():
+        _check_journals(world, role)
     if controller is not None and flavour.may_end_with and flavour.may_end_with in str(controller.result):
         world.notes.append(f"the controller has ended: {str(controller.result)[:100]}")
         return
@@ -49,27 +48,39 @@ def judge(world: World) -> None:
     _nothing_has_waited(world)
 
 
+def _check_journals(world: World, role: str) -> None:
+    """Check the journals of the controller, or of a site, with those of its clients."""
+    folder = world.history_of(role)
+    if (folder / "controller.jsonl").is_file():
+        where = "" if role == CONTROLLER else f"at {role}: "
+        for result in check(read_history(folder)):
+            if result.violations:
+                world.finding(result.name, where + "; ".join(result.violations[:3]))
+
+
 def _each_has_ended_well(world: World) -> None:
-    controller = world.ended.get(CONTROLLER)
     for role, process in world.ended.items():
         error = process.result
         if not isinstance(error, Exception):
             continue
-        if (
-            role != CONTROLLER
-            and type(error).__name__ == "BarrierTimeout"
-            and _has_missed_end(world, process, controller)
-        ):
+        if role != CONTROLLER and _has_missed_end(world, process):
             world.notes.append(f"{process.name} has missed the end of the run")
         else:
             world.finding(ENDS, f"{process.name} has ended with {type(error).__name__}: {str(error)[:400]}")
 
 
-def _has_missed_end(world: World, process: VirtualProcess, controller: VirtualProcess | None) -> bool:
-    """Return whether a client that waits for the controller could not know that the run was over."""
-    if controller is None or isinstance(controller.result, Exception):
+def _has_missed_end(world: World, process: VirtualProcess) -> bool:
+    """Return whether a client, or a site, that waits for its controller could not know that the run was over."""
+    controller = world.ended.get(world.above(process.role))
+    if controller is None or type(process.result).__name__ != "BarrierTimeout":
         return False
+    if controller.role in world.retired:
+        return True
+    if isinstance(controller.result, Exception):  # of a site that has missed it, its clients never hear of the end
+        return controller.role != CONTROLLER and _has_missed_end(world, controller)
     over_s = controller.ended_s
+    if world.identities is not None and controller.started_s > over_s - REJOIN_S:
+        return True
     return process.started_s > over_s - MISSED_END_S or world.excused_s[process.role] > over_s - MISSED_WORDS_S
 
 
@@ -84,11 +95,11 @@ def _rounds_are_reported_in_order(world: World) -> None:
 
 def _models_are_committed_first(world: World) -> None:
     """Else a round that clients know is lost if the controller dies, and the next start makes another model of it."""
-    committed = 0
+    committed, run = 0, ""
     for process, event, facts in world.journal:
         if process.role == CONTROLLER and event in ("started", "committed"):  # the former: what an earlier start saved
-            committed = max(committed, facts["round"])
-        elif event == "decoded" and facts["round"] > committed:
+            committed, run = max(committed, facts["round"]), facts.get("run", run)
+        elif event == "decoded" and facts["run"] == run and facts["round"] > committed:
             world.finding(COMMITTED, f"{process.name} has the model of round {facts['round']} before it is committed")
 
 
@@ -100,15 +111,16 @@ def _nothing_has_waited(world: World) -> None:
 
 
 def _counted(world: World) -> set[Key]:
-    """Return the updates that are in a committed model, and note those that are in it twice."""
+    """Return the updates that are in a committed model, or in a sum that is, and note those that are in two."""
     counted: set[Key] = set()
     pending: dict[str, list[Key]] = {}  # by start of the controller: since its last commit
     runs: dict[str, str] = {}
     for process, event, facts in world.journal:
-        if process.role != CONTROLLER:
-            continue
-        if event == "started":
+        if event == "started" and "run" in facts:
             runs[process.name] = facts["run"]
+            pending.pop(process.name, None)
+        elif event == "adopted":  # by a site, whose sum does not count
+            pending.pop(process.name, None)
         elif event == "counted":
             key = (runs[process.name], facts["client"], facts["incarnation"], facts["transfer"])
             pending.setdefault(process.name, []).append(key)
@@ -128,7 +140,7 @@ def _clients_know_what_counts(world: World, counted: set[Key]) -> None:
     incarnations: dict[str, int] = {}
     unanswered: dict[str, dict[int, Key]] = {}  # by start of a client, and number of the update
     for process, event, facts in world.journal:
-        if process.role == CONTROLLER:
+        if not process.role.startswith("client"):
             continue
         if event == "started":
             incarnations[process.name] = facts["incarnation"]

@@ -48,11 +48,13 @@ def of_python() -> list[Patch]:
 
 def of_gradbus() -> list[Patch]:
     """Return the names of gradbus that are replaced. Importing this function's modules loads gradbus."""
-    from fault_simulation import drivers, endpoints, processes
+    from fault_simulation import drivers, encrypted_endpoints, endpoints, processes
     from gradbus.actors.secure_aggregation import masking_client, masking_server
     from gradbus.runtime import drive
     from gradbus.runtime.bus import bus, participant_factory
     from gradbus.runtime.dds import peer_processes
+    from gradbus.runtime.security import endpoints as security_endpoints
+    from gradbus.runtime.security.identity import handshake, join_client, join_transport
     from gradbus.runtime.testing import failpoints, journal
 
     kernel_reason = "the kernel of each virtual machine reports the ends of its own processes"
@@ -61,6 +63,15 @@ def of_gradbus() -> list[Patch]:
         Patch(drive, "later", drivers.DeferredCall, "deletions run a moment later, on the virtual loop"),
         Patch(drive, "executor", drivers.virtual_executor, "computations run in line, at a virtual cost"),
         Patch(participant_factory, "Participant", endpoints.MemoryParticipant, "the network in memory, not DDS"),
+        Patch(
+            security_endpoints,
+            "EncryptedParticipant",
+            encrypted_endpoints.MemoryEncryptedParticipant,
+            "the same below what is encrypted",
+        ),
+        Patch(
+            join_transport, "JoinReader", encrypted_endpoints.MemoryJoinReader, "it reads from the network in memory"
+        ),
         Patch(participant_factory, "other_users", list, "it reads the users of the real machine"),
         Patch(bus, "WaitSet", endpoints.MemoryWaitSet, "it waits for the network in memory"),
         Patch(peer_processes, "own_claim", processes.own_claim, kernel_reason),
@@ -71,6 +82,8 @@ def of_gradbus() -> list[Patch]:
         Patch(journal.History, "note", processes.noting(journal.History.note), "each decision is a moment for faults"),
         Patch(masking_client, "X25519PrivateKey", processes.SeededKeys, "keys come from the seed"),
         Patch(masking_server, "X25519PrivateKey", processes.SeededKeys, "keys come from the seed"),
+        Patch(handshake, "X25519PrivateKey", processes.SeededKeys, "keys come from the seed"),
+        Patch(join_client, "X25519PrivateKey", processes.SeededKeys, "keys come from the seed"),
     ]
 
 

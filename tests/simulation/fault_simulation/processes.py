@@ -78,7 +78,7 @@ def noting(note: Callable[..., None]) -> Callable[..., None]:
         process.world.at_decision(process, "note", event, "before")
         if _is_replaced(process):  # just now
             return
-        process.world.on_note(process, event, facts)
+        process.world.on_note(process, event, facts, is_kept=history.on)
         note(history, event, **facts)
         process.world.at_decision(process, "note", event, "after")
 

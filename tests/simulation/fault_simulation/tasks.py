@@ -11,6 +11,8 @@ from torch import nn
 from gradbus import codecs
 from gradbus.models import NoopTask, TrainResult
 
+DIM = 100
+TRAINING_SEED = 7  # with which clients train in all rounds
 PACKETS = 3
 
 

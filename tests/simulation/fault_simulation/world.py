@@ -9,13 +9,15 @@ import random
 import shutil
 import traceback
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from fault_simulation.admission import Identities, draw_admission_plan
 from fault_simulation.disk import Disk
 from fault_simulation.faults import CONTROLLER, MACHINES, Fault, draw_plan
 from fault_simulation.findings import BOUNDS, ENDS, EXCEPTIONS, LOGS, MEAN, REPLACED, TASKS, Finding
@@ -23,22 +25,26 @@ from fault_simulation.flavours import CALM, FLAVOURS, Circumstances, draw_circum
 from fault_simulation.kernel import CLOCK, START_S, Killed, VirtualProcess, current, generator, now_s
 from fault_simulation.network import MemoryNetwork
 from fault_simulation.seeds import SMALL
-from fault_simulation.tasks import PacketTask, ReportingTask
+from fault_simulation.tasks import DIM, TRAINING_SEED, PacketTask, ReportingTask
 from fault_simulation.trace import Trace
+from fault_simulation.trees import RETIRED_AFTER_S, TreeOracle, above, draw_tree_plan, number_of, roles_of, run_site
 from fault_simulation.virtual_loop import Deadlock, Livelock, VirtualLoop
-from gradbus.actors import Client, Controller
+from gradbus.actors import Client, Controller, Site
+from gradbus.actors.federated.client import LAST_MODEL_S
 from gradbus.models import NoopTask
 from gradbus.runtime.bus.bus import connect  # not gradbus.connect, which loads on a real thread
 from gradbus.runtime.config.federated import ClientConfig, FederatedConfig
-from gradbus.runtime.errors import CheckpointError, ControllerReplaced
+from gradbus.runtime.errors import CheckpointError, ControllerReplaced, JoinRefused
+from gradbus.runtime.security.settings import Level, Security
 
-DIM = 100
 ROUND_LIMIT_S = 65.0  # of virtual time, for each round with all faults
 COMPUTE_S = 5e-4  # mean cost of a computation that is no training
 KERNEL_REPORTS_S = (1e-3, 0.04)  # from the end of a process until the kernel reports it
 FULL_S = 5.0  # from a sync that found the disk full until the actor has ended with that error
+LATE_REFUSAL_S = 1.0  # from the end of a client that was refused, though it is on the list again, until its next start
 RECONNECT_S = 3.0  # after a partition or a pause, until all have found each other again
 NEVER_LOGGED = ("strike", "history ends", "message not handled", "readers or writers not deleted")
+LAST_MODEL_LOST = "last model not received"
 MEAN_TOLERANCE = 1e-5  # changes are of some 1e-3, and masked sums on a grid
 CHECK_EVERY = 64  # callbacks
 HEARD_S = 6.0  # from the first command of another start until the one that it has replaced must have heard of it
@@ -68,13 +74,13 @@ class World:
         """
         clients, rounds = size
         self.seed, self.flavour, self.size, self.rounds = seed, flavour, size, rounds
-        self.roles = [CONTROLLER, *(f"client-{number}" for number in range(clients))]
+        self.rules = FLAVOURS[flavour]
+        self.roles = roles_of(clients, self.rules.sites)
         self.rng = generator(seed, "world")
         self.circumstances = draw_circumstances(generator(seed, "circumstances"), flavour, self.roles, MACHINES)
         if is_calm:
             self.circumstances = replace(self.circumstances, minimum=clients, **CALM)
-        drawn = draw_plan(generator(seed, "plan"), self.roles, rounds, replaces=FLAVOURS[flavour].replaces)
-        self.drawn = drawn if plan is None else tuple(plan)
+        self.drawn = self._draw_plan(generator(seed, "plan")) if plan is None else tuple(plan)
         self.plan = [fault for number, fault in enumerate(self.drawn) if keep is None or number in keep]
         self.trace = Trace(keep_all=keep_trace)
         self.folder = Path("run")
@@ -93,19 +99,32 @@ class World:
         self.calm_s = START_S
         self.excused_s: dict[str, float] = defaultdict(float)  # until when a role may have missed something
         self.virtual_s = 0.0
-        self.client_ids: dict[str, int] = {role: number for number, role in enumerate(self.roles[1:])}
+        self.client_ids: dict[str, int] = {role: number_of(role) for role in self.roles[1:]}
+        self.tree = TreeOracle(self) if self.rules.sites else None
+        self.identities = Identities(self) if self.rules.has_identities else None
+        self.sites: dict[str, Site] = {}  # the newest start of each
+        self.retired: set[str] = set()  # sites that were stopped for good, as the run above them is over
         self._now: dict[str, VirtualProcess] = {}
         self._starts: Counter[str] = Counter()
+        self._due: Counter[str] = Counter()  # starts that are scheduled
+        self._refused: set[str] = set()  # roles off the allow list whose process has ended
         self._pids = itertools.count(1001)
         self._at_steps = sorted(
             (fault for fault in self.plan if fault.moment.kind == "step"), key=lambda one: one.moment.number
         )
         self._at_decisions = [fault for fault in self.plan if fault.moment.kind != "step"]
         self._reached: Counter[tuple[str, str, str, str]] = Counter()
-        self._restart_s: dict[str, float] = {}
+        self._restart_s: dict[str, float | None] = {}  # None: never again
         self._replaced: list[tuple[VirtualProcess, float]] = []  # paused, and for how long each goes on later
         self._changes: dict[tuple[int, int], torch.Tensor] = {}  # by client and round
         self._machines = dict(self.circumstances.machines)
+
+    def _draw_plan(self, rng: random.Random) -> tuple[Fault, ...]:
+        if self.rules.sites:
+            return draw_tree_plan(rng, self.roles, self.rounds, self.rules.sites)
+        if self.rules.has_identities:
+            return draw_admission_plan(rng, self.roles, self.rounds)
+        return draw_plan(rng, self.roles, self.rounds, replaces=self.rules.replaces)
 
     def _make_network(self, drawn: Circumstances) -> MemoryNetwork:
         network = MemoryNetwork(self.loop, generator(self.seed, "network"), self.trace)
@@ -132,16 +151,26 @@ class World:
         """Take an event that a process has logged."""
         shown = " ".join(f"{name}={value}" for name, value in sorted(facts.items()))
         self.trace.add(f"{process.name} logs {method}: {event} {shown}")
+        if self.identities is not None and not process.dead:
+            self.identities.on_log(process, event)
         if process.dead or process.replaced or self.disk.is_full(process.role):
             return
-        if error or method in ("error", "critical") or event in NEVER_LOGGED:
+        if event == LAST_MODEL_LOST and self.calm_s + LAST_MODEL_S < now_s():
+            self.finding(LOGS, f"{process.name} logged {event}, with no fault since it waits: {shown}")
+        is_error = method in ("error", "critical") and event not in self.rules.may_log
+        if error or is_error or event in NEVER_LOGGED:
             self.finding(LOGS, f"{process.name} logged {method}: {event} {shown} {error}")
 
-    def on_note(self, process: VirtualProcess, event: str, facts: dict[str, Any]) -> None:
-        """Take a decision that a process journals."""
+    def on_note(self, process: VirtualProcess, event: str, facts: dict[str, Any], *, is_kept: bool) -> None:
+        """Take a decision that a process journals. ``is_kept``: it has a journal, which a site has not as a client."""
         if process.dead or process.replaced:
             return
-        self.journal.append((process, event, facts))
+        if is_kept:
+            self.journal.append((process, event, facts))
+        if self.identities is not None:
+            self.identities.on_note(process, event, facts)
+        if self.tree is not None:
+            self.tree.on_note(process, event, facts, is_kept=is_kept)
         if event == "commanded":
             self._resume_replaced()
         shown = " ".join(
@@ -187,9 +216,8 @@ class World:
         self.happened.append(fault)
         self.trace.add(f"FAULT {fault}")
         self.calm_s = max(self.calm_s, now_s() + abs(fault.seconds))
-        if fault.action == "cut":
-            self._excuse(self.roles, fault.seconds)
-            self.network.cut(*fault.machines, fault.seconds)
+        if fault.action in ("cut", "revoke", "stranger", "twin"):
+            self._inject_around(fault)
             return
         process = self._now.get(fault.role)
         if process is None or process.dead:
@@ -214,6 +242,31 @@ class World:
                 self.disk.fill(process.role, fault.seconds)
             case "lease":
                 self._lose_one_side(process, fault)
+
+    def _inject_around(self, fault: Fault) -> None:
+        """Let a fault happen that does not need a live process."""
+        if fault.action == "cut":
+            self._excuse(self.roles, fault.seconds)
+            self.network.cut(*fault.machines, fault.seconds)
+            return
+        assert self.identities is not None, "only a flavour with identities has such faults"
+        if fault.action == "revoke":
+            self.identities.revoke(fault.role)
+            self.network.at(fault.seconds, self._admit_again, fault.role)
+        elif fault.action == "stranger":
+            self.start(fault.role, is_stranger=True)
+        elif fault.role in self._now and fault.role not in self.ended:
+            self.disk.copy_folder(fault.role)
+            self._machines[fault.role] = self.rng.randrange(MACHINES)
+            self.start(fault.role)
+
+    def _admit_again(self, role: str) -> None:
+        assert self.identities is not None
+        self.identities.admit(role)
+        self.calm_s = max(self.calm_s, now_s())
+        if role in self._refused:
+            self._refused.discard(role)
+            self.start(role)
 
     def _excuse(self, roles: Collection[str], seconds: float) -> None:
         for role in roles:
@@ -283,7 +336,15 @@ class World:
         """Kill a process as ``kill -9`` does: its network and files end first, and no code of it runs any more."""
         self.trace.add(f"{process.name} is killed")
         self._end(process)
-        self.network.at(again_s, self.start, process.role)
+        self._start_later(again_s, process.role)
+
+    def _start_later(self, seconds: float, role: str) -> None:
+        self._due[role] += 1
+        self.network.at(seconds, self._start_due, role)
+
+    def _start_due(self, role: str) -> None:
+        self._due[role] -= 1
+        self.start(role)
 
     def _end(self, process: VirtualProcess) -> None:
         process.dead, process.ended_s = True, now_s()
@@ -295,15 +356,26 @@ class World:
 
     # Actors
 
-    def start(self, role: str) -> None:
-        """Start an actor, unless the run is over for it."""
+    def above(self, role: str) -> str:
+        """Return the role whose job another one takes part in."""
+        return above(role, self.rules.sites)
+
+    def history_of(self, role: str) -> Path:
+        """Return the folder of the journals of the controller, or a site, and of its clients."""
+        return self.folder / "history" if role == CONTROLLER else self.folder / role / "history"
+
+    def start(self, role: str, *, is_stranger: bool = False) -> None:
+        """Start an actor, unless the run is over for it. ``is_stranger``: or a process that only claims to be that."""
         if role in self.ended:
             return
         self._starts[role] += 1
         machine = self._machines[role]
         process = VirtualProcess(self, role, self._starts[role], machine=machine, pid=next(self._pids))
         process.wall_ns = self.rng.choice([0, self.rng.randrange(10**9)])
-        self._now[role] = self.by_claim[process.claim] = process
+        process.is_stranger = is_stranger
+        self.by_claim[process.claim] = process
+        if not is_stranger:
+            self._now[role] = process
         self.processes.append(process)
         self.trace.add(f"{process.name} starts on machine {machine}")
         process.main = process.context.run(
@@ -313,7 +385,7 @@ class World:
     async def _main(self, process: VirtualProcess) -> None:
         again_s: float | None = None
         try:
-            process.result = await (self._controller(process) if process.role == CONTROLLER else self._client(process))
+            process.result = await self._actor_of(process.role)(process)
         except asyncio.CancelledError:
             again_s = self._restart_s.pop(process.name)
         except CheckpointError as error:
@@ -331,29 +403,71 @@ class World:
         if process.replaced:  # the run is over for its role when it is over for the one in its place
             if isinstance(process.result, Exception) and not isinstance(process.result, ControllerReplaced):
                 self.finding(REPLACED, f"{process.name} has ended with {process.result!r}")
-        elif again_s is None:
-            self.ended[process.role] = process
-        else:
+        elif again_s is not None:
             self.calm_s = max(self.calm_s, now_s() + again_s)
-            self.network.at(again_s, self.start, process.role)
+            self._start_later(again_s, process.role)
+        elif not self._is_refused(process):
+            self.ended[process.role] = process
         outcome = type(process.result).__name__ if isinstance(process.result, Exception) else "well"
         self.trace.add(f"{process.name} ends, {outcome if again_s is None else 'and starts again'}")
         self._end(process)
 
+    def _is_refused(self, process: VirtualProcess) -> bool:
+        """Return whether the controller has told a process to stop that it need not serve: the run is not over for its
+        role."""
+        if self.identities is None:
+            return False
+        role = process.role
+        if process.is_stranger:
+            self.identities.check_stranger(process)
+            return True
+        if not isinstance(process.result, JoinRefused):
+            return False
+        others = [one for one in self.processes if one.role == role and one is not process]
+        in_its_place = [one for one in others if not one.dead and not one.is_stranger]
+        if role in self.ended:
+            return True  # the process that has its identity now has come to the end of the run
+        if in_its_place:
+            self._now[role] = in_its_place[-1]
+        elif role not in self.identities.listed:
+            self._refused.add(role)
+        elif self.identities.was_off_lately(role):  # it heard so late that it is on the list again
+            self._start_later(LATE_REFUSAL_S, role)
+        else:
+            return self._due[role] > 0
+        return True
+
+    def _actor_of(self, role: str) -> Callable[[VirtualProcess], Awaitable[object]]:
+        if role == CONTROLLER:
+            return self._controller
+        return partial(run_site, self) if role.startswith("site") else self._client
+
+    def _retire_sites(self) -> None:
+        """Stop the sites that go on alone: the run above has ended while they were cut off, and never comes back."""
+        for role, site in self.sites.items():
+            process = self._now[role]
+            if role not in self.ended and site.progress.phase == "alone" and process.main is not None:
+                self.retired.add(role)
+                self._restart_s[process.name] = None
+                process.context.run(process.main.cancel)
+
     async def _controller(self, process: VirtualProcess) -> list[int]:
-        drawn = self.circumstances
+        drawn, sites = self.circumstances, self.rules.sites
+        participants = sites or self.size[0]
         config = FederatedConfig.model_validate(
             {
-                "rounds": self.rounds, "seed": 7, "eval_every": 0,
-                "clients": {"num": len(self.roles) - 1, "min": drawn.minimum, "dead_after_s": drawn.dead_after_s,
+                "rounds": self.rounds, "seed": TRAINING_SEED, "eval_every": 0,
+                "clients": {"kind": "sites" if sites else "clients", "num": participants,
+                            "min": min(drawn.minimum, participants), "dead_after_s": drawn.dead_after_s,
                             "start_grace_s": 2.0},
                 "round": {"timeout_s": 30.0, "quorum": drawn.quorum, "grace_s": 1.0, "max_attempts": 5},
                 "checkpoint": {"dir": self.disk.folder_of(CONTROLLER)},
-                "history": {"dir": self.folder / "history", "payloads": FLAVOURS[self.flavour].keeps_payloads},
-                **FLAVOURS[self.flavour].settings,
+                "history": {"dir": self.history_of(CONTROLLER), "payloads": self.rules.keeps_payloads},
+                **self.rules.settings,
             }
         )  # fmt: skip
-        async with connect("simulation", network="loopback", security="none", shared_memory=False) as bus:
+        security = self._security_of(process)
+        async with connect("simulation", network="loopback", security=security, shared_memory=False) as bus:
             controller = Controller(bus, NoopTask(DIM, delta="seeded"), config)
             async for report in controller.rounds():
                 if process.replaced:
@@ -363,27 +477,37 @@ class World:
                     f"{report.outcome}, attempt {report.attempt}, crc32 {report.weights_crc32:08x}"
                 )
                 self.reported.append(report.round_id)
-                self.crc32_of[report.round_id] = report.clients, report.weights_crc32
-            if FLAVOURS[self.flavour].is_mean and not process.replaced:
+                counted = report.clients if self.tree is None else self.tree.clients_of[report.round_id]
+                self.crc32_of[report.round_id] = counted, report.weights_crc32
+            if self.rules.is_mean and not process.replaced:
                 self._check_mean(controller)
+            if sites:
+                self.network.at(RETIRED_AFTER_S, self._retire_sites)
             return [report.round_id for report in controller.progress.reports]
 
     async def _client(self, process: VirtualProcess) -> object:
-        config = ClientConfig.model_validate(
-            {
-                "history": {"dir": self.folder / "history"}, "controller_timeout_s": 60.0,
-                "state_dir": self.disk.folder_of(process.role),
-            }
-        )  # fmt: skip
-        flavour, number = FLAVOURS[self.flavour], int(process.role.removeprefix("client-"))
+        kept: dict[str, Any] = {
+            "history": {"dir": self.history_of(self.above(process.role))},
+            "state_dir": self.disk.folder_of(process.role),
+        }
+        if process.is_stranger:
+            kept = {}
+        config = ClientConfig.model_validate({"controller_timeout_s": 60.0, **kept})
+        flavour, number = self.rules, number_of(process.role)
         who: dict[str, Any] = {"name": f"site-{number}"} if flavour.named else {"client_id": number}
         task = PacketTask(DIM) if flavour.packets else ReportingTask(DIM, self._note_change)
-        async with connect("simulation", network="loopback", security="none", shared_memory=False) as bus:
+        job = self.above(process.role) if flavour.sites else "simulation"
+        security = self._security_of(process)
+        async with connect(job, network="loopback", security=security, shared_memory=False) as bus:
             client = Client(bus, task, **who, config=config)
             try:
                 return await client.run()
             finally:
-                self.client_ids[process.role] = client.client_id
+                if not process.is_stranger:
+                    self.client_ids[process.role] = client.client_id
+
+    def _security_of(self, process: VirtualProcess) -> Level | Security:
+        return "none" if self.identities is None else self.identities.security_of(process)
 
     def _note_change(self, client_id: int, round_id: int, change: torch.Tensor) -> None:
         self._changes[client_id, round_id] = change
@@ -421,6 +545,8 @@ class World:
 
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir(parents=True)
+        if self.identities is not None:
+            self.identities.make_files()
         CLOCK.now_s = START_S
         torch.manual_seed(0)
         random.seed(0)
@@ -444,7 +570,7 @@ class World:
 
     def fixed_crc32(self) -> int | None:
         """Return the CRC-32 of the last model, if all clients counted in all rounds; None: not so, or not known."""
-        everyone = tuple(range(len(self.roles) - 1))
+        everyone = tuple(range(self.size[0]))
         known = [self.crc32_of.get(round_id) for round_id in range(1, self.rounds + 1)]
         if not all(one is not None and tuple(sorted(one[0])) == everyone for one in known):
             return None
