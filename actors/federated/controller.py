@@ -438,8 +438,9 @@ class Controller:
             later = await self._amended(await self._evaluation.resumed_by_clients(self.progress.reports))
             amended = later or amended
             await self._evaluation.check_client_metrics(self.progress.reports)
-        else:
-            self._publisher.hold(state.round_id)  # the last start may have ended before all clients had it
+        elif state.round_id > 0:  # the last start may have ended before all clients had it
+            with tolerate_write_timeout("model", state.round_id):
+                await self._publisher.publish_full(state.round_id)
         if amended is not None:
             await self._compute.run(self._stop.evaluated, amended)
         await self._ordered_rounds(on_report)

@@ -116,13 +116,9 @@ class ModelPublisher:
 
     async def publish_full(self, round_id: int) -> int:
         """Send the clients' model after this round, in full. Returns its bytes."""
-        self.hold(round_id)
-        return await self.publish()
-
-    def hold(self, round_id: int) -> None:
-        """Have the clients' model after this round ready, in full, for clients that request it."""
         self._round_id = round_id
         self._current = self._full = self._full_message(self._next_key())
+        return await self.publish()
 
     def bytes_down(self, size: int, asked: Collection[int] | None) -> dict[str, int]:
         """Bytes of models that clients get for a round, as a report has them.

@@ -106,21 +106,6 @@ def test_the_weights_themselves_are_not_changed_by_sending_them(name: str) -> No
     run_with(test, name)
 
 
-def test_a_model_that_is_held_ready_is_sent_to_whoever_requests_it_and_to_nobody_before() -> None:
-    """As by a start of the controller that finds all rounds done, for clients that the start before has not reached."""
-
-    async def test(scene: Scene) -> None:
-        late = new_copy()
-        scene.downlink.hold(3)
-        assert scene.bus.sent == []
-        scene.need(3)
-        await scene.bus.until(lambda: scene.bus.sent)
-        hear(late, *scene.bus.sent)
-        assert_holds(late, 3, scene.weights)
-
-    run_with(test)
-
-
 @pytest.mark.parametrize("name", LOSSY)
 def test_a_client_that_comes_late_gets_the_model_that_the_others_hold(
     name: str, monkeypatch: pytest.MonkeyPatch
