@@ -479,14 +479,16 @@ class Client:
     async def _take_last_model(self) -> None:
         """Wait until the model after the last round is here, at most LAST_MODEL_S. Its controller waits as long."""
         current, replica = self._session, self._models.replica
-        welcome, command = current.welcome, current.command
-        if welcome is None or command is None or not self._wants_last_model(welcome):
+        welcome = current.welcome
+        if welcome is None or not self._wants_last_model(welcome):
             return
+        # Whom a start has welcomed that found all rounds done has no command of it.
+        last = welcome.next_round - 1 if current.command is None else current.command.round_id
         self._status.is_paused = False
         with contextlib.suppress(BarrierTimeout):
-            await self._models.fetch_round(welcome, command.round_id, self._last_model_deadline())
-        if replica.round_id < command.round_id:
-            log.warning("last model not received", **self._facts, round=command.round_id, held=replica.round_id)
+            await self._models.fetch_round(welcome, last, self._last_model_deadline())
+        if replica.round_id < last:
+            log.warning("last model not received", **self._facts, round=last, held=replica.round_id)
 
     def _last_model_deadline(self) -> Callable[[], bool]:
         """Return a function that returns whether to give up the model after the last round: LAST_MODEL_S are over, or
