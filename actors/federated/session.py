@@ -107,6 +107,11 @@ class ControllerSession:
         return None if repeats is None else bool(repeats)
 
     @property
+    def attempt(self) -> int:
+        """The attempt at the round of the newest command, as far as this client can count."""
+        return self._attempt
+
+    @property
     def from_round(self) -> int | None:
         """The first round that this client takes part in; None before it is welcomed."""
         return None if self.welcome is None else self.welcome.next_round
