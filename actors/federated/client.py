@@ -50,7 +50,7 @@ from gradbus.actors.privacy.client import privacy_of
 from gradbus.actors.secure_aggregation.keys import Attempt
 from gradbus.actors.secure_aggregation.masked_values import TooLarge
 from gradbus.runtime.built_model import build_model
-from gradbus.runtime.bus.bus import Bus
+from gradbus.runtime.bus.bus import Bus, check_bus
 from gradbus.runtime.compute import ComputeThread
 from gradbus.runtime.config.federated import ClientConfig
 from gradbus.runtime.dds.missing_peers import EVERY_S, WaitLog
@@ -64,7 +64,7 @@ from gradbus.runtime.errors import (
     TrainingFailed,
 )
 from gradbus.runtime.logs import get_logger, process_name
-from gradbus.runtime.misuse import awaited
+from gradbus.runtime.misuse import awaited, check_task
 from gradbus.runtime.names import check_name
 from gradbus.runtime.plain_text import plain_line, plain_text
 from gradbus.runtime.tasks import TaskGroup, items_of, single_error
@@ -138,6 +138,7 @@ class Client:
 
     _codecs_setting: ClassVar[str] = "client.codecs"  # which names the codecs that a controller may choose
     _budget_kind: ClassVar[type[TrainingBudget]] = TrainingBudget
+    _task_methods: ClassVar[tuple[str, ...]] = ("build_model", "prepare", "train")  # that are called here
 
     def __init__(
         self, bus: Bus, task: FederatedTask, *, client_id: int | None = None, name: str = "",
@@ -157,8 +158,12 @@ class Client:
         Raises:
             TypeError: there is neither an id nor a name, the id is not a number, or the config no ClientConfig.
             ValueError: the id is out of range.
-            ConfigError: the name is not one, or a callback is none.
+            ConfigError: bus or task is another kind of thing, the bus is closed, the name is not one, or a callback is
+                none.
         """
+        call = f"{type(self).__name__}(bus, task, ...)"
+        check_bus(call, "bus", bus)
+        check_task(call, task, self._task_methods, "gradbus.actors.FederatedTask")
         self.client_id = NO_ID if client_id is None else checked_id(client_id)
         self.name = check_name(name) if name else ""
         if self.client_id == NO_ID and not name and not bus.access_policy.role:
@@ -410,7 +415,7 @@ class Client:
             BarrierTimeout: no controller was received for ``controller_timeout_s``.
             TrainingFailed: the run has ended because training failed here. RunAborted: because it failed on the other
                 clients, or a setting of the controller is wrong. CallbackFailed: a callback has raised. OutOfTurn: this
-            client has run before, or runs.
+            client has run before, or runs. CallbackTimeout: the run has ended, and a callback does not return.
         """
         if self._home is not None:
             raise OutOfTurn(
@@ -622,6 +627,7 @@ class Client:
                 self._models.on_notice(session, body)
             case RunEnded() if body.run_id == current.run_id and body.ok:
                 current.ended = body
+                self._observer.run_has_ended()
                 self._models.end()
                 self._compute.stop_current()
                 self._interrupt_sending()
@@ -724,7 +730,9 @@ class Client:
         is_asked = welcome is not None and command is not None and current.is_for(self.client_id, welcome, command)
         if is_asked and command is not None and current.repeats is None:
             current.mark_handled(command)
-            current.failure = TrainingFailure(current.run_id, command.round_id, PAUSED, PAUSED)
+            current.failure = TrainingFailure(
+                current.run_id, command.round_id, PAUSED, PAUSED, attempt=current.attempt
+            )  # fmt: skip
             await self._heartbeat.send_hello()
         self._paused_in = None
         if self._status.is_paused:
