@@ -183,7 +183,7 @@ class Client:
         self._prepared = False  # the task has loaded its data: from then on the client may be ready
         self._failure = ""  # of the training here, the newest one
         self._leaving = "stopped"  # why it leaves, unless the run has ended
-        self._shown = NamedModel(self._shown_model, lambda: self._model)
+        self._shown = NamedModel(lambda: self._model)
         self._observer = ClientObserver(callbacks, self._config.callbacks, self._shown, self._changed)
         self._budget = self._budget_kind(self._config.budget, wait=lambda seconds: self._compute.rest(seconds))
         self._paused_in: TrainCmd | None = None  # the command whose training a pause has called off
@@ -236,8 +236,6 @@ class Client:
         self._budget.enter()
         self._bus.access_policy.check_client()
         self._model = self._flat_model()
-        if self._observer.follows_models:  # now: later on it would be built beside a training
-            self._shown.build()
 
     async def _request_id(self) -> None:
         """Have the controller assign an id, and become the client with that."""
@@ -274,10 +272,6 @@ class Client:
     def _flat_model(self) -> FlatModel:
         """Build the model and lay it out."""
         return FlatModel(build_model(self._task), rebuild=partial(build_model, self._task))
-
-    def _shown_model(self) -> FlatModel:
-        """Make the model in which global models are shown to the program while the other one is trained."""
-        return self._flat_model()
 
     def _open_parts(self, frozen: FrozenParameters) -> None:
         """Make the parts of every client, also of one that has others train. ``frozen``: takes what no round changes.
@@ -688,12 +682,10 @@ class Client:
                 self._leaving = self._observer.ending
                 return
             welcome, command = current.welcome, current.command
+            if welcome is not None and await self._completes_shown(welcome):
+                continue
             if welcome is not None and not self._prepared:
                 await self._get_ready(welcome, group)
-                continue
-            if welcome is not None and self._observer.follows_models and await self._models.lacks_frozen(welcome):
-                await self._models.fetch_frozen(welcome)
-                self._observer.look_again()
                 continue
             if self._status.is_paused or (command is not None and command is self._paused_in):
                 await self._sit_out(welcome, command)
@@ -709,6 +701,20 @@ class Client:
                 await self._wait(REPEAT_AFTER_S)  # a command that is older than our model: its successor will come
             else:
                 await self._fetch_for(welcome, command)
+
+    async def _completes_shown(self, welcome: Welcome) -> bool:
+        """Get what a model of this run needs beside what arrives in each round, if the program follows models. Returns
+        whether something was missing."""
+        if not self._observer.follows_models or self._shown.is_complete(welcome):
+            return False
+        if not self._shown.is_laid_out(welcome):
+            await self._compute.run(self._training.arrange, welcome)
+        elif self._prepared and await self._models.lacks_frozen(welcome):
+            await self._models.fetch_frozen(welcome)
+        else:
+            return False
+        self._observer.look_again()
+        return True
 
     async def _get_ready(self, welcome: Welcome, group: TaskGroup) -> None:
         """Do what has to be done once, and say so. What it fails with is reported."""

@@ -106,7 +106,7 @@ class ClientObserver:
             if model is None or model is self._shown or not self.follows_models:
                 return
             self._shown = model
-            if self._models.lacks_frozen(model.welcome):  # it comes again once they are here
+            if not self._models.is_complete(model.welcome):  # it comes again once it is
                 self._shown = None
             else:
                 await self._call("on_model", lambda: (model.round_id, self._models.state(model, self.personal)))
@@ -128,13 +128,16 @@ class ClientObserver:
         """Return the newest global model as tensors by name: copies on the CPU, made off the event loop.
 
         Raises:
-            RuntimeError: none has arrived yet.
+            RuntimeError: none has arrived yet, or it is not complete.
         """
         model = self.newest
         if model is None:
             raise RuntimeError("no global model has arrived yet: await this after the client's first round has begun")
-        if self._models.lacks_frozen(model.welcome):
-            raise RuntimeError("the frozen parameters have not arrived yet: they come before the first round")
+        if not self._models.is_complete(model.welcome):
+            raise RuntimeError(
+                "the model is not complete yet: its layout and frozen parameters come before the first round. Await "
+                "this after that has begun"
+            )
         return await self._copying.run_or_follow(lambda: self._models.state(model, self.personal))
 
     async def _call(self, method: str, make: Callable[[], tuple[Any, ...]]) -> None:

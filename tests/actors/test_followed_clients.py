@@ -168,14 +168,24 @@ class NotingBuilds(NetTask):
         return super().build_model()
 
 
-def test_a_follower_of_models_has_none_built_beside_its_training_whose_random_numbers_that_would_take() -> None:
-    task = NotingBuilds()
-    scene = Scene(
-        lambda bus, one: Client(bus, task if one else NetTask(), client_id=one, callbacks=[Follower()] if one else [])
+@pytest.mark.parametrize("settings", [{}, {"share": {"exclude": ["head.*"]}}, {"exchange": "all"}])
+def test_the_model_of_a_client_is_built_once_however_it_is_followed(settings: dict[str, Any]) -> None:
+    """A second module would take memory, and random numbers that its training draws."""
+    tasks = [NotingBuilds(), NotingBuilds()]
+    states: list[dict[str, Tensor]] = []
+
+    class Taking(Scene):
+        async def take_part(self, client: Client) -> Any:
+            found = [(report, await client.state_dict()) async for report in client.rounds()]
+            states.append(found[-1][1])
+            return found
+
+    scene = Taking(
+        lambda bus, one: Client(bus, tasks[one], client_id=one, callbacks=[Follower()] if one else []), **settings
     )
     run(scene.main())
-    assert len(task.built_on) == 2
-    assert set(task.built_on) == {"gradbus-client-1_0"}, "the thread that trains, before it does"
+    assert [task.built_on for task in tasks] == [["gradbus-client-0_0"], ["gradbus-client-1_0"]], "before training"
+    assert [state.keys() for state in states] == [Net().state_dict().keys()] * 2
 
 
 class Iterating(Scene):
