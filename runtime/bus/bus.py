@@ -408,7 +408,9 @@ def _resolve(done: asyncio.Future[int], outcome: int | Exception) -> None:
 
 
 def check_bus(call: str, argument: str, given: object) -> None:
-    """Check what an actor is given as its bus. ``call``, ``argument``: as of :func:`.misuse.check_instance`.
+    """Check what an actor is given as its bus.
+
+    ``call``, ``argument``: as of :func:`~gradbus.runtime.misuse.check_instance`.
 
     Raises:
         ConfigError: it is no bus, or one that is closed.

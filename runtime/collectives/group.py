@@ -422,7 +422,9 @@ def _reason(error: BaseException) -> str:
 
 
 def check_group(call: str, argument: str, given: object) -> None:
-    """Check what an actor is given as its group. ``call``, ``argument``: as of :func:`.misuse.check_instance`.
+    """Check what an actor is given as its group.
+
+    ``call``, ``argument``: as of :func:`~gradbus.runtime.misuse.check_instance`.
 
     Raises:
         ConfigError: it is no group, or this rank has left it.
