@@ -128,15 +128,7 @@ class CallbackWait:
             CallbackTimeout: the run has ended, and a callback has not returned for :data:`END_S` since. And what
                 ``call`` raises.
         """
-        loop = asyncio.get_running_loop()
-        limit = asyncio.timeout(END_S if self._has_ended else None)
-
-        def warn(waited_s: float) -> None:
-            nonlocal timer
-            self._warn(waited_s)
-            timer = loop.call_later(waited_s, warn, 2 * waited_s)
-
-        timer = loop.call_later(WARN_S, warn, WARN_S)
+        limit, reminder = asyncio.timeout(END_S if self._has_ended else None), _Reminder(self._warn)
         self._limits.add(limit)
         try:
             async with limit:
@@ -147,13 +139,29 @@ class CallbackWait:
             raise CallbackTimeout(*self._callbacks.newest, END_S) from None
         finally:
             self._limits.discard(limit)
-            timer.cancel()
+            reminder.cancel()
 
     def _warn(self, waited_s: float) -> None:
         name, method = self._callbacks.newest
         if self._callbacks.is_running:  # else what is waited for is other work, on the same thread
             effect = f"an error {END_S:g} s after the end of the run" if self._has_ended else "the run waits for it"
             log.warning("callback has not returned", callback=name, method=method, waited_s=waited_s, effect=effect)
+
+
+class _Reminder:
+    """Calls a function after :data:`WARN_S`, and again each time that twice as long has passed, until cancelled."""
+
+    def __init__(self, remind: Callable[[float], None]) -> None:
+        self._remind = remind
+        self._loop = asyncio.get_running_loop()
+        self._timer = self._loop.call_later(WARN_S, self._due, WARN_S)
+
+    def _due(self, waited_s: float) -> None:
+        self._remind(waited_s)
+        self._timer = self._loop.call_later(waited_s, self._due, 2 * waited_s)
+
+    def cancel(self) -> None:
+        self._timer.cancel()
 
 
 def _check(name: str, one: Any, methods: Sequence[str]) -> None:
