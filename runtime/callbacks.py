@@ -4,21 +4,35 @@ A callback is any object with some of the methods of its kind of run; what they 
 what calls them: :mod:`gradbus.actors.federated.early_stop`, :mod:`gradbus.actors.federated.client_observer` and
 :mod:`gradbus.actors.data_parallel.callbacks`. They may return True, which ends the run, but for ``on_end``. What they
 return is True, False or None, of Python or numpy, or one of these in a tensor; else the callback has failed.
+
+While a run goes on it waits for a callback as long as that takes, and a warning names one that takes long. Once the run
+has ended, a callback that does not return within :data:`END_S` is an error: see :class:`CallbackWait`.
 """
 
 from __future__ import annotations
 
+import asyncio
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from gradbus.runtime.choices import import_object
-from gradbus.runtime.errors import CallbackFailed, ConfigError
+from gradbus.runtime.errors import CallbackFailed, CallbackTimeout, ConfigError
+from gradbus.runtime.logs import get_logger
 from gradbus.runtime.nearest import nearest
+
+T = TypeVar("T")
+
+WARN_S = 60.0
+"""After so long a warning names a callback that has not returned, and again each time that twice as long has passed."""
+END_S = 300.0
+"""So long a callback may take once the run has ended."""
+
+log = get_logger("callbacks")
 
 METHODS: Mapping[str, tuple[str, ...]] = {
     "federated": ("on_round", "on_update", "on_aggregate", "on_evaluation", "on_report", "on_end"),
@@ -35,7 +49,11 @@ _ARGUMENTS: Mapping[str, tuple[str, ...]] = {
 
 
 class Callbacks:
-    """The callbacks of one process of a run."""
+    """The callbacks of one process of a run.
+
+    Attributes:
+        newest: name and method of the one that was called last. is_running: whether it has not returned yet.
+    """
 
     def __init__(self, section: str, given: Sequence[Any], named: Sequence[str]) -> None:
         """
@@ -55,6 +73,8 @@ class Callbacks:
         self._all += [(spec, _imported(spec, f"{section}.callbacks")) for spec in named]
         for name, one in self._all:
             _check(name, one, METHODS[section])
+        self.newest = ("", "")
+        self.is_running = False
 
     def __bool__(self) -> bool:
         return bool(self._all)
@@ -74,12 +94,74 @@ class Callbacks:
             function = getattr(one, method, None)
             if not callable(function):
                 continue
+            self.newest, self.is_running = (name, method), True
             try:
                 if _wants_end(function(*arguments)) and method != "on_end":
                     ending.append(name)
             except Exception as error:
                 raise CallbackFailed(name, method, error) from error
+            finally:
+                self.is_running = False
         return ending
+
+
+class CallbackWait:
+    """Waits, on the event loop, for what calls callbacks on another thread."""
+
+    def __init__(self, callbacks: Callbacks) -> None:
+        """Wait for these without a deadline, until :meth:`run_has_ended`."""
+        self._callbacks = callbacks
+        self._limits: set[asyncio.Timeout] = set()  # of what is waited for now
+        self._has_ended = False
+
+    def run_has_ended(self) -> None:
+        """From now on, what is waited for has :data:`END_S`."""
+        if not self._has_ended:
+            self._has_ended = True
+            for limit in self._limits:
+                limit.reschedule(asyncio.get_running_loop().time() + END_S)
+
+    async def wait(self, call: Coroutine[Any, Any, T]) -> T:
+        """Return what ``call`` returns, which runs callbacks among other things.
+
+        Raises:
+            CallbackTimeout: the run has ended, and a callback has not returned for :data:`END_S` since. And what
+                ``call`` raises.
+        """
+        limit, reminder = asyncio.timeout(END_S if self._has_ended else None), _Reminder(self._warn)
+        self._limits.add(limit)
+        try:
+            async with limit:
+                return await call
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise CallbackTimeout(*self._callbacks.newest, END_S) from None
+        finally:
+            self._limits.discard(limit)
+            reminder.cancel()
+
+    def _warn(self, waited_s: float) -> None:
+        name, method = self._callbacks.newest
+        if self._callbacks.is_running:  # else what is waited for is other work, on the same thread
+            effect = f"an error {END_S:g} s after the end of the run" if self._has_ended else "the run waits for it"
+            log.warning("callback has not returned", callback=name, method=method, waited_s=waited_s, effect=effect)
+
+
+class _Reminder:
+    """Calls a function after :data:`WARN_S`, and again each time that twice as long has passed, until cancelled."""
+
+    def __init__(self, remind: Callable[[float], None]) -> None:
+        self._remind = remind
+        self._loop = asyncio.get_running_loop()
+        self._timer = self._loop.call_later(WARN_S, self._due, WARN_S)
+
+    def _due(self, waited_s: float) -> None:
+        self._remind(waited_s)
+        self._timer = self._loop.call_later(waited_s, self._due, 2 * waited_s)
+
+    def cancel(self) -> None:
+        self._timer.cancel()
 
 
 def _check(name: str, one: Any, methods: Sequence[str]) -> None:

@@ -235,6 +235,24 @@ class CallbackFailed(GradbusError):
         self.method = method
 
 
+class CallbackTimeout(CallbackFailed, TimeoutError):
+    """A callback of the user's has not returned in time, once the run had ended.
+
+    Attributes:
+        timeout_s: how long it had for that.
+    """
+
+    def __init__(self, callback: str, method: str, timeout_s: float) -> None:
+        GradbusError.__init__(
+            self,
+            f"callback {callback}: {method} has not returned within {timeout_s:g} s after the end of the run, which is "
+            f"not waited for any longer. Let it return, and do what takes long on a thread of its own",
+        )
+        self.callback = callback
+        self.method = method
+        self.timeout_s = timeout_s
+
+
 class RoundTimeout(GradbusError, TimeoutError):
     """A round ended with too few updates, as often as the configuration allows.
 

@@ -1,16 +1,16 @@
 """Mistakes in a program that Python lets pass, or tells of in words of its own, become a sentence that says what to do.
 
-``with`` in place of ``async with``, a call that nobody awaits, a keyword that is spelt wrongly.
+``with`` instead of ``async with``, a call that is not awaited, a misspelt keyword, an argument that is another thing.
 """
 
 from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import wraps
-from types import TracebackType
+from types import ModuleType, TracebackType
 from typing import Any, Generic, NoReturn, ParamSpec, TypeVar
 
 from gradbus.runtime.errors import ConfigError
@@ -32,12 +32,81 @@ def explain_keyword(what: str, wrong: str, known: Iterable[str]) -> str:
     return f"{what} has no keyword {wrong!r}: {hint}"
 
 
+def check_keywords(what: str, given: Iterable[str], known: Collection[str]) -> None:
+    """Raises WrongKeyword: one of these keywords of ``what`` is not known."""
+    for name in given:
+        if name not in known:
+            raise WrongKeyword(explain_keyword(what, name, known))
+
+
+class WrongArgument(ConfigError, TypeError):
+    """An argument is another kind of thing than expected, such as a class in place of an object."""
+
+
+def check_instance(call: str, argument: str, given: object, expected: type, advice: str) -> None:
+    """Check an argument of a constructor.
+
+    Args:
+        call: how a program calls it, such as ``Client(bus, task, ...)``. argument: its name.
+        given: its value. expected: the class of which it must be an instance.
+        advice: what to do otherwise, a sentence without a full stop.
+
+    Raises:
+        WrongArgument: it is something else.
+    """
+    if not isinstance(given, expected):
+        raise WrongArgument(
+            f"{call}: {argument}: expected {_with_article(expected.__name__)}, got {described(given)}. {advice}"
+        )
+
+
+def check_task(call: str, given: object, methods: Sequence[str], protocol: str) -> None:
+    """Check that the task of a constructor is an object with these methods.
+
+    Args:
+        call: as of :func:`check_instance`. protocol: the class that describes a task, for the text.
+
+    Raises:
+        WrongArgument: it is a class, or an object that lacks some of them.
+    """
+    if isinstance(given, type):
+        name = given.__name__
+        raise WrongArgument(f"{call}: task: expected an object, got the class {name}. Write {name}(...)")
+    if lacking := [name for name in methods if not callable(getattr(given, name, None))]:
+        raise WrongArgument(
+            f"{call}: task: expected an object with the methods {', '.join(methods)}, got {described(given)}, which "
+            f"lacks {', '.join(lacking)}. Give a task, as {protocol} describes it, and keep the order of the arguments"
+        )
+
+
+def described(given: object) -> str:
+    """Return what an argument is, in words for an error."""
+    match given:
+        case None:
+            return "None"
+        case type():
+            return f"the class {given.__name__}"
+        case ModuleType():
+            return f"the module {given.__name__}"
+        case str():
+            return f"the text {given[:80]!r}"
+        case Opening():
+            return f"{given.call}(...), which has not been entered"
+    if inspect.isroutine(given):
+        return f"the function {getattr(given, '__name__', '')}"
+    return _with_article(type(given).__name__)
+
+
+def _with_article(name: str) -> str:
+    return f"{'an' if name[:1] in 'AEIOaeio' else 'a'} {name}"
+
+
 class Opening(AbstractAsyncContextManager[T]):
     """Holds what is to be entered with ``async with``, and says so to whoever uses it otherwise."""
 
     def __init__(self, manager: AbstractAsyncContextManager[T], call: str, gives: str) -> None:
         self._manager = manager
-        self._call = call
+        self.call = call
         self._do = f"write 'async with {call}(...) as {gives}:' in an async function, and use {gives} inside of it"
 
     async def __aenter__(self) -> T:
@@ -50,19 +119,19 @@ class Opening(AbstractAsyncContextManager[T]):
 
     def __enter__(self) -> NoReturn:
         raise TypeError(
-            f"{self._call}(...) cannot be entered with 'with' alone: {self._do}; start that with asyncio.run"
+            f"{self.call}(...) cannot be entered with 'with' alone: {self._do}; start that with asyncio.run"
         )
 
     def __exit__(self, *_: object) -> None:
         """Never reached: ``with`` looks for it before it enters."""
 
     def __await__(self) -> NoReturn:
-        raise TypeError(f"{self._call}(...) is entered and not awaited: {self._do}")
+        raise TypeError(f"{self.call}(...) is entered and not awaited: {self._do}")
 
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):  # what Python itself and its tools look for
             raise AttributeError(name)
-        raise AttributeError(f"{self._call}(...) has no {name!r}, for it has not been entered: {self._do}")
+        raise AttributeError(f"{self.call}(...) has no {name!r}, for it has not been entered: {self._do}")
 
 
 def opening(
@@ -80,9 +149,7 @@ def opening(
 
         @wraps(function)
         def wrapper(*args: P.args, **kwargs: P.kwargs) -> AbstractAsyncContextManager[T]:
-            for name in kwargs:
-                if name not in known:
-                    raise WrongKeyword(explain_keyword(f"{call}()", name, known))
+            check_keywords(f"{call}()", kwargs, known)
             return Opening(make(*args, **kwargs), call, gives)
 
         return wrapper

@@ -67,7 +67,7 @@ from gradbus.actors.data_parallel.task import DataParallelTask
 from gradbus.actors.data_parallel.training import EpochPlan
 from gradbus.actors.data_parallel.worker import Worker
 from gradbus.runtime.algorithms.base import Step
-from gradbus.runtime.bus.bus import Bus
+from gradbus.runtime.bus.bus import Bus, check_bus
 from gradbus.runtime.checkpoint import Checkpoint
 from gradbus.runtime.collectives import Group
 from gradbus.runtime.collectives.generations import (
@@ -81,6 +81,7 @@ from gradbus.runtime.collectives.generations import (
 from gradbus.runtime.config.data_parallel import DataParallelConfig
 from gradbus.runtime.config.timeouts import ELASTIC_LEASE_S, log_timeouts, parallel_timeouts
 from gradbus.runtime.errors import CheckpointError, CollectiveError, ConfigError, ReplicasDiverged
+from gradbus.runtime.misuse import check_instance
 from gradbus.runtime.wire.control import PROTOCOL
 from gradbus.runtime.wire.frames import VERSION
 
@@ -127,6 +128,8 @@ class _BeforeGroup:
 class ElasticWorker(Worker):
     """One process of a data-parallel run whose ranks come and go. It runs once."""
 
+    _call = "ElasticWorker(place, task, config)"
+
     def __init__(
         self, place: ElasticPlace, task: DataParallelTask, config: DataParallelConfig, *,
         on_open: Callable[[], object] = lambda: None, make_algorithm: MakeAlgorithm | None = None,
@@ -141,8 +144,14 @@ class ElasticWorker(Worker):
             on_open, make_algorithm, callbacks, fail_at: as for a Worker.
 
         Raises:
-            ConfigError: the group is not elastic by its settings.
+            ConfigError: the group is not elastic by its settings; place, task or config is another kind of thing; or
+                the bus is closed.
         """
+        advice = "Write gradbus.ElasticPlace(bus=bus, number=0, founders=3), and keep the order of the arguments"
+        check_instance(self._call, "place", place, ElasticPlace, advice)
+        check_bus(self._call, "place.bus", place.bus)
+        advice = "Write gradbus.DataParallelConfig(elastic={'min_world': 2}), and keep the order of the arguments"
+        check_instance(self._call, "config", config, DataParallelConfig, advice)
         if not config.elastic.is_on:
             raise ConfigError("an ElasticWorker needs elastic.min_world, the ranks that training goes on with at least")
         before = cast(Group, _BeforeGroup(place.bus, place.number, place.number + 1))
@@ -174,6 +183,9 @@ class ElasticWorker(Worker):
         self._plan_began = 0  # the first step by the plan
         self._voted_at = 0  # the step of the newest vote, or at which the generation has begun
         self._voted_s = 0.0  # when that was
+
+    def _check_group(self, group: Group) -> None:
+        """There is none yet: the constructor checks the place."""
 
     @property
     def generations(self) -> Generations | None:
@@ -250,7 +262,7 @@ class ElasticWorker(Worker):
                                 yield report
                 except NoGeneration as error:
                     self._log.info("no more generations", reason=str(error), step=self.step)
-                await self._compute.run(self._callbacks.call, "on_end", self.summary)
+                await self._call_at_end()
                 if self._has_ended and self._unsaved is not None:
                     raise self._unsaved
 

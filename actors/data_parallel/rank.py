@@ -6,7 +6,7 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import nn
 
@@ -17,15 +17,17 @@ from gradbus.actors.data_parallel.report import EpochReport, StepProgress, Worke
 from gradbus.actors.data_parallel.state import Position, check_same_batches
 from gradbus.actors.data_parallel.task import DataParallelTask, ShardCounts
 from gradbus.actors.data_parallel.training import EpochPlan, ShardTraining
-from gradbus.runtime.callbacks import Callbacks
+from gradbus.runtime.callbacks import Callbacks, CallbackWait
 from gradbus.runtime.checkpoint import copy_state
-from gradbus.runtime.collectives import Group
+from gradbus.runtime.collectives import Group, check_group
 from gradbus.runtime.compute import ComputeThread
 from gradbus.runtime.config.data_parallel import DataParallelConfig
 from gradbus.runtime.logs import get_logger
-from gradbus.runtime.misuse import awaited
+from gradbus.runtime.misuse import awaited, check_instance, check_task
 from gradbus.runtime.not_finite import warn_not_finite
 from gradbus.runtime.profiling.profile import Profile
+
+TASK_METHODS = ("build_model", "prepare_shard", "num_batches", "batches", "loss")  # that are called in every run
 
 
 class Rank(ABC):
@@ -35,6 +37,8 @@ class Rank(ABC):
         profile: where the time goes. skipped_steps: by this rank, since this process started.
         on_progress: called on the loop with each progress report, every ``config.report_every_steps`` steps.
     """
+
+    _call: ClassVar[str]  # how a program makes it
 
     def __init__(
         self, group: Group, task: DataParallelTask, config: DataParallelConfig, callbacks: Sequence[Any],
@@ -48,7 +52,16 @@ class Rank(ABC):
             config: the rules.
             callbacks: of this rank, beside those that ``config.callbacks`` names.
             make_algorithm: makes what the ranks do together, in place of what ``config.algorithm`` names.
+
+        Raises:
+            ConfigError: group, task or config is another kind of thing, this rank has left the group, or a callback is
+                none.
         """
+        self._check_group(group)
+        advice = "Write gradbus.DataParallelConfig(epochs=10, ...), and keep the order of the arguments"
+        check_instance(self._call, "config", config, DataParallelConfig, advice)
+        called = (*TASK_METHODS, "evaluate_shard") if config.eval_every_epochs else TASK_METHODS
+        check_task(self._call, task, called, "gradbus.actors.DataParallelTask")
         rank = group.rank
         self._config = config
         self._log = get_logger("worker", rank=rank)
@@ -68,6 +81,10 @@ class Rank(ABC):
         self._restored_batches: int | None = None  # of this rank in the epoch that a resume goes on with
         self._has_started = False
         self._seconds = self._started_s = 0.0
+
+    def _check_group(self, group: Group) -> None:
+        """Raises ConfigError: it is none, or this rank has left it."""
+        check_group(self._call, "group", group)
 
     @property
     def model(self) -> nn.Module:
@@ -193,6 +210,12 @@ class Rank(ABC):
 
     async def _end_steps(self) -> None:  # noqa: B027 - where nothing is on its way
         """The epoch has no more steps, or the ranks rest: apply what is on its way."""
+
+    async def _call_at_end(self) -> None:
+        """Call ``on_end``. Raises CallbackFailed; CallbackTimeout: one does not return."""
+        wait = CallbackWait(self._callbacks)
+        wait.run_has_ended()
+        await wait.wait(self._compute.run(self._callbacks.call, "on_end", self.summary))
 
     @abstractmethod
     async def _after_epoch(self, report: EpochReport) -> None:

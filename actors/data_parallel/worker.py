@@ -65,6 +65,8 @@ class EpochClock:
 class Worker(Rank):
     """One rank of a data-parallel run whose ranks exchange gradients or weights. It runs once."""
 
+    _call = "Worker(group, task, config)"
+
     def __init__(
         self, group: Group, task: DataParallelTask, config: DataParallelConfig | None = None, *,
         on_open: Callable[[], object] = lambda: None, make_algorithm: MakeAlgorithm | None = None,
@@ -81,8 +83,12 @@ class Worker(Rank):
                 all ranks: name and options are compared.
             callbacks: of this rank, beside those that ``config.callbacks`` names: objects as :mod:`.callbacks` says.
             fail_at: a fail point for tests; by default from the environment.
+
+        Raises:
+            ConfigError: group, task or config is another kind of thing, this rank has left the group, or a callback is
+                none.
         """
-        config = config or DataParallelConfig()
+        config = DataParallelConfig() if config is None else config
         super().__init__(group, task, config, callbacks, make_algorithm)
         self._group = group
         self._on_open = on_open
@@ -148,7 +154,7 @@ class Worker(Rank):
                 await self._end_as_mean()
             elif not self._checked:
                 self._params_hash = await self._compare()  # resumed at the end: nothing was left to do
-            await self._compute.run(self._callbacks.call, "on_end", self.summary)
+            await self._call_at_end()
 
     @contextlib.asynccontextmanager
     async def _running(self) -> AsyncIterator[None]:

@@ -50,7 +50,7 @@ from gradbus.actors.privacy.client import privacy_of
 from gradbus.actors.secure_aggregation.keys import Attempt
 from gradbus.actors.secure_aggregation.masked_values import TooLarge
 from gradbus.runtime.built_model import build_model
-from gradbus.runtime.bus.bus import Bus
+from gradbus.runtime.bus.bus import Bus, check_bus
 from gradbus.runtime.compute import ComputeThread
 from gradbus.runtime.config.federated import ClientConfig
 from gradbus.runtime.dds.missing_peers import EVERY_S, WaitLog
@@ -64,7 +64,7 @@ from gradbus.runtime.errors import (
     TrainingFailed,
 )
 from gradbus.runtime.logs import get_logger, process_name
-from gradbus.runtime.misuse import awaited
+from gradbus.runtime.misuse import awaited, check_task
 from gradbus.runtime.names import check_name
 from gradbus.runtime.plain_text import plain_line, plain_text
 from gradbus.runtime.tasks import TaskGroup, items_of, single_error
@@ -139,6 +139,7 @@ class Client:
 
     _codecs_setting: ClassVar[str] = "client.codecs"  # which names the codecs that a controller may choose
     _budget_kind: ClassVar[type[TrainingBudget]] = TrainingBudget
+    _task_methods: ClassVar[tuple[str, ...]] = ("build_model", "prepare", "train")  # that are called here
 
     def __init__(
         self, bus: Bus, task: FederatedTask, *, client_id: int | None = None, name: str = "",
@@ -158,8 +159,12 @@ class Client:
         Raises:
             TypeError: there is neither an id nor a name, the id is not a number, or the config no ClientConfig.
             ValueError: the id is out of range.
-            ConfigError: the name is not one, or a callback is none.
+            ConfigError: bus or task is another kind of thing, the bus is closed, the name is not one, or a callback is
+                none.
         """
+        call = f"{type(self).__name__}(bus, task, ...)"
+        check_bus(call, "bus", bus)
+        check_task(call, task, self._task_methods, "gradbus.actors.FederatedTask")
         self.client_id = NO_ID if client_id is None else checked_id(client_id)
         self.name = check_name(name) if name else ""
         if self.client_id == NO_ID and not name and not bus.access_policy.role:
@@ -179,7 +184,7 @@ class Client:
         self._prepared = False  # the task has loaded its data: from then on the client may be ready
         self._failure = ""  # of the training here, the newest one
         self._leaving = "stopped"  # why it leaves, unless the run has ended
-        self._shown = NamedModel(self._shown_model, lambda: self._model)
+        self._shown = NamedModel(lambda: self._model)
         self._observer = ClientObserver(callbacks, self._config.callbacks, self._shown, self._changed)
         self._budget = self._budget_kind(self._config.budget, wait=lambda seconds: self._compute.rest(seconds))
         self._paused_in: TrainCmd | None = None  # the command whose training a pause has called off
@@ -232,8 +237,6 @@ class Client:
         self._budget.enter()
         self._bus.access_policy.check_client()
         self._model = self._flat_model()
-        if self._observer.follows_models:  # now: later on it would be built beside a training
-            self._shown.build()
 
     async def _request_id(self) -> None:
         """Have the controller assign an id, and become the client with that."""
@@ -270,10 +273,6 @@ class Client:
     def _flat_model(self) -> FlatModel:
         """Build the model and lay it out."""
         return FlatModel(build_model(self._task), rebuild=partial(build_model, self._task))
-
-    def _shown_model(self) -> FlatModel:
-        """Make the model in which global models are shown to the program while the other one is trained."""
-        return self._flat_model()
 
     def _open_parts(self, frozen: FrozenParameters) -> None:
         """Make the parts of every client, also of one that has others train. ``frozen``: takes what no round changes.
@@ -411,7 +410,7 @@ class Client:
             BarrierTimeout: no controller was received for ``controller_timeout_s``.
             TrainingFailed: the run has ended because training failed here. RunAborted: because it failed on the other
                 clients, or a setting of the controller is wrong. CallbackFailed: a callback has raised. OutOfTurn: this
-            client has run before, or runs.
+            client has run before, or runs. CallbackTimeout: the run has ended, and a callback does not return.
         """
         if self._home is not None:
             raise OutOfTurn(
@@ -636,6 +635,7 @@ class Client:
                 self._models.on_notice(session, body)
             case RunEnded() if body.run_id == current.run_id and body.ok:
                 current.ended = body
+                self._observer.run_has_ended()
                 self._models.end()
                 self._compute.stop_current()
                 self._interrupt_sending()
@@ -698,12 +698,10 @@ class Client:
                 self._leaving = self._observer.ending
                 return
             welcome, command = current.welcome, current.command
+            if welcome is not None and await self._completes_shown(welcome):
+                continue
             if welcome is not None and not self._prepared:
                 await self._get_ready(welcome, group)
-                continue
-            if welcome is not None and self._observer.follows_models and await self._models.lacks_frozen(welcome):
-                await self._models.fetch_frozen(welcome)
-                self._observer.look_again()
                 continue
             if self._status.is_paused or (command is not None and command is self._paused_in):
                 await self._sit_out(welcome, command)
@@ -719,6 +717,20 @@ class Client:
                 await self._wait(REPEAT_AFTER_S)  # a command that is older than our model: its successor will come
             else:
                 await self._fetch_for(welcome, command)
+
+    async def _completes_shown(self, welcome: Welcome) -> bool:
+        """Get what a model of this run needs beside what arrives in each round, if the program follows models. Returns
+        whether something was missing."""
+        if not self._observer.follows_models or self._shown.is_complete(welcome):
+            return False
+        if not self._shown.is_laid_out(welcome):
+            await self._compute.run(self._training.arrange, welcome)
+        elif self._prepared and await self._models.lacks_frozen(welcome):
+            await self._models.fetch_frozen(welcome)
+        else:
+            return False
+        self._observer.look_again()
+        return True
 
     async def _get_ready(self, welcome: Welcome, group: TaskGroup) -> None:
         """Do what has to be done once, and say so. What it fails with is reported."""
@@ -740,7 +752,9 @@ class Client:
         is_asked = welcome is not None and command is not None and current.is_for(self.client_id, welcome, command)
         if is_asked and command is not None and current.repeats is None:
             current.mark_handled(command)
-            current.failure = TrainingFailure(current.run_id, command.round_id, PAUSED, PAUSED)
+            current.failure = TrainingFailure(
+                current.run_id, command.round_id, PAUSED, PAUSED, attempt=current.attempt
+            )  # fmt: skip
             await self._heartbeat.send_hello()
         self._paused_in = None
         if self._status.is_paused:

@@ -10,6 +10,8 @@ so ``on_model`` comes while the client trains. Those but the last may return Tru
 
 ``on_model`` gets the newest model: one that is slower than the rounds misses those in between, and so does a client
 that a model has not reached in time. The last one comes before ``on_end``.
+
+A callback may take as long as it needs while the run goes on. Once that has ended, each has ``callbacks.END_S``.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from torch import Tensor
 
 from gradbus.actors.federated.client_report import ClientReport
 from gradbus.actors.federated.named_model import ArrivedModel, NamedModel
-from gradbus.runtime.callbacks import Callbacks
+from gradbus.runtime.callbacks import Callbacks, CallbackWait
 from gradbus.runtime.compute import ComputeThread
 
 MAX_REPORTS = 1024  # that wait for whoever iterates over the rounds; then the oldest is dropped
@@ -52,12 +54,13 @@ class ClientObserver:
             ConfigError: a callback is none.
         """
         self._callbacks = Callbacks("client", given, named)
+        self._wait = CallbackWait(self._callbacks)
         self._models = models
         self._changed = changed
         self._thread = ComputeThread(f"{name}-callbacks")
         self._copying = ComputeThread(f"{name}-state")  # a callback may be slow, and may itself wait for a state
         self._pending = asyncio.Event()  # a model has come that on_model has not had
-        self._showing = asyncio.Lock()
+        self._showing = asyncio.Lock()  # while on_model is called
         self._shown: ArrivedModel | None = None  # that it has had
         self._on_report: Callable[[ClientReport], object] = lambda report: None
         self.newest: ArrivedModel | None = None
@@ -83,6 +86,10 @@ class ClientObserver:
         """Show the newest model, which was not complete before."""
         self._pending.set()
 
+    def run_has_ended(self) -> None:
+        """Take note that the run has ended: from now on callbacks have a deadline."""
+        self._wait.run_has_ended()
+
     async def show_models(self) -> None:
         """Call ``on_model`` for models as they arrive, until cancelled. Raises CallbackFailed."""
         while self.follows_models:
@@ -97,7 +104,7 @@ class ClientObserver:
             model = self.newest
             if model is None or model is self._shown or not self.follows_models:
                 return
-            if self._models.lacks_frozen(model.welcome):  # it comes again once they are here
+            if not self._models.is_complete(model.welcome):  # it comes again once it is
                 return
             self._shown = model
             await self._call("on_model", lambda: (model.round_id, self._models.state(model, self.personal)))
@@ -119,20 +126,23 @@ class ClientObserver:
         """Return the newest global model as tensors by name: copies on the CPU, made off the event loop.
 
         Raises:
-            RuntimeError: none has arrived yet.
+            RuntimeError: none has arrived yet, or it is not complete.
         """
         model = self.newest
         if model is None:
             raise RuntimeError("no global model has arrived yet: await this after the client's first round has begun")
-        if self._models.lacks_frozen(model.welcome):
-            raise RuntimeError("the frozen parameters have not arrived yet: they come before the first round")
+        if not self._models.is_complete(model.welcome):
+            raise RuntimeError(
+                "the model is not complete yet: its layout and frozen parameters come before the first round. Await "
+                "this after that has begun"
+            )
         return await self._copying.run_or_follow(lambda: self._models.state(model, self.personal))
 
     async def _call(self, method: str, make: Callable[[], tuple[Any, ...]]) -> None:
         """Call this method of all callbacks that have it, with what ``make`` makes on their thread."""
         if not self._callbacks.follow(method):
             return
-        ending = await self._thread.run(lambda: self._callbacks.call(method, *make()))
+        ending = await self._wait.wait(self._thread.run(lambda: self._callbacks.call(method, *make())))
         if ending and not self.ending:
             self.ending = f"{ending[0]}.{method} has ended it"
             self._changed.set()

@@ -17,7 +17,7 @@ import zlib
 from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import nn
@@ -63,8 +63,8 @@ from gradbus.actors.federated.updates_in import UpdateReceiver
 from gradbus.actors.secure_aggregation.masked_values import size_of
 from gradbus.codecs import Codec
 from gradbus.runtime.built_model import build_model
-from gradbus.runtime.bus.bus import Bus
-from gradbus.runtime.callbacks import Callbacks
+from gradbus.runtime.bus.bus import Bus, check_bus
+from gradbus.runtime.callbacks import Callbacks, CallbackWait
 from gradbus.runtime.checkpoint import copy_state
 from gradbus.runtime.choices import CLIENT_SCHEDULES, CODECS, STRATEGIES
 from gradbus.runtime.compute import ComputeThread
@@ -72,7 +72,7 @@ from gradbus.runtime.config.federated import FederatedConfig
 from gradbus.runtime.config.timeouts import federated_timeouts, log_timeouts
 from gradbus.runtime.errors import ConfigError, RunOver, TrainingFailed, WriteTimeout
 from gradbus.runtime.logs import get_logger
-from gradbus.runtime.misuse import awaited
+from gradbus.runtime.misuse import awaited, check_instance, check_task
 from gradbus.runtime.optimization.schedules import RoundRates
 from gradbus.runtime.tasks import TaskGroup
 from gradbus.runtime.testing.instrumentation import Probe
@@ -83,6 +83,9 @@ from gradbus.runtime.wire.messages import ClientUpdate, Control, Identity, Train
 # Steps that a client may announce for each sample and epoch: a batch has at least one sample, and a task of one's own
 # may have several optimizers, or several steps for a batch.
 STEPS_PER_SAMPLE = 16
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 ALL_DONE = "all rounds are done"
 _PAUSED_ATTEMPTS = 10  # times max_attempts: clients that pause and resume for ever do not keep a round open for ever
@@ -120,18 +123,32 @@ class Controller:
             fail_at: a fail point for tests, ``name:round``; by default from the environment.
             callbacks: objects as :mod:`.early_stop` describes them, which may end the run, beside those that
                 ``config.callbacks`` names.
+
+        Raises:
+            ConfigError: bus, task, config or strategy is another kind of thing, the bus is closed, a choice of the
+                settings does not exist, or a callback is none.
         """
+        call = f"{type(self).__name__}(bus, task, config)"
+        check_bus(call, "bus", bus)
+        advice = "Write gradbus.FederatedConfig(rounds=10, ...), and keep the order of the arguments"
+        check_instance(call, "config", config, FederatedConfig, advice)
+        called = ("build_model", "evaluate") if config.eval_every else ("build_model",)
+        check_task(call, task, called, "gradbus.actors.FederatedTask")
+        if strategy is not None:
+            check_instance(call, "strategy", strategy, Strategy, "Write its name in the settings, or give an object")
         check_choices(config)
         self._bus = bus
         self._on_open = on_open
         self._task = task
         self._config = config
         self._callbacks = Callbacks("federated", callbacks, config.callbacks)
+        self._callback_wait = CallbackWait(self._callbacks)
         self._given_strategy = strategy
         self._identity = Identity(CONTROLLER, new_incarnation())
         self._probe = Probe("controller", config.history.dir, payloads=config.history.payloads, fail_at=fail_at)
         self._compute = ComputeThread("controller")
         self._round: Round | None = None
+        self._attempt = 1  # at the open round
         self._wakeup = asyncio.Event()
         self._has_commanded = False
         self._has_caller = False  # it orders each round, in its own way
@@ -302,6 +319,7 @@ class Controller:
             CheckpointError: the state cannot be written.
             JobInUse: the job has a controller. ControllerReplaced: it has another one since this one was paused or cut
                 off.
+            CallbackFailed: a callback has raised. CallbackTimeout: on_end does not return.
         """
         async for _ in self.rounds():
             pass
@@ -442,7 +460,7 @@ class Controller:
             with tolerate_write_timeout("model", state.round_id):
                 await self._publisher.publish_full(state.round_id)
         if amended is not None:
-            await self._compute.run(self._stop.evaluated, amended)
+            await self._call_back(self._stop.evaluated, amended)
         await self._ordered_rounds(on_report)
         if self._stop.reason:
             self.progress.ended_early = self._stop.reason
@@ -450,7 +468,13 @@ class Controller:
         if config.evaluation.cross_site and state.round_id > began_after:
             self.progress.phase = "evaluating"
             self.progress.cross_site = await self._cross_site.run()
-        await self._compute.run(self._stop.run_ended, list(self.progress.reports))
+        self._callback_wait.run_has_ended()
+        await self._call_back(self._stop.run_ended, list(self.progress.reports))
+
+    async def _call_back(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Call what calls callbacks, on the compute thread. Raises CallbackFailed; CallbackTimeout: the run has ended,
+        and one does not return."""
+        return await self._callback_wait.wait(self._compute.run(function, *args, **kwargs))
 
     async def _ordered_rounds(self, on_report: Callable[[RoundReport], object]) -> None:
         state, requests = self._state, self._requests
@@ -463,7 +487,7 @@ class Controller:
             round_id = state.round_id + 1
             if given is None:
                 self._stop.reason = f"the caller has ended it after round {state.round_id}"
-            elif await self._compute.run(self._stop.may_begin, round_id):
+            elif await self._call_back(self._stop.may_begin, round_id):
                 await self._compute.run(self._book.open, round_id, given, self._selection.ready(round_id))
                 report = await self._one_round(round_id)
                 on_report(report)
@@ -477,7 +501,7 @@ class Controller:
             self._requests.note(report)
         try:
             await self._compute.run(self._best.note, report)
-            await self._compute.run(self._stop.round_done, report)
+            await self._call_back(self._stop.round_done, report)
             await self._compute.run(self._note_end)
         finally:
             if self._requests is not None:
@@ -520,6 +544,9 @@ class Controller:
         self._evaluator.membership_changed()
         self._changed()
 
+    def client_gone(self, client_id: int, why: str) -> None:
+        self._selection.note_gone(client_id, why)
+
     def mask_answered(self, client_id: int, incarnation: int, answer: MaskAnswer) -> None:
         self._masked.on_answer(client_id, incarnation, answer)
 
@@ -528,7 +555,7 @@ class Controller:
             shown = client if isinstance(client, str) else client & ~FIRST_HOST  # of a host, the first of its clients
             self._selection.note_unprepared(shown, self._losses.note_unprepared(shown, report))
             return
-        if self._losses.note_failure(self._round, client, report):
+        if self._losses.note_failure(self._round, client, report, attempt=self._attempt):
             self._changed()
 
     def _changed(self) -> None:
@@ -616,7 +643,7 @@ class Controller:
         self._probe.reached("before_command", round_id)
         masked = self._masked.begin(round_, self._attempt_terms()) if self._masked.is_on else None
         try:
-            self._round, self._has_commanded = round_, True
+            self._round, self._attempt, self._has_commanded = round_, attempt, True
             self._receiver.open(round_, self._publisher.held, masked)
             self.progress.phase, self.progress.round_id = "training", round_id
             self.progress.out = self._state.quarantine.excluded(round_id)
@@ -680,7 +707,7 @@ class Controller:
         """Call the callbacks for the updates that count by now."""
         if counted := self._receiver.counted:
             self._receiver.counted = []
-            await self._compute.run(self._stop.updates_counted, counted)
+            await self._call_back(self._stop.updates_counted, counted)
 
     def _attempt_terms(self) -> AttemptTerms:
         """What the clients of an attempt with secure aggregation are told of its sum."""
@@ -769,7 +796,7 @@ class Controller:
             order=self._book.order(round_id).to_json(),
         )  # fmt: skip
         if self._callbacks.follow("on_aggregate"):
-            await self._compute.run(self._stop.aggregated, report)
+            await self._call_back(self._stop.aggregated, report)
         state.participation.commit(round_id, totals.samples, self._losses.of(round_), totals.loss_of)
         if attempt == 1:  # of another one the time says little: some updates were there when it began
             self._deadline.round_done(round_.answered_s, self._book.round_work(round_id))

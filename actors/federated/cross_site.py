@@ -19,6 +19,7 @@ from gradbus.actors.federated.client_evaluation import ClientEvaluator
 from gradbus.actors.federated.clients import ClientRegistry
 from gradbus.actors.federated.evaluation import LATE, LOST, MAX_REASON_CHARS, CrossSite, CrossSiteRow
 from gradbus.actors.federated.publish import ModelPublisher
+from gradbus.actors.federated.rounds import PAUSED
 from gradbus.actors.federated.state import RunContext
 from gradbus.actors.federated.uploads import REPEATED, UNEXPECTED, IncomingUpload, RequestedUpload, Uploads
 from gradbus.runtime.errors import BusError, FrameError
@@ -78,6 +79,8 @@ class LocalModelReceiver:
         incarnation = self._registry.incarnation_of(client_id)
         if incarnation is None:
             return LOST
+        if client_id in self._registry.paused_ids():
+            return PAUSED
         wanted = self._wanted = _Wanted(client_id, incarnation, round_id)
         try:
             is_here = await self._arrived(wanted)
@@ -99,7 +102,7 @@ class LocalModelReceiver:
         while wanted.payload is None and not wanted.failure and (now_s := time.monotonic()) < deadline_s:
             here = self._registry.taking_part(self._context.state.round_id + 1)
             if client_id not in here or self._registry.get(client_id, wanted.incarnation) is None:
-                wanted.failure = LOST
+                wanted.failure = PAUSED if client_id in self._registry.paused_ids() else LOST
                 return False
             if wanted.upload is None and now_s >= repeat_s:
                 repeat_s = now_s + config.clients.heartbeat_s
@@ -207,7 +210,8 @@ class CrossSiteEvaluation:
             # One that has just missed a deadline would cost another one here.
             payload = LATE if self._late[client_id] else await self._models.fetch(client_id, round_id)
             if isinstance(payload, str):
-                log.warning("local model not evaluated", **self._context.client_facts(client_id), reason=payload)
+                write = log.info if payload == PAUSED else log.warning
+                write("local model not evaluated", **self._context.client_facts(client_id), reason=payload)
                 rows.append(CrossSiteRow(model=client_id, failure=payload))
                 continue
             self._publisher.offer(round_id, payload)

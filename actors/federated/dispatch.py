@@ -96,6 +96,9 @@ class RoundEvents(Protocol):
     def membership_changed(self) -> None:
         """A client has come, gone, fallen silent or become ready."""
 
+    def client_gone(self, client_id: int, why: str) -> None:
+        """A client is not here any more. ``why``: in words, such as "has left: stopped"."""
+
     def client_failed(self, client: int | str, report: TrainingFailure) -> None:
         """A client's training failed, or what it does before its first round. ``client``: its id, or the name of one
         that has none yet."""
@@ -192,8 +195,9 @@ class Dispatcher:
                     await self._on_client(client_id, incarnation, message.body, group)
             case PeerGone(sender=sender, incarnation=incarnation, why="") if self._monitor.is_stalled():
                 self._registry.wait_for(self._naming.id_of(sender, incarnation), incarnation, time.monotonic())
-            case PeerGone(sender=sender, incarnation=incarnation):
-                self._gone(self._naming.id_of(sender, incarnation), incarnation)
+            case PeerGone(sender=sender, incarnation=incarnation, why=why):
+                ended = f"is shut out: {why}" if why else "is gone: its process has ended, or cannot be reached"
+                self._gone(self._naming.id_of(sender, incarnation), incarnation, ended)
             case _:
                 self._check_duplicates(message)
 
@@ -232,7 +236,7 @@ class Dispatcher:
             case Leave():
                 write = log.warning if body.reason.startswith(FAILED) else log.info
                 write("client left", **self._context.client_facts(client_id), reason=body.reason)
-                self._gone(client_id, incarnation)
+                self._gone(client_id, incarnation, f"has left: {body.reason}")
             case _:
                 pass  # for a controller only
 
@@ -411,10 +415,13 @@ class Dispatcher:
                 with contextlib.suppress(BusError):  # its next Welcome has it
                     await self.welcome(client)
 
-    def _gone(self, client_id: int, incarnation: int) -> None:
+    def _gone(self, client_id: int, incarnation: int, why: str) -> None:
         if isinstance(self._registry.get(client_id, incarnation), HostedClient):
             return  # its host goes with all of its clients, or with none
-        for one in (client_id, *self._registry.clients_of(client_id, incarnation)):
+        of_host = self._registry.clients_of(client_id, incarnation)
+        for one in (client_id, *of_host):
             self._receiver.forget(one, incarnation)
         if self._registry.remove(client_id, incarnation):
+            for one in of_host or [client_id]:
+                self._events.client_gone(one, why)
             self._events.membership_changed()

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from gradbus.actors.aggregation.merged_buffers import MERGEABLE
 from gradbus.actors.federated.module_structure import Structure, misfit, structure_of
 from gradbus.actors.federated.sharing import Shape, Sharing, TensorSpec, divide, layout_of, shape_of, specs_of
+from gradbus.actors.federated.state_layout import StateLayout
 from gradbus.actors.federated.unexchanged import UnexchangedTensors
 from gradbus.runtime.complex_pairs import as_pairs, count_floats, from_pairs, restored
 from gradbus.runtime.errors import CheckpointError, ConfigError
@@ -43,6 +44,7 @@ class FlatModel:
         buffers: the buffers of integers and booleans that are merged: they are not in the vector either.
         integers: the parameters of integers, which stay as they were built.
         names: what names of the module's state are tied, or have no saved values, for ``StateNames`` of a checkpoint.
+        state_layout: where the values of each name of the state are, for any thread.
         everything, trained: ``dim`` and ``layout`` with all exchanged, and with the trained part alone; zeros if equal.
     """
 
@@ -133,6 +135,15 @@ class FlatModel:
                 view.copy_(tensor.detach())
                 tensor.data = view
         self._note_frozen()
+        in_vector_or_built = {*self._places, *self.buffers.names, *(spec.name for spec in self.personal)}
+        self.state_layout = StateLayout(
+            sharing=sharing, specs=self._spec_of, names=tuple(state), dim=self.dim, places=self._places,
+            personal=frozenset(spec.name for spec in self.personal), buffers=self.buffers, built=self._initial,
+            held={
+                name: one for name, one in state.items()
+                if name not in self._spec_of or self._spec_of[name].first not in in_vector_or_built
+            },
+        )  # fmt: skip
 
     def _note_names(self, state: Mapping[str, object]) -> None:
         """Note which names of the state are not those of saved tensors, as plain data for ``StateNames`` of a

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -88,9 +87,6 @@ class HandoverClient(Client):
 
     def _flat_model(self) -> FlatModel:
         return FlatModel(self._task.build_model())  # which cannot be built again
-
-    def _shown_model(self) -> FlatModel:
-        return FlatModel(copy.deepcopy(self._model.module))  # made while the script waits, and in the midst of no step
 
     def load_newest(self) -> int:
         """Load the newest global model into the script's own, once the client has ended. Called on the thread of the

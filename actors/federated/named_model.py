@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from gradbus.actors.federated.flat_model import FlatModel
 from gradbus.actors.federated.sharing import Sharing
-from gradbus.runtime.checkpoint import copy_state
 from gradbus.runtime.wire.control import Welcome
 
 
@@ -32,41 +31,28 @@ class ArrivedModel:
 
 
 class NamedModel:
-    """Names the tensors of models that have arrived, in a module of its own: training goes on in the other one.
+    """Names the tensors of models that have arrived, by the layout of the module that is trained, which is neither
+    touched nor built a second time. May be used on any thread."""
 
-    Both methods that take long may be called on any thread but the event loop's. To build the module draws from torch's
-    global random numbers: :meth:`build` does so where nothing trains, else :meth:`state` does when it is first called.
-    """
-
-    def __init__(self, build: Callable[[], FlatModel], trained: Callable[[], FlatModel]) -> None:
-        """``build``: makes the module. ``trained``: gives the one that is trained, which has the frozen parameters."""
-        self._build = build
+    def __init__(self, trained: Callable[[], FlatModel]) -> None:
+        """``trained``: gives the model that is trained, which has the frozen parameters."""
         self._trained = trained
-        self._flat: FlatModel | None = None
-        self._lock = threading.Lock()
 
-    def lacks_frozen(self, welcome: Welcome) -> bool:
-        """Whether the frozen parameters of the controller are not here yet, so that no model is complete."""
-        return bool(welcome.frozen) and self._trained().frozen != welcome.frozen
+    def is_laid_out(self, welcome: Welcome) -> bool:
+        """Whether the trained model is laid out for what this run exchanges."""
+        return self._trained().state_layout.sharing == Sharing.of_welcome(welcome)
 
-    def build(self) -> None:
-        """Build the module, if it is not there yet."""
-        with self._lock:
-            self._built()
-
-    def _built(self) -> FlatModel:
-        if self._flat is None:
-            self._flat = self._build()
-        return self._flat
+    def is_complete(self, welcome: Welcome) -> bool:
+        """Whether all is here that a model of this run has beside what arrives in each round: the layout, and the
+        frozen parameters of the controller."""
+        lacks_frozen = bool(welcome.frozen) and self._trained().frozen != welcome.frozen
+        return self.is_laid_out(welcome) and not lacks_frozen
 
     def state(self, model: ArrivedModel, personal: Mapping[str, Tensor]) -> dict[str, Any]:
-        """Return the tensors of this model by name, for ``load_state_dict``: copies on the CPU. ``personal``: what this
-        client keeps of its own, by name."""
-        with self._lock:
-            flat = self._built()
-            flat.arrange(Sharing.of_welcome(model.welcome))
-            if model.welcome.frozen and flat.frozen != model.welcome.frozen:
-                flat.write_frozen(self._trained().read_frozen().clone())
-            flat.write_personal(personal)
-            flat.hold(model.vector, flat.buffers.unpack(model.buffers))
-            return copy_state(flat.module)
+        """Return the tensors of this model by name, for ``load_state_dict``: copies on the CPU. It is complete.
+
+        ``personal``: what this client keeps of its own, by name.
+        """
+        trained = self._trained()
+        frozen = trained.read_frozen() if model.welcome.frozen else torch.empty(0)
+        return trained.state_layout.state(model.vector, frozen, model.buffers, personal)

@@ -105,9 +105,14 @@ class RoundLosses:
                 self._receiver.dropped -= Counter({CLIENT_SILENT: 1})  # it is not lost to this round any more
             log.info("client waited for again", **self._names.facts(client_id), round=round_.round_id)
 
-    def note_failure(self, round_: Round | None, client_id: int, report: TrainingFailure) -> bool:
+    def note_failure(
+        self, round_: Round | None, client_id: int, report: TrainingFailure, *, attempt: int = 1
+    ) -> bool:  # fmt: skip
         """Note that the training of a client failed, or that it had nothing to train; whether that is new to the open
-        round."""
+        round. ``attempt``: at the round. Of a client that had paused in an earlier one, and goes on by now, the report
+        may be late: it sits out no other attempt. Another failure counts in whatever attempt it arrives."""
+        if report.reason == PAUSED and 0 < report.attempt < attempt:
+            return False
         if round_ is None or round_.staleness(report.round_id) < 0 or client_id not in round_.open:
             return False  # known already: it is repeated until the next command
         if report.reason in (SAT_OUT, PAUSED):

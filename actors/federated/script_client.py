@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import operator
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -36,6 +37,7 @@ from gradbus.runtime.config.job_name import default_job
 from gradbus.runtime.errors import ConfigError, OutOfTurn
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.loop_thread import LoopThread
+from gradbus.runtime.misuse import WrongArgument, check_keywords
 from gradbus.runtime.names import check_name
 from gradbus.runtime.torch_compat import unwrapped
 
@@ -62,8 +64,11 @@ def client(
         What ``with`` enters; its methods are for the thread that does so.
 
     Raises:
-        ConfigError: a keyword or the name is wrong. TypeError, ValueError: so is the id.
+        ConfigError: a keyword or the name is wrong, or neither a name nor an id is given where one is needed.
+        TypeError, ValueError: the id is wrong.
     """
+    check_keywords("gradbus.client()", bus, keywords())
+    check_named("gradbus.client", name, client_id, bus)
     if client_id is not None:
         client_id = checked_id(client_id)
     if name:
@@ -72,6 +77,29 @@ def client(
     config = ClientConfig.expect(config)
     ScriptBudget.check(config.budget)
     return ScriptClient(job, Named(name, client_id), config, connect(job, **bus), callbacks)
+
+
+def keywords() -> frozenset[str]:
+    """Return the names of all that :func:`client` takes, the settings of the bus included."""
+    own = (name for name, one in inspect.signature(client).parameters.items() if one.kind is not one.VAR_KEYWORD)
+    return frozenset((*own, *inspect.signature(connect).parameters))
+
+
+def check_named(call: str, name: Any, client_id: Any, bus: Mapping[str, Any]) -> None:
+    """Check that there is a name or an id.
+
+    Args:
+        call: how a program calls what needs it. bus: settings of the bus.
+
+    Raises:
+        WrongArgument: there is neither, and the security of the bus knows no single nodes.
+    """
+    security = bus.get("security")
+    if not name and client_id is None and getattr(security, "level", security) != "identity":
+        raise WrongArgument(
+            f"{call}(...): neither name nor client_id is given, and the controller has to know this client by one of "
+            f"them. Write {call}('cells', name='site-1'), with another name for each client of the job"
+        )
 
 
 class Named(NamedTuple):

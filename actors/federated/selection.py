@@ -18,15 +18,31 @@ from gradbus.runtime.config.federated import FederatedConfig
 from gradbus.runtime.dds.missing_peers import WaitLog
 from gradbus.runtime.errors import BarrierTimeout, BusError, ConfigError, TrainingFailed
 from gradbus.runtime.logs import get_logger
-from gradbus.runtime.wire.control import Refused
+from gradbus.runtime.wire.control import FAILED, Refused
 from gradbus.runtime.wire.id_ranges import MAX_CHARS, format_ids
 from gradbus.runtime.wire.messages import ClientUpdate, TrainCmd
 
 _SHOWN = 20  # clients that a line names
 _MAX_UNPREPARED = 1024  # clients whose failure is remembered: any process can make up ids
+_MAX_GONE = 1024  # clients whose end is remembered, for the same reason
 _MEND = "Mend it there and start the client again"
 
 log = get_logger("controller")
+
+
+class ClientDeparture(NamedTuple):
+    """Tells why and when a client went: ``why`` in words, ``at_s`` by ``time.monotonic``."""
+
+    why: str
+    at_s: float
+
+    def __str__(self) -> str:
+        return f"was here until {max(0.0, time.monotonic() - self.at_s):.0f} s ago, and {self.why}"
+
+    @property
+    def remedy(self) -> str:
+        """Return what to do about it, a sentence without its full stop."""
+        return _MEND if f": {FAILED}" in self.why else "Start it again"
 
 
 class StartTrouble(NamedTuple):
@@ -166,6 +182,7 @@ class ParticipantSelection:
         self._changed = changed
         # Clients that could not get ready, by their ids, or by the names of those without one, and why.
         self._unprepared: dict[int | str, str] = {}
+        self._gone: dict[int, ClientDeparture] = {}  # clients that were here, the newest one last
 
     async def wait_for_start(
         self, round_id: int, accepted: Collection[int] = (), *, timeout_s: float, named: Collection[int] | None = None
@@ -188,8 +205,7 @@ class ParticipantSelection:
             grace_s=config.clients.start_grace_s, excused=out,
             describe=lambda: StartTrouble(
                 f"round {round_id} cannot start{kept_out}: clients", bus.misconfiguration,
-                " ".join([*(f"{text}. {_MEND}." for text in failed().values()), bus.reach.advice()]),
-                names.label,
+                self._advice(condition.missing(self.ready(round_id, named))), names.label,
             ),
         )  # fmt: skip
         waiting = WaitLog(log, bus.reach, job=bus.job, round=round_id)
@@ -224,6 +240,35 @@ class ParticipantSelection:
                 [client for client in failed if isinstance(client, int)],
             ) from error
 
+    def note_gone(self, client_id: int, why: str) -> None:
+        """Note that a client that was here has gone. It may come back. ``why``: as of a :class:`ClientDeparture`."""
+        self._gone.pop(client_id, None)
+        self._gone[client_id] = ClientDeparture(why, time.monotonic())
+        if len(self._gone) > _MAX_GONE:
+            del self._gone[next(iter(self._gone))]
+
+    def _departed(self) -> dict[int, ClientDeparture]:
+        """Clients that were here, are not any more, and have not said before their first round why."""
+        here, failed = {client.client_id for client in self._registry}, self._failed()
+        gone = [one for one in self._gone if one not in here and one not in failed]
+        return {one: self._gone[one] for one in sorted(gone[-_SHOWN:])}
+
+    def _advice(self, missing: Collection[int]) -> str:
+        """What to do about clients that are missing: for an error."""
+        label, failed, gone = self._context.state.names.label, self._failed(), self._departed()
+        here = {one.client_id: one for one in self._registry if one.client_id in missing}
+        known = [f"{text}. {_MEND}." for text in failed.values()]
+        known += [f"Client {label(one)} {gone[one]}. {gone[one].remedy}." for one in gone]
+        known += [
+            f"Client {label(one)} is here and paused: it takes part again once its program calls resume()."
+            if here[one].is_paused
+            else f"Client {label(one)} is here and not ready, in phase {here[one].hello.phase!r}: see its log."
+            for one in sorted(here)[:_SHOWN]
+        ]
+        is_all = bool(missing) and {*missing} <= {*failed, *gone, *here}
+        text = " ".join([*known, *([] if is_all else [self._context.bus.reach.advice()])])
+        return text.removesuffix(".")
+
     def note_unprepared(self, client: int | str, why: str) -> None:
         """Note that a client, by its id or its name, could not get ready, and leaves. It may come back."""
         self._unprepared[client] = why
@@ -246,6 +291,7 @@ class ParticipantSelection:
         here, failed = {client.client_id for client in self._registry}, self._failed()
         paused, label = self._registry.paused_ids(), self._context.state.names.label
         states = {**dict.fromkeys(here, " (is here, not ready yet)"), **dict.fromkeys(paused, " (paused)")}
+        states |= {one: f" ({departure})" for one, departure in self._departed().items()}
         named = [failed.get(number, f"client {label(number)}{states.get(number, '')}") for number in missing]
         named += [text for number, text in failed.items() if number not in missing]
         return named[:_SHOWN] or ["some client"]

@@ -38,12 +38,13 @@ from gradbus.actors.federated.site_controller import (
 from gradbus.actors.federated.state import SavedRun
 from gradbus.actors.federated.task import FederatedTask
 from gradbus.actors.federated.updates_out import EncodedUpdate
-from gradbus.runtime.bus.bus import Bus
+from gradbus.runtime.bus.bus import Bus, check_bus
 from gradbus.runtime.checkpoint import Checkpoint, CheckpointStore
 from gradbus.runtime.choices import SELECTORS
 from gradbus.runtime.config.federated import ClientConfig, FederatedConfig, UpstreamConfig
 from gradbus.runtime.errors import BarrierTimeout, CheckpointError, ConfigError, GradbusError, TrainingFailed
 from gradbus.runtime.logs import get_logger
+from gradbus.runtime.misuse import check_instance, check_task
 from gradbus.runtime.saved_state import BUFFER, own_copies
 from gradbus.runtime.tasks import TaskGroup, items_of, single_error
 from gradbus.runtime.wire.control import EvaluationRequest, Hello, LocalModelRequest, Status, UploadRequest, Welcome
@@ -101,6 +102,7 @@ class SiteMember(Client):
     """
 
     _codecs_setting = "upstream.codecs"
+    _task_methods = ("build_model",)  # its clients train
 
     def __init__(
         self, bus: Bus, task: FederatedTask, upstream: UpstreamConfig, make_controller: MakeController,
@@ -304,10 +306,16 @@ class Site:
             on_open: as of a Controller.
 
         Raises:
-            ConfigError: the rules do not fit a site.
+            ConfigError: the rules do not fit a site; a bus or the task is another kind of thing, or a bus is closed.
         """
+        call = "Site(above, bus, task, config, upstream)"
+        check_instance(call, "config", config, FederatedConfig, "Write gradbus.FederatedConfig(...)")
+        check_instance(call, "upstream", upstream, UpstreamConfig, "Write UpstreamConfig(...)")
         check_choices(config)
         check_site(config, upstream)
+        check_bus(call, "above", above)
+        check_bus(call, "bus", bus)
+        check_task(call, task, ("build_model",), "gradbus.actors.FederatedTask")
         self._above = above
         self._bus = bus
         self._task = task

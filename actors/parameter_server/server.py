@@ -30,12 +30,13 @@ from gradbus.actors.parameter_server.shard import Shard, check_config
 from gradbus.actors.parameter_server.state import FROZEN, SavedServer, ServerState, own_tensors, state_bytes_of
 from gradbus.runtime.built_model import build_model
 from gradbus.runtime.checkpoint import Checkpoint
-from gradbus.runtime.collectives import CollectiveHandle, Group
+from gradbus.runtime.collectives import CollectiveHandle, Group, check_group
 from gradbus.runtime.compute import ComputeThread
 from gradbus.runtime.config.data_parallel import DataParallelConfig
 from gradbus.runtime.config.parameter_server import ParameterServerSettings
 from gradbus.runtime.errors import CollectiveError, CollectiveTimeout, PeerLost, TrainingDiverged
 from gradbus.runtime.logs import get_logger
+from gradbus.runtime.misuse import check_instance, check_task
 from gradbus.runtime.saved_state import StateNames
 from gradbus.runtime.tasks import TaskGroup
 
@@ -86,7 +87,15 @@ class ParameterServer:
             task: for the model, and for the optimizer if it makes one. No data are loaded.
             config, settings: the rules, equal on all workers and servers.
             on_open: called once all fit together and the weights are there.
+
+        Raises:
+            ConfigError: an argument is another kind of thing, or this server has left the group.
         """
+        call, advice = "ParameterServer(network, task, config, settings)", "Keep the order of the arguments"
+        check_group(call, "network", network)
+        check_instance(call, "config", config, DataParallelConfig, advice)
+        check_instance(call, "settings", settings, ParameterServerSettings, advice)
+        check_task(call, task, ("build_model",), "gradbus.actors.DataParallelTask")
         self._network = network
         self._task = task
         self._config = config

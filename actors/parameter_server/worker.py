@@ -37,10 +37,11 @@ from gradbus.actors.parameter_server.shard import check_config
 from gradbus.actors.parameter_server.state import FROZEN, state_bytes_of
 from gradbus.runtime.algorithms.replicas import fingerprint
 from gradbus.runtime.checkpoint import Checkpoint, restore_random_numbers
-from gradbus.runtime.collectives import CollectiveHandle, Group
+from gradbus.runtime.collectives import CollectiveHandle, Group, check_group
 from gradbus.runtime.config.data_parallel import DataParallelConfig
 from gradbus.runtime.config.parameter_server import ParameterServerSettings
 from gradbus.runtime.errors import CollectiveError, PeerLost, ReplicasDiverged, TrainingDiverged
+from gradbus.runtime.misuse import check_instance
 from gradbus.runtime.profiling.profile import StepProfile
 from gradbus.runtime.profiling.summary import ProfileSummary
 
@@ -65,6 +66,8 @@ class ParameterServerWorker(Rank):
         profiles: those of all workers, once the run has ended; of the others without their last request.
     """
 
+    _call = "ParameterServerWorker(workers, network, task, config, settings)"
+
     def __init__(
         self, workers: Group, network: Group, task: DataParallelTask, config: DataParallelConfig,
         settings: ParameterServerSettings, *, on_open: Callable[[], object] = lambda: None,
@@ -78,7 +81,13 @@ class ParameterServerWorker(Rank):
             config, settings: the rules, equal on all workers and servers.
             on_open: called once all fit together and the weights are there.
             callbacks: as of a :class:`~gradbus.Worker`.
+
+        Raises:
+            ConfigError: an argument is another kind of thing, or this rank has left a group.
         """
+        check_group(self._call, "network", network)
+        advice = "Keep the order of the arguments"
+        check_instance(self._call, "settings", settings, ParameterServerSettings, advice)
         super().__init__(workers, task, config, callbacks)
         self._network = network
         self._settings = settings
@@ -126,7 +135,7 @@ class ParameterServerWorker(Rank):
                 assert report is not None
                 yield report
             self._params_hash = await self._compute.run(lambda: fingerprint(self.model.parameters()))
-            await self._compute.run(self._callbacks.call, "on_end", self.summary)
+            await self._call_at_end()
             ends = await self._ask("end", meta=self.profile.summary().to_json())
             found = meta_of(ends[0], "all", dict)
             profiles = [ProfileSummary.from_json(found[key]) for key in sorted(found, key=int)]

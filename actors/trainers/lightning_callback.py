@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
-from gradbus.actors.federated.handover import TrainingRound
-from gradbus.actors.federated.script_client import client
-from gradbus.actors.trainers.federated_rounds import FederatedRounds, OptimizerState, RoundLength
 from gradbus.actors.trainers.ranks import Ranks
-from gradbus.actors.trainers.round_counts import batch_size_of, length_of
+from gradbus.actors.trainers.round_counts import length_of
+from gradbus.actors.trainers.rounds_callback import RoundsCallback
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.logs import get_logger
 
@@ -34,7 +32,7 @@ REMEDY = "max_epochs=-1 and max_steps=-1 have the Trainer go on until the run en
 log = get_logger("client")
 
 
-class LightningCallback(Callback):  # type: ignore[misc]  # a set-up need not have Lightning's types
+class LightningCallback(RoundsCallback, Callback):  # type: ignore[misc]  # a set-up need not have Lightning's types
     """Takes part in a federated run with a LightningModule.
 
     ``fit`` joins the run before its first batch. At the end of each round, which is an epoch unless the controller or
@@ -43,38 +41,7 @@ class LightningCallback(Callback):  # type: ignore[misc]  # a set-up need not ha
     stops, and the module has the last global model.
     """
 
-    def __init__(
-        self, job: str | None = None, *, every_n_epochs: int | None = None, every_n_steps: int | None = None,
-        optimizer_state: OptimizerState = "keep", metrics: Sequence[str] | None = None,
-        samples_in: Callable[[Any], int] = batch_size_of, **settings: Any,
-    ) -> None:  # fmt: skip
-        """A client that joins when ``fit`` begins; each ``fit`` joins anew.
-
-        Args:
-            job: name of the job, as of :func:`gradbus.client`.
-            every_n_epochs, every_n_steps: length of a round in epochs, or in optimizer steps; at most one of them.
-                None: what the controller asks for, ``federated.training.steps`` or ``epochs``, by default one epoch.
-            optimizer_state: "keep": optimizers go on over the rounds, as Lightning has it. "reset": each round begins
-                with the state that they had at first, such as no momentum; learning rates and schedulers go on.
-            metrics: names of the metrics to send; None: all.
-            samples_in: returns the number of samples in a batch.
-            settings: name, client_id, config and the settings of the bus, as of :func:`gradbus.client`.
-
-        Raises:
-            ConfigError, TypeError, ValueError: one of them is wrong.
-        """
-        super().__init__()
-        client(job, **settings)  # which has not been entered: it is made for its checks
-        length = RoundLength.of(every_n_epochs, every_n_steps)
-        self._rounds = FederatedRounds(partial(client, job, **settings), length, optimizer_state, metrics)
-        self._samples_in = samples_in
-        self._step = 0  # the newest that was looked at
-
-    @property
-    def round(self) -> TrainingRound:
-        """Return what the controller asks for in this round, such as ``lr``, which a module may follow. Raises
-        OutOfTurn: there is none."""
-        return self._rounds.round
+    _step = 0  # the newest that was looked at
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Raises ConfigError: the strategy of the Trainer spreads the model over its devices."""

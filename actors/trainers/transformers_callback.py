@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
@@ -19,17 +19,17 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import TrainerCallback
 
-from gradbus.actors.federated.handover import TrainingRound
-from gradbus.actors.federated.script_client import client
-from gradbus.actors.trainers.federated_rounds import FederatedRounds, OptimizerState, RoundLength
+from gradbus.actors.trainers.federated_rounds import FederatedRounds
 from gradbus.actors.trainers.ranks import Ranks
-from gradbus.actors.trainers.round_counts import batch_size_of, length_of
+from gradbus.actors.trainers.round_counts import length_of
+from gradbus.actors.trainers.rounds_callback import RoundsCallback
 from gradbus.runtime.errors import ConfigError
 
 REMEDY = "raise num_train_epochs, or max_steps, to as many as the rounds of the run need"
 
 
-class TransformersCallback(TrainerCallback):  # type: ignore[misc]  # a set-up need not have the types of transformers
+# A set-up need not have the types of transformers.
+class TransformersCallback(RoundsCallback, TrainerCallback):  # type: ignore[misc]
     """Takes part in a federated run with the model of a Trainer.
 
     ``train`` joins the run before its first batch. At the end of each round, which is an epoch unless the controller or
@@ -42,30 +42,7 @@ class TransformersCallback(TrainerCallback):  # type: ignore[misc]  # a set-up n
     callback is collected, the process ends, or the next training begins.
     """
 
-    def __init__(
-        self, job: str | None = None, *, every_n_epochs: int | None = None, every_n_steps: int | None = None,
-        optimizer_state: OptimizerState = "keep", metrics: Sequence[str] | None = None,
-        samples_in: Callable[[Any], int] = batch_size_of, **settings: Any,
-    ) -> None:  # fmt: skip
-        """A client that joins when ``train`` begins; each ``train`` joins anew.
-
-        Args:
-            job: name of the job, as of :func:`gradbus.client`.
-            every_n_epochs, every_n_steps: length of a round in epochs, or in optimizer steps; at most one of them.
-                None: what the controller asks for, ``federated.training.steps`` or ``epochs``, by default one epoch.
-            optimizer_state: "keep": the optimizer goes on over the rounds, as the Trainer has it. "reset": each round
-                begins with the state that it had at first, such as no momentum; the schedule goes on.
-            metrics: names of the numbers in the logs to send; None: all.
-            samples_in: returns the number of samples in what the model is called with, a mapping of its arguments.
-            settings: name, client_id, config and the settings of the bus, as of :func:`gradbus.client`.
-
-        Raises:
-            ConfigError, TypeError, ValueError: one of them is wrong.
-        """
-        client(job, **settings)  # which has not been entered: it is made for its checks
-        length = RoundLength.of(every_n_epochs, every_n_steps)
-        self._rounds = FederatedRounds(partial(client, job, **settings), length, optimizer_state, metrics)
-        self._samples_in = samples_in
+    def _prepare(self) -> None:
         self._counting: RemovableHandle | None = None
         self._logs: dict[str, Any] = {}  # the newest numbers
         self._losses: list[tuple[float, int]] = []  # of this round: mean losses, with their steps
@@ -84,11 +61,6 @@ class TransformersCallback(TrainerCallback):  # type: ignore[misc]  # a set-up n
         """Leave the run, with an error as the reason."""
         self._forget_model()
         self._rounds.leave(error)
-
-    @property
-    def round(self) -> TrainingRound:
-        """Return what the controller asks for in this round. Raises OutOfTurn: there is none."""
-        return self._rounds.round
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Join the run, and load the model of its first round.

@@ -152,6 +152,7 @@ class HostSession(ControllerSession):
 class ClientHost(Client):
     """Trains its clients when commanded, and sends their updates."""
 
+    _task_methods = ("build_model",)  # the processes of the pool train
     _session: HostSession
 
     def __init__(

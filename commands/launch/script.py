@@ -12,7 +12,9 @@ import re
 import secrets
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
 
 from gradbus.commands.launch.command import LAST_CALL_S, ElasticLaunch
 from gradbus.commands.launch.launcher import Launch, Launcher
@@ -20,6 +22,7 @@ from gradbus.commands.rank_environment import MAX_WORLD
 from gradbus.runtime.config.job_name import default_job
 from gradbus.runtime.cores import usable_cores
 from gradbus.runtime.errors import ConfigError
+from gradbus.runtime.nearest import nearest
 
 _PYTHON = re.compile(r"python[0-9.]*(\.exe)?")
 _JOIN_WAIT_S = 30.0
@@ -46,9 +49,12 @@ def launch_script(
         ranks: their number; None: the most that ``elastic`` allows.
 
     Raises:
-        ConfigError: the number of ranks is missing or out of range. LaunchFailed: a process could not be started.
+        ConfigError: the number of ranks is missing or out of range, or there is no such script or module.
+        LaunchFailed: a process could not be started.
     """
-    return asyncio.run(Launcher(plan_script(arguments, ranks=ranks, grace_s=grace_s, elastic=elastic)).run())
+    plan = plan_script(arguments, ranks=ranks, grace_s=grace_s, elastic=elastic)
+    check_exists(arguments)
+    return asyncio.run(Launcher(plan).run())
 
 
 def plan_script(
@@ -90,6 +96,61 @@ def plan_script(
         world=world, command=command, environment=environment, grace_s=grace_s, goes_on_without=goes_on_without,
         ends_together=elastic is not None, restarts=0 if elastic is None else elastic.restarts,
     )  # fmt: skip
+
+
+def check_exists(arguments: Sequence[str]) -> None:
+    """Raises ConfigError: there is no such script or module, which each rank would report by itself."""
+    if arguments[0] == "-m":
+        _check_module(arguments[1])
+        return
+    script = Path(arguments[0])
+    if script.is_file():
+        return
+    if script.is_dir():
+        raise ConfigError(f"{script} is a folder: name the script in it, as in: gradbus run -n 2 -- {script}/train.py")
+    others = [one.name for one in script.parent.glob("*.py")] if script.parent.is_dir() else []
+    near = nearest(script.name, others)
+    advice = f"Did you mean {script.parent / near}?" if near else "Give its path from there, or an absolute one"
+    raise ConfigError(f"there is no script {str(script)!r}, as seen from {Path.cwd()}. {advice}")
+
+
+def _check_module(name: str) -> None:
+    """Raises ConfigError: ``python -m`` would not find this module. Nothing is imported, as that is for the ranks."""
+    package, path = "", None
+    for part in name.split("."):
+        inner = f"{package}.{part}" if package else part
+        found = None if package and path is None else _spec_of(inner, path)
+        if found is None:
+            where = f"package {package!r} has no module {part!r}" if package else f"there is no module {part!r}"
+            raise ConfigError(
+                f"-m {name}: {where}, as seen from {Path.cwd()}. Start the command in the folder that has it, or "
+                f"install it into the Python of this command, {sys.executable}"
+            )
+        path = found.submodule_search_locations
+        if path is not None and _changes_its_path(found):
+            return
+        package = inner
+    if path is not None and _spec_of(f"{package}.__main__", path) is None:
+        raise ConfigError(f"-m {name}: it is a package without __main__.py. Name a module in it, as -m {name}.train")
+
+
+def _spec_of(name: str, path: Iterable[str] | None) -> ModuleSpec | None:
+    """Find a module as an import in a rank does, which has the current directory in front. ``path``: of its package,
+    which is not imported for that; None: it is in none."""
+    places = None if path is None else list(path)
+    if places is None and (found := PathFinder.find_spec(name, [os.getcwd()])) is not None:
+        return found
+    finders = (getattr(finder, "find_spec", None) for finder in sys.meta_path)
+    specs = (find(name, places) for find in finders if find is not None)
+    return next((spec for spec in specs if spec is not None), None)
+
+
+def _changes_its_path(package: ModuleSpec) -> bool:
+    """Whether a package sets where its modules are only when it is imported."""
+    try:
+        return "__path__" in Path(package.origin or "").read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):  # a package without a file of its own has its modules where they are found
+        return False
 
 
 def _common(world: int, variables: Mapping[str, str]) -> dict[str, str | None]:

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from gradbus.actors.federated.progress_line import ProgressLine
     from gradbus.actors.federated.script_client import ScriptClient, client
     from gradbus.actors.virtual.simulation import SimulationOptions, SimulationResult, simulate
+    from gradbus.codecs import CodecError, DimMismatchError, NonFiniteError
     from gradbus.connecting import connect
     from gradbus.loading import preload
     from gradbus.runtime.bus.bus import Bus
@@ -46,7 +47,32 @@ if TYPE_CHECKING:
     from gradbus.runtime.config.data_parallel import DataParallelConfig
     from gradbus.runtime.config.federated import ClientConfig, FederatedConfig
     from gradbus.runtime.dds.network import NetworkConfig
-    from gradbus.runtime.errors import GradbusError
+    from gradbus.runtime.errors import (
+        BarrierTimeout,
+        BusClosed,
+        BusError,
+        CallbackFailed,
+        CallbackTimeout,
+        CheckpointError,
+        CollectiveError,
+        CollectiveTimeout,
+        ConfigError,
+        ForkedProcess,
+        FrameError,
+        GradbusError,
+        JobInUse,
+        JoinDeclined,
+        JoinRefused,
+        OutOfTurn,
+        PeerLost,
+        ReplicasDiverged,
+        RoundTimeout,
+        RunAborted,
+        RunOver,
+        TrainingDiverged,
+        TrainingFailed,
+        WriteTimeout,
+    )
     from gradbus.runtime.logs import log_to
 
 _WHERE = {
@@ -58,7 +84,6 @@ _WHERE = {
     "ClientSummary": "gradbus.actors.federated.report",
     "Controller": "gradbus.actors.federated.controller",
     "FederatedConfig": "gradbus.runtime.config.federated",
-    "GradbusError": "gradbus.runtime.errors",
     "NetworkConfig": "gradbus.runtime.dds.network",
     "Progress": "gradbus.actors.federated.report",
     "ProgressLine": "gradbus.actors.federated.progress_line",
@@ -81,6 +106,52 @@ _WHERE = {
     "SimulationOptions": "gradbus.actors.virtual.simulation",
     "SimulationResult": "gradbus.actors.virtual.simulation",
 }
+_ERRORS = (
+    "BarrierTimeout",
+    "BusClosed",
+    "BusError",
+    "CallbackFailed",
+    "CallbackTimeout",
+    "CheckpointError",
+    "CollectiveError",
+    "CollectiveTimeout",
+    "ConfigError",
+    "ForkedProcess",
+    "FrameError",
+    "GradbusError",
+    "JobInUse",
+    "JoinDeclined",
+    "JoinRefused",
+    "OutOfTurn",
+    "PeerLost",
+    "ReplicasDiverged",
+    "RoundTimeout",
+    "RunAborted",
+    "RunOver",
+    "TrainingDiverged",
+    "TrainingFailed",
+    "WriteTimeout",
+)
+_CODEC_ERRORS = ("CodecError", "DimMismatchError", "NonFiniteError")
+_WHERE |= dict.fromkeys(_ERRORS, "gradbus.runtime.errors") | dict.fromkeys(_CODEC_ERRORS, "gradbus.codecs")
+# Errors that a program can catch by a class above, or that are of one package: where they are, and what to write.
+_ERRORS_ELSEWHERE = {
+    "AggregatorLost": "catch gradbus.CollectiveError, or import it from gradbus.runtime.collectives.aggregators",
+    "BrokenCopy": "catch gradbus.CollectiveError, or import it from gradbus.actors.data_parallel.joining",
+    "CheckpointMismatch": "catch gradbus.CheckpointError, or import it from gradbus.actors.data_parallel.state",
+    "DataMissing": "it is gradbus.models.DataMissing, a FileNotFoundError",
+    "DownloadFailed": "catch OSError, or import it from gradbus.models.mnist_files",
+    "MembersChanged": "it is gradbus.torch.elastic.MembersChanged, which a function of elastic.run lets pass",
+    "NoGeneration": "catch gradbus.GradbusError, or import it from gradbus.runtime.collectives.generations",
+    "NotAPartialSum": "catch gradbus.CodecError, or import it from gradbus.actors.aggregation.partial_sum",
+    "SharedMemoryFault": "catch gradbus.GradbusError, or import it from gradbus.runtime.shm.segment",
+    "TrainingStopped": "it is gradbus.models.TrainingStopped, which a training function lets pass",
+    "TwoMemberships": "catch gradbus.CollectiveError, or import it from gradbus.runtime.collectives.agreement",
+    "UnreadableList": "catch gradbus.ConfigError, or import it from gradbus.runtime.security.identity.allow_list",
+    "WaitedInVain": "catch gradbus.BarrierTimeout, or import it from gradbus.runtime.collectives.generations",
+    "WrongArgument": "catch gradbus.ConfigError or TypeError, or import it from gradbus.runtime.misuse",
+    "WrongKeyword": "catch gradbus.ConfigError or TypeError, or import it from gradbus.runtime.misuse",
+}
 _PACKAGES = ("actors", "codecs", "models", "runtime")
 
 install_finder()
@@ -91,30 +162,56 @@ except PackageNotFoundError:  # not installed: run from the tree by a tool
     __version__ = "0"
 
 __all__ = [
+    "BarrierTimeout",
     "Bus",
+    "BusClosed",
+    "BusError",
+    "CallbackFailed",
+    "CallbackTimeout",
+    "CheckpointError",
     "Client",
     "ClientConfig",
     "ClientOrder",
     "ClientReport",
     "ClientSummary",
+    "CodecError",
+    "CollectiveError",
+    "CollectiveTimeout",
+    "ConfigError",
     "Controller",
     "DataParallelConfig",
+    "DimMismatchError",
     "ElasticPlace",
     "ElasticWorker",
     "FederatedConfig",
+    "ForkedProcess",
+    "FrameError",
     "GradbusError",
     "Group",
+    "JobInUse",
+    "JoinDeclined",
+    "JoinRefused",
     "NetworkConfig",
+    "NonFiniteError",
+    "OutOfTurn",
+    "PeerLost",
     "Progress",
     "ProgressLine",
+    "ReplicasDiverged",
     "RoundOrder",
     "RoundReport",
+    "RoundTimeout",
+    "RunAborted",
+    "RunOver",
     "ScriptClient",
     "SimulationOptions",
     "SimulationResult",
     "Strategy",
+    "TrainingDiverged",
+    "TrainingFailed",
     "TrainingRound",
     "Worker",
+    "WriteTimeout",
     "actors",
     "client",
     "codecs",
@@ -133,6 +230,8 @@ def __getattr__(name: str) -> Any:
         return getattr(_load(_WHERE[name]), name)
     if name in _PACKAGES:
         return _load(f"gradbus.{name}")
+    if name in _ERRORS_ELSEWHERE:
+        raise AttributeError(f"gradbus has no {name!r}: {_ERRORS_ELSEWHERE[name]}")
     raise AttributeError(f"module 'gradbus' has no attribute {name!r}")
 
 

@@ -39,7 +39,7 @@ from gradbus.runtime.dds.peers import check_peers
 from gradbus.runtime.dds.topics import READABLE, TOPICS
 from gradbus.runtime.errors import BarrierTimeout, BusClosed, ConfigError, GradbusError
 from gradbus.runtime.fast_paths import LOOPBACK
-from gradbus.runtime.misuse import opening
+from gradbus.runtime.misuse import check_instance, opening
 from gradbus.runtime.security import Level, Security
 from gradbus.runtime.shm.shared_payload import PayloadMemory
 from gradbus.runtime.testing.fault_injection import FaultInjector
@@ -109,6 +109,11 @@ class Bus:
         """After so long a silence a process of another machine counts as dead; None: none can be reached, and of those
         of this machine the kernel tells."""
         return self.lease_s if self.reach.leaves_machine else None
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether it was closed: the block of its ``async with`` has ended."""
+        return self._closed
 
     # Sending
 
@@ -402,6 +407,23 @@ def _resolve(done: asyncio.Future[int], outcome: int | Exception) -> None:
         done.set_result(outcome)
 
 
+def check_bus(call: str, argument: str, given: object) -> None:
+    """Check what an actor is given as its bus.
+
+    ``call``, ``argument``: as of :func:`~gradbus.runtime.misuse.check_instance`.
+
+    Raises:
+        ConfigError: it is no bus, or one that is closed.
+    """
+    advice = "Give the bus of 'async with gradbus.connect(...) as bus:', and keep the order of the arguments"
+    check_instance(call, argument, given, Bus, advice)
+    if isinstance(given, Bus) and given.is_closed:
+        raise ConfigError(
+            f"{call}: {argument}: expected an open bus, got one that is closed: its 'async with gradbus.connect(...)' "
+            f"block has ended. Construct and run it inside of such a block"
+        )
+
+
 @opening("gradbus.connect", "bus")
 async def connect(  # noqa: PLR0913 - settings by keyword, for programs that have no NetworkConfig
     job: str | None = None,
@@ -449,4 +471,4 @@ async def connect(  # noqa: PLR0913 - settings by keyword, for programs that hav
             await bus.close()
 
 
-__all__ = ["Bus", "PeerGone", "Subscription", "connect"]
+__all__ = ["Bus", "PeerGone", "Subscription", "check_bus", "connect"]

@@ -45,7 +45,7 @@ from gradbus.runtime.collectives.reductions import (
 )
 from gradbus.runtime.collectives.tensors import check_sendable, plain
 from gradbus.runtime.errors import BarrierTimeout, ConfigError, GradbusError
-from gradbus.runtime.misuse import opening
+from gradbus.runtime.misuse import check_instance, opening
 from gradbus.runtime.traffic import Traffic
 from gradbus.runtime.user_errors import summary_of
 
@@ -112,6 +112,11 @@ class Group:
         """Note where this rank's training is, for ``gradbus status``. ``mean_ranks``: as in RankStatus."""
         position = self._membership.reporter.position
         position.step, position.epoch, position.mean_ranks = step, epoch, mean_ranks
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether this rank has left: the block of its ``async with``, or that of its bus, has ended."""
+        return self._membership.has_left or self.bus.is_closed
 
     @property
     def members(self) -> tuple[Member, ...]:
@@ -414,6 +419,26 @@ def _reason(error: BaseException) -> str:
     if isinstance(error, asyncio.CancelledError | GeneratorExit):
         return "was stopped"
     return str(error) if type(error) is GradbusError else f"failed with {summary_of(error)}"
+
+
+def check_group(call: str, argument: str, given: object) -> None:
+    """Check what an actor is given as its group.
+
+    ``call``, ``argument``: as of :func:`~gradbus.runtime.misuse.check_instance`.
+
+    Raises:
+        ConfigError: it is no group, or this rank has left it.
+    """
+    advice = (
+        "Give the group of 'async with gradbus.join_group(bus, rank=..., world=...) as group:', and keep the order of "
+        "the arguments"
+    )
+    check_instance(call, argument, given, Group, advice)
+    if isinstance(given, Group) and given.is_closed:
+        raise ConfigError(
+            f"{call}: {argument}: expected a group that this rank is in, got group {given.name!r}, which it has left: "
+            f"its 'async with gradbus.join_group(...)' block, or that of its bus, has ended. Construct it within"
+        )
 
 
 @opening("gradbus.join_group", "group")

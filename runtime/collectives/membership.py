@@ -87,6 +87,7 @@ class Membership:
                 self.formation.memory = self._shared.place
             self._changed = asyncio.Event()
             self._is_formed = False
+            self.has_left = False  # by close
             self.gave_up = ""  # how long this rank has waited in vain for the group, and for which ranks
             self._left: set[int] = set()
             # Ranks whose loss another rank has reported first, and the reason that it gave. Written on a thread that
@@ -403,6 +404,7 @@ class Membership:
         fork does not leave: the rank is its parent's."""
         if self._made_in != forks.generation:
             return
+        self.has_left = True
         self._no_more_refused()
         if self._reporting is not None:
             self._reporting.cancel()

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from gradbus.runtime.choices import Choice, Choices
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.json_text import parse_json, read_text
-from gradbus.runtime.misuse import WrongKeyword
+from gradbus.runtime.misuse import WrongArgument, WrongKeyword, described
 from gradbus.runtime.nearest import nearest
 
 MAX_FILE_BYTES = 256 << 10  # of a configuration
@@ -70,13 +70,13 @@ class Settings(BaseModel, metaclass=_Explained):
         """Return settings that a program gave as ``config``; for None the defaults.
 
         Raises:
-            TypeError: they are of another class, such as a dict.
+            WrongArgument, which is a ConfigError and a TypeError: they are of another class, such as a dict.
         """
         if given is None:
             return cls()
         if not isinstance(given, cls):
             way = f"{cls.__name__}(**config)" if isinstance(given, Mapping) else f"{cls.__name__}(...)"
-            raise TypeError(f"config: expected a {cls.__name__}, got a {type(given).__name__}: write config={way}")
+            raise WrongArgument(f"config: expected a {cls.__name__}, got {described(given)}: write config={way}")
         return given
 
     @classmethod

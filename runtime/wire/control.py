@@ -504,6 +504,8 @@ class TrainingFailure:
             returned a loss, or a model, of NaN or infinity; ``nothing to train`` or ``paused``: the client sits the
             round out. Any other text counts as the first.
         name: of a client that has no id yet; else empty.
+        attempt: of a client that has paused, the attempt at the round that it sits out, as far as it can count; 0: it
+            does not say.
     """
 
     run_id: U64
@@ -511,6 +513,7 @@ class TrainingFailure:
     text: Lines
     reason: Name = "training failed"
     name: ClientName = ""
+    attempt: U32 = 0
 
 
 @dataclass(frozen=True, slots=True, config=STRICT)

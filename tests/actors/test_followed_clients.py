@@ -20,7 +20,9 @@ import gradbus
 from gradbus.actors.federated.client import Client
 from gradbus.actors.federated.client_report import CALLED_OFF, ClientReport
 from gradbus.models import NoopTask, TrainResult
-from gradbus.runtime.errors import CallbackFailed, ConfigError, OutOfTurn
+from gradbus.runtime import callbacks as callback_module
+from gradbus.runtime import compute as compute_module
+from gradbus.runtime.errors import CallbackFailed, CallbackTimeout, ConfigError, OutOfTurn
 
 _jobs = itertools.count()
 
@@ -166,14 +168,24 @@ class NotingBuilds(NetTask):
         return super().build_model()
 
 
-def test_a_follower_of_models_has_none_built_beside_its_training_whose_random_numbers_that_would_take() -> None:
-    task = NotingBuilds()
-    scene = Scene(
-        lambda bus, one: Client(bus, task if one else NetTask(), client_id=one, callbacks=[Follower()] if one else [])
+@pytest.mark.parametrize("settings", [{}, {"share": {"exclude": ["head.*"]}}, {"exchange": "all"}])
+def test_the_model_of_a_client_is_built_once_however_it_is_followed(settings: dict[str, Any]) -> None:
+    """A second module would take memory, and random numbers that its training draws."""
+    tasks = [NotingBuilds(), NotingBuilds()]
+    states: list[dict[str, Tensor]] = []
+
+    class Taking(Scene):
+        async def take_part(self, client: Client) -> Any:
+            found = [(report, await client.state_dict()) async for report in client.rounds()]
+            states.append(found[-1][1])
+            return found
+
+    scene = Taking(
+        lambda bus, one: Client(bus, tasks[one], client_id=one, callbacks=[Follower()] if one else []), **settings
     )
     run(scene.main())
-    assert len(task.built_on) == 2
-    assert set(task.built_on) == {"gradbus-client-1_0"}, "the thread that trains, before it does"
+    assert [task.built_on for task in tasks] == [["gradbus-client-0_0"], ["gradbus-client-1_0"]], "before training"
+    assert [state.keys() for state in states] == [Net().state_dict().keys()] * 2
 
 
 class Iterating(Scene):
@@ -455,3 +467,94 @@ def test_a_slow_reader_of_reports_misses_the_oldest_and_never_the_end() -> None:
         return numbers
 
     assert run(main()) == [6, 7, 8, 9]
+
+
+class Hanging:
+    """Does not return from one method, at its last call, until it is let go."""
+
+    def __init__(self, method: str) -> None:
+        self.is_held, self.let_go = threading.Event(), threading.Event()
+        setattr(self, method, self._hang)
+
+    def _hang(self, *arguments: Any) -> None:
+        number = getattr(arguments[0], "round_id", arguments[0])
+        if number == 3 or not isinstance(number, int):
+            self.is_held.set()
+            self.let_go.wait(PATIENT_S)
+
+
+@pytest.fixture
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Callbacks that take long are reported and given up soon."""
+    monkeypatch.setattr(callback_module, "WARN_S", 0.1)
+    monkeypatch.setattr(callback_module, "END_S", 0.5)
+    monkeypatch.setattr(compute_module, "LET_GO_S", 0.1)
+
+
+@pytest.mark.usefixtures("soon")
+@pytest.mark.parametrize("method", ["on_model", "on_report", "on_end"])
+def test_a_callback_that_never_returns_ends_its_client_after_the_run(method: str) -> None:
+    callback = Hanging(method)
+    scene = Scene(lambda bus, one: Client(bus, NetTask(), client_id=one, callbacks=[callback] if one else []))
+    try:
+        with capture_logs() as logs, pytest.raises(ExceptionGroup) as caught:
+            run(scene.main())
+    finally:
+        callback.let_go.set()
+    text = rf"Hanging: {method} has not returned within 0\.5 s after the end of the run, .* a thread of its own$"
+    assert caught.group_contains(CallbackTimeout, match=text)
+    assert len(scene.reports) == 3
+    named = [one for one in logs if one["event"] == "callback has not returned"]
+    assert {(one["callback"], one["method"]) for one in named} == {(f"{__name__}:Hanging", method)}
+    assert named[0]["log_level"] == "warning"
+
+
+@pytest.mark.usefixtures("soon")
+def test_a_callback_of_a_controller_that_never_returns_ends_the_run_with_an_error() -> None:
+    callback = Hanging("on_end")
+
+    async def main() -> None:
+        config = gradbus.FederatedConfig(rounds=1, eval_every=0, clients={"num": 1, "min": 1})
+        place = {"job": f"followed-{os.getpid()}-{next(_jobs)}", "domain": new_domain()}
+        async with gradbus.connect(**place) as bus, gradbus.connect(**place) as other:
+            client = asyncio.create_task(Client(other, NetTask(), client_id=0).run())
+            try:
+                await gradbus.Controller(bus, NetTask(), config, callbacks=[callback]).run()
+            finally:
+                client.cancel()
+                await asyncio.wait([client])
+
+    try:
+        with (
+            capture_logs() as logs,
+            pytest.raises(CallbackTimeout, match=r"Hanging: on_end has not returned within 0\.5"),
+        ):
+            run(main())
+    finally:
+        callback.let_go.set()
+    assert "callback has not returned" in [one["event"] for one in logs]
+
+
+@pytest.mark.usefixtures("soon")
+def test_a_callback_that_takes_long_before_the_end_of_the_run_is_named_and_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    warned = threading.Event()
+    warn = callback_module.CallbackWait._warn  # noqa: SLF001 - to wait for the line
+
+    def note(self: Any, waited_s: float) -> None:
+        warn(self, waited_s)
+        warned.set()
+
+    class Slow:
+        def on_round(self, round_id: int) -> None:
+            if round_id == 1:
+                assert warned.wait(PATIENT_S)
+
+    monkeypatch.setattr(callback_module.CallbackWait, "_warn", note)
+    scene = Scene(lambda bus, one: Client(bus, NetTask(), client_id=one, callbacks=[Slow()] if one else []))
+    with capture_logs() as logs:
+        run(scene.main())
+    assert [report.clients for report in scene.reports] == [(0, 1)] * 3
+    found = [one for one in logs if one["event"] == "callback has not returned"]
+    assert {(one["method"], one["effect"]) for one in found} == {("on_round", "the run waits for it")}

@@ -252,6 +252,11 @@ def test_calls_out_of_order_say_what_to_call() -> None:
 def test_wrong_settings_are_told_at_once() -> None:
     with pytest.raises(WrongKeyword, match="did you mean 'domain'"):
         gradbus.client("cells", client_id=0, domian=3)
+    with pytest.raises(WrongKeyword, match=r"gradbus\.client\(\) has no keyword 'nam': did you mean 'name'"):
+        gradbus.client("cells", nam="site-1")
+    for job in ("cells", None):
+        with pytest.raises(ConfigError, match=r"neither name nor client_id is given.*client\('cells', name='site-1'\)"):
+            gradbus.client(job)
     with pytest.raises(ConfigError, match="name"):
         gradbus.client("cells", name="site 1\n")
     with pytest.raises(TypeError, match="a name is given as name='site-1'"):

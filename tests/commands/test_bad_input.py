@@ -4,6 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from gradbus.commands.launch.script import check_exists
+
 GLYPHS = ("--set", "task.data=glyphs", "--set", 'task.data_options={"train": 20, "test": 10}', "--log-level", "error")
 
 
@@ -80,6 +82,57 @@ def test_what_all_ranks_of_a_launch_would_say_is_said_once(invoke, arguments, sa
     ended = invoke("run", *arguments)
     assert ended.code == 2
     assert said in one_line(ended.err)
+
+
+@pytest.fixture
+def scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a script, a package with a module, one that can be run, and one that finds its own modules."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("")
+    (tmp_path / "folder.py").mkdir()
+    for package, module in (("package", "train"), ("runs", "__main__")):
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "__init__.py").write_text("raise SystemExit('the launcher imports nothing')")
+        (tmp_path / package / f"{module}.py").write_text("")
+    (tmp_path / "found").mkdir()
+    (tmp_path / "found" / "__init__.py").write_text("__path__.append('elsewhere')")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("missing.py",), "there is no script 'missing.py', as seen from {folder}. Give its path from there"),
+        (("trian.py", "--lr", 1), "there is no script 'trian.py', as seen from {folder}. Did you mean train.py?"),
+        (("folder.py",), "folder.py is a folder: name the script in it, as in: gradbus run -n 2 -- folder.py/train.py"),
+        (("-m", "missing"), "-m missing: there is no module 'missing', as seen from {folder}. Start the command in"),
+        (("-m", "package.trian"), "-m package.trian: package 'package' has no module 'trian', as seen from {folder}"),
+        (("-m", "train.inner"), "-m train.inner: package 'train' has no module 'inner'"),
+        (("-m", "json.missing"), "-m json.missing: package 'json' has no module 'missing'"),
+        (
+            ("-m", "package"),
+            "-m package: it is a package without __main__.py. Name a module in it, as -m package.train",
+        ),
+    ],
+)
+def test_a_script_or_module_that_is_not_there_is_reported_once_before_the_start(
+    invoke, scripts: Path, arguments, said
+) -> None:
+    ended = invoke("run", "-n", 2, "--", *arguments)
+    assert ended.code == 2
+    assert said.format(folder=scripts) in one_line(ended.err)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["train.py"], ["./train.py", "--lr", "1"], ["-m", "train"], ["-m", "package.train", "-v"], ["-m", "runs"],
+        ["-m", "found.anywhere"], ["-m", "json.tool"], ["-m", "gradbus"],
+        ["-m", "gradbus.experiments.examples.torch_elastic"],
+    ],
+)  # fmt: skip
+def test_a_script_or_module_that_python_finds_is_let_through(scripts: Path, arguments: list[str]) -> None:
+    check_exists(arguments)
 
 
 def test_an_option_that_workers_do_not_have_is_refused_once(invoke, configs) -> None:

@@ -226,9 +226,10 @@ def is_refused() -> dict[str, Any]:
     texts = []
     for options in (
         {"every_n_epochs": 1, "every_n_steps": 1}, {"every_n_steps": 0}, {"optimizer_state": "forget"}, {"domian": 1},
+        {"every_n_epoch": 1}, {"client_id": None},
     ):  # fmt: skip
         try:
-            FederatedCallback("job", client_id=0, **options)
+            FederatedCallback("job", **{"client_id": 0, **options})
         except (GradbusError, TypeError) as error:
             texts.append(f"{type(error).__name__}: {error}")
     trainer = lightning.Trainer(callbacks=[FederatedCallback("job", client_id=0)], fast_dev_run=True, **QUIET)
@@ -322,7 +323,7 @@ if __name__ == "__main__":
     FORKED = scene.Children()
     PORTS = [int(one) for one in os.environ["SCENE_PORTS"].split(",")]
     CHILDREN: dict[str, Any] = {
-        "page": [FORKED.fork(scene.follow_the_page, PAGE, site) for site in ("site-1", "site-22")],
+        "page": [FORKED.fork(scene.follow_the_page, PAGE, site) for site in ("site-1", "site-2")],
         "killed": FORKED.fork(killed),
         "well": [FORKED.fork(rank, number, PORTS[0], module_of()) for number in range(2)],
         "failing": [FORKED.fork(rank, number, PORTS[1], diverging) for number in range(2)],

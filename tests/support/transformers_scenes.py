@@ -294,9 +294,11 @@ def adapters_of_peft() -> dict[str, Any]:
 def is_refused() -> dict[str, Any]:
     """What cannot be."""
     texts = []
-    for options in ({"every_n_epochs": 0}, {"optimizer_state": "forget"}, {"domian": 1}):
+    for options in (
+        {"every_n_epochs": 0}, {"optimizer_state": "forget"}, {"domian": 1}, {"every_n_epoch": 1}, {"client_id": None},
+    ):  # fmt: skip
         try:
-            FederatedCallback("job", client_id=0, **options)
+            FederatedCallback("job", **{"client_id": 0, **options})
         except (GradbusError, TypeError) as error:
             texts.append(f"{type(error).__name__}: {error}")
     os.environ["ACCELERATE_USE_FSDP"] = "true"
@@ -400,7 +402,7 @@ if __name__ == "__main__":
     FORKED = scene.Children()
     PORT = int(os.environ["SCENE_PORTS"].split(",")[0])
     CHILDREN: dict[str, Any] = {
-        "page": [FORKED.fork(scene.follow_the_page, PAGE, site) for site in ("site-1", "site-22")],
+        "page": [FORKED.fork(scene.follow_the_page, PAGE, site) for site in ("site-1", "site-2")],
         "killed": FORKED.fork(killed), "ranks": [FORKED.fork(rank, number, PORT) for number in range(2)],
     }  # fmt: skip
     try:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import resource
+import socket
+import subprocess
+import sys
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,10 +20,13 @@ from structlog.testing import capture_logs
 from torch import nn
 
 import gradbus.torch as hvd
-from gradbus.runtime.errors import CheckpointError, ConfigError
+from gradbus.runtime.collectives.generations import NoGeneration
+from gradbus.runtime.errors import CheckpointError, ConfigError, PeerLost
 from gradbus.torch import elastic
 from gradbus.torch.broadcast_state import broadcast_tree
+from gradbus.torch.elastic import training
 from gradbus.torch.elastic.launched import ScriptElasticSettings, member_place
+from gradbus.torch.elastic.membership import FixedRanks
 from gradbus.torch.functions import current
 
 
@@ -342,3 +349,113 @@ def test_init_of_horovod_in_an_elastic_run_says_what_to_do(monkeypatch: pytest.M
     with pytest.raises(RuntimeError, match="there is no process group yet"):
         model(torch.ones(1)).sum().backward()
     elastic.TorchState(model, optimizer).restore()
+
+
+def small() -> tuple[nn.Linear, torch.optim.SGD]:
+    model = nn.Linear(3, 2)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def test_what_is_no_model_or_no_optimizer_is_refused_with_the_call() -> None:
+    model, optimizer = small()
+    write = r"Write TorchState\(model=model, optimizer=optimizer, \.\.\.\)$"
+    wrong: list[tuple[Any, Any, str]] = [
+        (optimizer, model, rf"^TorchState: model: expected a torch\.nn\.Module, got an? SGD\. {write}"),
+        (nn.Linear, optimizer, rf"got the class Linear\. {write}"),
+        (model, torch.optim.SGD, rf"optimizer: expected a torch\.optim\.Optimizer, got the class SGD\. {write}"),
+        (model, {"lr": 0.1}, rf"optimizer: .*, got a dict\. {write}"),
+        (nn.ReLU(), None, "model: a ReLU has no parameters, so there is nothing to train"),
+    ]
+    for given, trains, text in wrong:
+        with pytest.raises(ConfigError, match=text):
+            elastic.TorchState(given, trains)
+
+
+def test_an_optimizer_of_another_model_is_refused() -> None:
+    model, optimizer = small()
+    other, theirs = small()
+    with pytest.raises(ConfigError, match="optimizer: 2 of its 2 parameters are not those of model: a rank that joins"):
+        elastic.TorchState(model, theirs)
+    theirs.add_param_group({"params": list(model.parameters())})
+    with pytest.raises(ConfigError, match="2 of its 4 parameters are not those of model"):
+        elastic.TorchState(model, theirs)
+    assert elastic.TorchState(model, theirs, critic=other).critic is other
+    with pytest.raises(ConfigError, match="second: 2 of its 2 parameters are not those of model"):
+        elastic.TorchState(model, second=small()[1])
+    assert elastic.TorchState(optimizer=optimizer).optimizer is optimizer  # the model is in none: it is made again
+
+
+@pytest.mark.parametrize("name", sorted(elastic.REPLACEMENTS))
+def test_a_name_of_horovod_elastic_that_is_not_here_names_what_to_use(name: str) -> None:
+    with pytest.raises(AttributeError, match=f"gradbus.torch.elastic has no '{name}' of Horovod's: use ") as caught:
+        getattr(elastic, name)
+    assert elastic.REPLACEMENTS[name] in str(caught.value)
+    assert not hasattr(elastic, name)
+    assert name not in elastic.__all__
+
+
+def test_what_a_killed_process_has_left_of_the_checkpoint_is_removed_by_the_next_start(tmp_path: Path) -> None:
+    ended = subprocess.Popen([sys.executable, "-S", "-E", "-c", ""])
+    ended.wait()
+    running = os.getppid()
+    here = socket.gethostname()
+    left = [f".state.pt.{here}.{ended.pid}", f".state.pt.{here}.{os.getpid()}"]
+    others = [
+        f".state.pt.{here}.{running}", f".state.pt.elsewhere-{here}.{ended.pid}", f".state.pt.{here}.0",
+        f".state.pt.{here}.9.{ended.pid}", f".other.pt.{here}.{ended.pid}", f".state.pt.{here}.{'9' * 40}",
+    ]  # fmt: skip
+    for name in (*left, *others):
+        (tmp_path / name).write_bytes(b"cut short")
+    begin(make(checkpoint=tmp_path / "state.pt"))
+    assert sorted(one.name for one in tmp_path.iterdir()) == sorted(others)
+    begin(make(checkpoint=tmp_path / "absent" / "state.pt"))  # a folder that comes later is no error
+
+
+class Lossy(FixedRanks):
+    """A meeting that loses a rank in each vote on the end, until others say that the run is over, or it is alone."""
+
+    goes_on = True
+
+    def __init__(self, *, ends_elsewhere: bool) -> None:
+        super().__init__(True)
+        self.meetings = 0
+        self._ends_elsewhere = ends_elsewhere
+
+    def meet(self) -> None:
+        self.meetings += 1
+        if self.meetings == 2 and self._ends_elsewhere:
+            raise NoGeneration("the run has come to its end", ended=True)
+        super().meet()
+
+
+@pytest.mark.parametrize("ends_elsewhere", [True, False])
+def test_a_rank_that_is_lost_in_the_last_vote_does_not_take_the_end_from_the_others(
+    ends_elsewhere: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    meeting = Lossy(ends_elsewhere=ends_elsewhere)
+    agree = training._agree  # noqa: SLF001 - the vote, which one rank alone cannot lose
+    ends = list[int]()
+
+    def vote(*arguments: Any, is_done: bool) -> bool:
+        if is_done:
+            ends.append(meeting.meetings)
+            if meeting.meetings == 1:
+                raise PeerLost("script", {1: "its process has ended"})
+        return agree(*arguments, is_done=is_done)
+
+    monkeypatch.setattr(training, "_agree", vote)
+    monkeypatch.setattr(training, "_make_meeting", lambda state: meeting)
+    state, begun = make(epoch=0), list[int]()
+
+    @elastic.run
+    def train(state: elastic.TorchState) -> str:
+        begun.append(state.epoch)
+        state.epoch = 1
+        state.commit()
+        state.epoch = 2  # after the last commit
+        return f"trained {len(begun)}"
+
+    assert train(state) == ("trained 1" if ends_elsewhere else "trained 2")
+    assert state.epoch == 2
+    assert begun == ([0] if ends_elsewhere else [0, 1])  # no other rank had ended: from the last commit on
+    assert ends == ([1] if ends_elsewhere else [1, 2])

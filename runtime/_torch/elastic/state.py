@@ -13,6 +13,7 @@ import contextlib
 import copy
 import hashlib
 import os
+import re
 import socket
 import zipfile
 from collections.abc import Callable, Iterable, Mapping
@@ -25,6 +26,7 @@ from torch import Tensor, nn
 from gradbus.runtime.errors import CheckpointError, CollectiveError, ConfigError
 from gradbus.runtime.foreign_files import clear_way, open_named
 from gradbus.runtime.logs import get_logger
+from gradbus.runtime.misuse import described
 from gradbus.torch.broadcast_state import broadcast_tree, check_tree, limit_of
 from gradbus.torch.elastic.sampler import ElasticSampler
 from gradbus.torch.functions import current, gather_objects
@@ -33,6 +35,7 @@ from gradbus.torch.whole_gradients import is_sharded, is_zero
 
 FORMAT = 1
 _SPACE = "elastic"
+_NUMBER = re.compile("[1-9][0-9]{0,6}")  # of a process
 NOTHING = -1
 """The number of commits of a process that joins: it has no state to give."""
 
@@ -70,7 +73,8 @@ class TorchState:
                 bytes, None, tensors, and lists, tuples and maps of them.
 
         Raises:
-            ConfigError: a part whose state is of one process group, or in shards.
+            ConfigError: the model is no module, or has no parameters; the optimizer is none, or has parameters that no
+                module of the state has; or the state of a part is of one process group, or in shards.
         """
         given = {"model": model, "optimizer": optimizer, **values}
         here = {name: one for name, one in given.items() if one is not None or name in values}
@@ -78,6 +82,8 @@ class TorchState:
         for name, part in parts.items():
             if fault := _fault_of(part):
                 raise ConfigError(f"TorchState: {name} {fault}")
+        _check_kinds(model, optimizer)
+        _check_optimizers(parts)
         for name in here:
             if hasattr(type(self), name):
                 raise ConfigError(f"TorchState: {name!r} is a method of the state: give the value another name")
@@ -197,6 +203,8 @@ class TorchState:
         """Take part in a run. ``vote``: whether members change, on all ranks together. ``writes``: whether this rank
         writes the checkpoint. ``joins``: the state is that of others. Raises CheckpointError."""
         self._vote, self._writes = vote, writes
+        if self._path is not None:
+            _remove_unfinished(self._path)
         if joins:
             self._commits = NOTHING
         else:
@@ -245,7 +253,7 @@ class TorchState:
         path = self._path
         if path is None or not self._writes():
             return
-        part = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
+        part = path.with_name(f"{_unfinished(path)}{os.getpid()}")
         try:
             clear_way(part)
             with part.open("xb") as file:
@@ -306,6 +314,71 @@ def _is_part(value: Any) -> bool:
 
 def _is_tensor(value: Any) -> bool:
     return isinstance(value, Tensor)
+
+
+def _check_kinds(model: Any, optimizer: Any) -> None:
+    """Raises ConfigError: the model is no module with parameters, or the optimizer is none."""
+    write = "Write TorchState(model=model, optimizer=optimizer, ...)"
+    if model is not None and not isinstance(model, nn.Module):
+        raise ConfigError(f"TorchState: model: expected a torch.nn.Module, got {described(model)}. {write}")
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(
+            f"TorchState: optimizer: expected a torch.optim.Optimizer, got {described(optimizer)}. {write}"
+        )
+    if model is not None and next(iter(model.parameters()), None) is None:
+        raise ConfigError(
+            f"TorchState: model: {described(model)} has no parameters, so there is nothing to train or share. Make the "
+            f"state when the model has them"
+        )
+
+
+def _check_optimizers(parts: Mapping[str, Any]) -> None:
+    """Raises ConfigError: an optimizer trains what no module of the state has, so that ranks that join would not get
+    it."""
+    modules = {name: one for name, one in parts.items() if isinstance(one, nn.Module)}
+    held = {id(parameter) for module in modules.values() for parameter in module.parameters()}
+    for name, part in parts.items() if modules else ():
+        if not isinstance(part, torch.optim.Optimizer):
+            continue
+        trained = [one for group in part.param_groups for one in group["params"]]
+        if foreign := sum(id(one) not in held for one in trained):
+            raise ConfigError(
+                f"TorchState: {name}: {foreign} of its {len(trained)} parameters are not those of "
+                f"{' or '.join(modules)}: a rank that joins would not get them. Construct it from the parameters of "
+                f"this very object, {next(iter(modules))}.parameters(), after the model has come to its device and "
+                f"type, or name the other module in TorchState, too"
+            )
+
+
+def _unfinished(path: Path) -> str:
+    """Return how the names of files begin that processes of this host write before they replace the checkpoint; the
+    rest is the number of the process."""
+    return f".{path.name}.{socket.gethostname()}."
+
+
+def _remove_unfinished(path: Path) -> None:
+    """Remove what processes of this host have left that were killed as they wrote the checkpoint. A file that has the
+    number of this process is one, too: it has written none yet, and in a container numbers come again."""
+    begins = _unfinished(path)
+    with contextlib.suppress(OSError):  # such as a folder that may be written to and not listed
+        for file in path.parent.iterdir():
+            number = file.name.removeprefix(begins)
+            if file.name.startswith(begins) and _NUMBER.fullmatch(number) and not _runs_elsewhere(int(number)):
+                clear_way(file)
+                log.info("unfinished checkpoint removed", path=str(file))
+
+
+def _runs_elsewhere(number: int) -> bool:
+    """Whether there is a process with this number on this host, other than this one."""
+    if number == os.getpid():
+        return False
+    try:
+        os.kill(number, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # of another user
+        return True
+    return True
 
 
 def _fault_of(part: Any) -> str:

@@ -7,7 +7,7 @@ import gc
 import os
 import sys
 from collections.abc import Callable
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import Concatenate, Generic, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -122,33 +122,59 @@ def _make_meeting(state: TorchState) -> ElasticMembership | FixedRanks:
 
 def _generations(meeting: ElasticMembership | FixedRanks, state: TorchState, train: Callable[[], R]) -> R:
     """Call the function in one generation after the other. Returns what it returns in the last one."""
-    is_first = True
-    while (ended := _one_generation(meeting, state, train, is_first=is_first)) is None:
-        is_first = False
+    attempt = _Attempt[R]()
+    while (ended := _one_generation(meeting, state, train, attempt)) is None:
+        attempt.is_first = False
         _drop_former()
     return ended[0]
 
 
+class _Attempt(Generic[R]):
+    """Holds what one generation leaves to the next one.
+
+    Attributes:
+        is_first: this is the first generation of this process.
+        returned: what the function has returned, in a tuple, where a rank was lost in the vote on the end after that.
+            A rank that has received all votes ends the run, which then is complete on this rank, too; if none has, the
+            next generation begins with the last commit.
+    """
+
+    def __init__(self) -> None:
+        self.is_first = True
+        self.returned: tuple[R] | None = None
+
+
 def _one_generation(
-    meeting: ElasticMembership | FixedRanks, state: TorchState, train: Callable[[], R], *, is_first: bool
+    meeting: ElasticMembership | FixedRanks, state: TorchState, train: Callable[[], R], attempt: _Attempt[R]
 ) -> tuple[R] | None:
     """Return the value of the function, alone in a tuple; None: there is another generation."""
     departure = Departure()
+    before, attempt.returned = attempt.returned, None
     try:
         meeting.meet()
-        if not is_first:
+        if before is not None:  # the run has not ended on any other rank
+            state.restore()
+        if not attempt.is_first:
             state.reset()
         state.sync()
         log.info("generation", generation=meeting.number, world=dist.get_world_size(), commits=state.commits)
         value = train()
         _check_there()
+        attempt.returned = (value,)
         _agree(meeting, state, is_done=True)
         departure = Departure(is_end=True)
         return (value,)
     except MembersChanged:
         state.restore()  # the function may have changed the state on its way out; a rank that joins has the commit
         return None
-    except (NoGeneration, WaitedInVain):
+    except NoGeneration as over:
+        if over.ended and before is not None:
+            log.info(
+                "the run has ended", commits=state.commits, reason="all ranks had voted for it before one was lost"
+            )
+            return before
+        raise
+    except WaitedInVain:
         raise
     except (RuntimeError, *LOST) as error:
         lost = _lost(error)
@@ -156,7 +182,8 @@ def _one_generation(
         if lost is None or not meeting.goes_on:
             raise
         log.warning("generation lost", generation=meeting.number, commits=state.commits, error=str(lost))
-        state.restore()
+        if attempt.returned is None:
+            state.restore()
         return None
     except BaseException as error:
         departure = Departure(GradbusError(f"failed with {user_error(error)}"))

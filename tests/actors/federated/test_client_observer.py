@@ -30,7 +30,7 @@ class Held:
 
 def test_the_run_does_not_end_while_the_last_model_is_being_shown() -> None:
     async def main() -> None:
-        held, names = Held(), SimpleNamespace(lacks_frozen=lambda welcome: False, state=lambda model, personal: {})
+        held, names = Held(), SimpleNamespace(is_complete=lambda welcome: True, state=lambda model, personal: {})
         observer = ClientObserver([held], [], names, asyncio.Event())  # type: ignore[arg-type]
         showing = asyncio.create_task(observer.show_models())
         observer.take_model(ArrivedModel(3, torch.zeros(2), b"", SimpleNamespace()))  # type: ignore[arg-type]

@@ -13,6 +13,8 @@ from intake_hall import FakeBus
 
 from gradbus.actors.federated.client_names import ClientNames
 from gradbus.actors.federated.cross_site import NOT_WANTED, LocalModelReceiver
+from gradbus.actors.federated.evaluation import LOST
+from gradbus.actors.federated.rounds import PAUSED
 from gradbus.actors.federated.state import RunContext
 from gradbus.runtime.compute import ComputeThread
 from gradbus.runtime.config.federated import FederatedConfig
@@ -55,7 +57,10 @@ def test_messages_go_on_while_a_local_model_waits_to_be_read_in_its_clients_memo
                 SimpleNamespace(run_id=RUN, round_id=3, names=ClientNames()), History(None, "controller"),  # type: ignore[arg-type]
             )  # fmt: skip
             registry = SimpleNamespace(
-                incarnation_of=lambda _: 100, taking_part=lambda _: {0}, get=lambda *_: SimpleNamespace()
+                incarnation_of=lambda _: 100,
+                taking_part=lambda _: {0},
+                get=lambda *_: SimpleNamespace(),
+                paused_ids=set,
             )
             receiver = LocalModelReceiver(
                 context, registry, dim=DIM, sleep_until=sleep_until, changed=changed.set  # type: ignore[arg-type]
@@ -77,3 +82,32 @@ def test_messages_go_on_while_a_local_model_waits_to_be_read_in_its_clients_memo
             sealed.hide()
 
     asyncio.run(main())
+
+
+def test_a_paused_client_is_called_paused_and_one_that_is_gone_lost() -> None:
+    async def fetched(*, paused: bool, at_once: bool) -> memoryview | str:
+        """What is found of a client that is not here, or goes once its model has been requested."""
+        bus, is_away = FakeBus(), at_once
+
+        async def sleep_until(_: float) -> None:
+            nonlocal is_away
+            is_away = True
+
+        with ComputeThread("cross-site-test") as compute:
+            context = RunContext(
+                bus, Identity(CONTROLLER, 1), compute, FederatedConfig(),  # type: ignore[arg-type]
+                SimpleNamespace(run_id=RUN, round_id=3, names=ClientNames()), History(None, "controller"),  # type: ignore[arg-type]
+            )  # fmt: skip
+            registry = SimpleNamespace(
+                incarnation_of=lambda _: None if at_once and not paused else 100,
+                taking_part=lambda _: set() if is_away else {0}, get=lambda *_: SimpleNamespace(),
+                paused_ids=lambda: {0} if is_away and paused else set(),
+            )  # fmt: skip
+            receiver = LocalModelReceiver(
+                context, registry, dim=DIM, sleep_until=sleep_until, changed=lambda: None  # type: ignore[arg-type]
+            )  # fmt: skip
+            return await receiver.fetch(0, ROUND)
+
+    for at_once in (True, False):
+        assert asyncio.run(fetched(paused=True, at_once=at_once)) == PAUSED
+        assert asyncio.run(fetched(paused=False, at_once=at_once)) == LOST

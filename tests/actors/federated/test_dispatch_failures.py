@@ -7,6 +7,8 @@ import io
 import json
 import os
 import threading
+from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,10 +17,11 @@ from dds_domains import new_domain
 import gradbus
 from gradbus.actors.federated import round_losses as failures
 from gradbus.actors.federated.round_losses import MAX_DISTINCT, MAX_TEXT, RoundLosses, TrainingFailureLog
-from gradbus.actors.federated.rounds import TRAINING_FAILED, Round, RoundRules
+from gradbus.actors.federated.rounds import PAUSED, TRAINING_FAILED, Round, RoundRules
 from gradbus.commands.run.console import LogFile
 from gradbus.models import NoopTask
 from gradbus.runtime.errors import GradbusError, RoundTimeout, TrainingFailed
+from gradbus.runtime.wire.control import TrainingFailure
 
 
 class Log:
@@ -159,3 +162,18 @@ def test_a_round_that_is_short_of_clients_that_are_gone_does_not_end_the_others_
 
     assert isinstance(error_of(1), TrainingFailed)
     assert isinstance(error_of(3), RoundTimeout)  # clients wait for the controller to come back
+
+
+def test_a_late_report_of_a_pause_counts_in_no_later_attempt() -> None:
+    def paused(attempt: int) -> TrainingFailure:
+        return TrainingFailure(1, 2, PAUSED, PAUSED, attempt=attempt)
+
+    losses = RoundLosses(SimpleNamespace(dropped=Counter()))  # type: ignore[arg-type]
+    round_ = Round(2, range(3), RoundRules(minimum=1, quorum=1.0, deadline_s=9.0, grace_s=0.0), now_s=0.0)
+    assert not losses.note_failure(round_, 0, paused(1), attempt=2)
+    assert round_.failed == {}
+    assert losses.note_failure(round_, 0, paused(2), attempt=2)
+    assert losses.note_failure(round_, 1, paused(0), attempt=2)  # of a client that does not say
+    failed = TrainingFailure(1, 2, "ValueError: no rows", attempt=1)
+    assert losses.note_failure(round_, 2, failed, attempt=2)  # a failure counts whenever it comes
+    assert round_.failed == {0: PAUSED, 1: PAUSED, 2: TRAINING_FAILED}

@@ -140,7 +140,10 @@ def test_who_is_said_to_be_gone_has_its_full_time_where_that_is_in_doubt(
     scene.hello(0)
     forgotten: list[int] = []
     intake = SimpleNamespace(forget=lambda client_id, incarnation: forgotten.append(client_id))
-    monitor, events = SimpleNamespace(is_stalled=lambda: in_doubt), SimpleNamespace(membership_changed=scene.left)
+    monitor, events = (
+        SimpleNamespace(is_stalled=lambda: in_doubt),
+        SimpleNamespace(membership_changed=scene.left, client_gone=lambda client_id, why: None),
+    )
     reception = Dispatcher(scene.context, scene.members, intake, None, monitor, events)  # type: ignore[arg-type]
     monkeypatch.setattr(reception_module, "time", SimpleNamespace(monotonic=lambda: scene.now_s))
     scene.now_s += 60.0

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import itertools
-from types import SimpleNamespace
+import os
 from typing import Any
 
 import numpy as np
 import pytest
+from dds_domains import new_domain
 
+import gradbus
 from gradbus.actors.federated import client_names
 from gradbus.actors.federated.client import Client, checked_id
 from gradbus.actors.federated.client_names import ClientNames, names_of_rows
 from gradbus.actors.federated.naming import ClientNaming, NamedSender
-from gradbus.runtime.dds.access_policy import AccessPolicy, ClientNode
+from gradbus.models import NoopTask
+from gradbus.runtime.dds.access_policy import ClientNode
 from gradbus.runtime.errors import ConfigError, FrameError
 from gradbus.runtime.names import check_name
 from gradbus.runtime.wire import control
@@ -193,11 +197,14 @@ def test_integers_of_numpy_are_ids_and_texts_are_named() -> None:
 
 
 def test_a_client_without_id_and_name_or_with_a_name_that_is_none_cannot_be_made() -> None:
-    bus: Any = SimpleNamespace(access_policy=AccessPolicy())
-    with pytest.raises(TypeError, match="needs client_id= or name="):
-        Client(bus, None)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="expected 1 to 64 of"):
-        Client(bus, None, name="a b")  # type: ignore[arg-type]
+    async def main() -> None:
+        async with gradbus.connect(f"naming-{os.getpid()}", domain=new_domain()) as bus:
+            with pytest.raises(TypeError, match="needs client_id= or name="):
+                Client(bus, NoopTask(5))
+            with pytest.raises(ConfigError, match="expected 1 to 64 of"):
+                Client(bus, NoopTask(5), name="a b")
+
+    asyncio.run(main())
 
 
 @pytest.mark.parametrize("client_id", [0x7FFF_FFFF, 0x8000_0000, 0x8000_0005, 0xFFFF_FFFD])

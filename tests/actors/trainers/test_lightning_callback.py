@@ -101,7 +101,12 @@ def test_what_cannot_be_is_refused_with_a_sentence(scenes: Found) -> None:
         "ConfigError: optimizer_state must be 'keep' or 'reset', got 'forget'",
     ]
     assert "did you mean 'domain'" in texts[3]
-    assert "works on one device and with DDPStrategy, got FSDPStrategy" in texts[4]
+    assert texts[4] == (
+        "WrongKeyword: FederatedCallback() has no keyword 'every_n_epoch': did you mean 'every_n_epochs'?"
+    )
+    assert texts[5].startswith("WrongArgument: FederatedCallback(...): neither name nor client_id is given")
+    assert "Write FederatedCallback('cells', name='site-1')" in texts[5]
+    assert "works on one device and with DDPStrategy, got FSDPStrategy" in texts[6]
 
 
 def test_fast_dev_run_does_not_join(scenes: Found) -> None:

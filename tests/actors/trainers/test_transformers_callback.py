@@ -93,7 +93,12 @@ def test_what_cannot_be_is_refused_with_a_sentence(scenes: Found) -> None:
     assert texts[0] == "ConfigError: every_n_epochs must be an integer of 1 or more, got 0"
     assert texts[1] == "ConfigError: optimizer_state must be 'keep' or 'reset', got 'forget'"
     assert "did you mean 'domain'" in texts[2]
-    assert "FSDP spreads this one over its ranks" in texts[3]
+    assert texts[3] == (
+        "WrongKeyword: FederatedCallback() has no keyword 'every_n_epoch': did you mean 'every_n_epochs'?"
+    )
+    assert texts[4].startswith("WrongArgument: FederatedCallback(...): neither name nor client_id is given")
+    assert "Write FederatedCallback('cells', name='site-1')" in texts[4]
+    assert "FSDP spreads this one over its ranks" in texts[5]
 
 
 def test_the_model_is_as_it_was_where_the_run_is_over(scenes: Found) -> None:

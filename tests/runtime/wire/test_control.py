@@ -74,7 +74,7 @@ EXAMPLES: list[Body] = [
     MaskAnswer(5, 3, 1, 0, bytes(range(96))),
     ModelAvailable(5, 3, 7, True, 4_799_528, "host/boot/1 1234 7 ab"),
     ModelRequest(5, 3, 0, []),
-    TrainingFailure(5, 3, "Traceback ...", name="site-1"),
+    TrainingFailure(5, 3, "Traceback ...", name="site-1", attempt=2),
     EvaluationRequest(5, 3, "0,3-7,12", 29.5),
     EvaluationResult(5, 3, 60, {"loss": 0.25, "accuracy": 0.9}, "no data held out", 1.5),
     LocalModelRequest(7, 1 << 60, 5, 0x7FFE_0001),
@@ -152,7 +152,7 @@ LATER: dict[type[Any], dict[str, Any]] = {
         "named_commands": False,
     },
     RoundTerms: {"participants": "", "held": False, "attempt": 0, "each": ""},
-    TrainingFailure: {"reason": "training failed", "name": ""},
+    TrainingFailure: {"reason": "training failed", "name": "", "attempt": 0},
     ModelAvailable: {"signature": ""},
     Status: {
         "host": "",
