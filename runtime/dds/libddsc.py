@@ -120,7 +120,7 @@ _delete_statistics = function("dds_delete_statistics", None, ct.c_void_p)
 _FREEING = ("_to_ser_unref", "_serdata_unref", "_free_endpoint", "_delete_statistics")  # destructors call them
 
 
-def forget() -> None:
+def disable_in_child() -> None:
     """In a child by fork of a process that has DDS open: none of these functions is called any more."""
     for name, value in list(globals().items()):
         if any(value is made for made in _functions):
