@@ -595,7 +595,7 @@ class WaitSet:
 
 
 _fast_path: list[str | None] = []  # the verdict of the self-test, once per process
-_self_test_lock = forks.new_lock()
+_self_test_lock = forks.ForkLock()
 
 
 def _reader_history(topic: Topic) -> Any:
