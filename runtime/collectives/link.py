@@ -133,7 +133,7 @@ class GroupLink(ProgressEngine):
         if slots is not None and self.mailbox is not None:
             self._forget_done()
             self._pushing.append(sender)
-        sender.job = self.port.submit(route.writer, sender.samples(self._is_polled), sender.outcome)
+        sender.job = self.port.submit(route.writer, sender.samples(self._is_polled), sender.note_outcome)
         return sender
 
     def stop_sharing(self) -> None:
