@@ -259,8 +259,8 @@ def measure(sample: Callable[[bool], float], repeats: int) -> tuple[list[float],
     return taken[False], taken[True]
 
 
-def row(trick: str, what: str, unit: str, taken: tuple[Sequence[float], Sequence[float]]) -> str:
-    """A line of the table."""
+def row(trick: str, what: str, unit: str, taken: Sequence[Sequence[float]]) -> str:
+    """A line of the table. ``taken``: the samples with the trick, and those without it."""
     ratios = [without / with_it for with_it, without in zip(*taken, strict=True)]
     middle = [statistics.median(samples) for samples in taken]
     gain = f"{statistics.median(ratios):.3g} ({min(ratios):.3g} to {max(ratios):.3g})"
