@@ -1,6 +1,6 @@
 """Measure what the tricks of docs/traps.md gain: each with it and without it, by turns.
 
-    make links && PYTHONPATH=tests/tools .venv/bin/python -P -m trap_gains              # 10 minutes, two cores
+    PYTHONPATH=tests/tools .venv/bin/python -P -m trap_gains              # 15 minutes, two cores
     PYTHONPATH=tests/tools .venv/bin/python -P -m trap_gains --part dispatcher polling --repeats 9
 
 Each sample is taken in processes of its own, so no switch of an earlier one is left. A figure is the median of the
