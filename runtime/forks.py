@@ -50,11 +50,24 @@ def in_child(function: Callable[[], Any]) -> None:
         os.register_at_fork(after_in_child=function)
 
 
-def new_lock() -> threading.Lock:
-    """A lock that is free in a child, whoever held it: for what a module has."""
-    lock = threading.Lock()
-    in_child(lock._at_fork_reinit)  # type: ignore[attr-defined]  # noqa: SLF001 - Python has no public call for it
-    return lock
+class ForkLock:
+    """Is a lock that is free in a child, whichever thread held it in the parent: for the state of a module.
+
+    It is never freed itself, as Python keeps what it is to call in children.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        in_child(self._renew)
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+    def _renew(self) -> None:
+        self._lock = threading.Lock()
 
 
 def refusal(what: str) -> ForkedProcess:

@@ -97,7 +97,7 @@ class ClientStateStore:
         """The round after which that state is; 0: there is none."""
         return max((known for known in self._by_round if known < round_id), default=0)
 
-    def after_newest(self) -> Mapping[str, Tensor]:
+    def state_after_newest(self) -> Mapping[str, Tensor]:
         """The state after the newest update that counts; empty: there is none yet."""
         return self.before(self.newest + 1)
 

@@ -128,7 +128,7 @@ class LocalEvaluation:
 def kept_for(kept: ClientStateStore, round_id: int) -> Mapping[str, Tensor]:
     """Return what a client keeps that belongs to the model of this round. What it has had since then is undone; a model
     that is of no round is evaluated with the newest."""
-    return kept.after_newest() if round_id in CANDIDATE_ROUNDS else kept.before(round_id + 1)
+    return kept.state_after_newest() if round_id in CANDIDATE_ROUNDS else kept.before(round_id + 1)
 
 
 def told(error: Exception, client_id: int, tells_errors: bool) -> str:

@@ -726,7 +726,7 @@ class LocalTraining:
         if not self._model.sharing.keeps_some:
             return {}
         self._kept.start_run(welcome.run_id, self._model.dim)
-        return part_of(self._kept.after_newest(), PERSONAL)
+        return part_of(self._kept.state_after_newest(), PERSONAL)
 
     def close(self) -> None:
         """Let another process use the directory of the state."""

@@ -176,10 +176,10 @@ class OrderBook:
         return self.order(round_id).clients
 
     def work(self, first: int, last: int) -> list[tuple[int, int]]:
-        """Return what is asked of the clients in these rounds, both included, as :meth:`.TrainingSettings.work`."""
+        """Return the work that these rounds ask of clients, both included, as :meth:`.TrainingSettings.list_work`."""
         first, training = max(1, first), self._config.training
         ordered = [round_id for round_id in self._orders if first <= round_id <= last]
-        found = [] if len(ordered) == last - first + 1 else training.work(first, last)
+        found = [] if len(ordered) == last - first + 1 else training.list_work(first, last)
         for round_id in ordered:
             of_all = {"epochs": training.epochs, "steps": training.steps, **self._changes(round_id)}
             of_some = [{**of_all, **one.changes()} for one in self._orders[round_id].each.values()]

@@ -308,7 +308,7 @@ class ModelPublisher:
         wanted = [seq for seq in seqs if 0 <= seq < message.frames] if seqs else range(message.frames)
         if self.queue.request(client_id, message.key.transfer, wanted, quota):
             return
-        if (had := self.queue.exhaust(client_id, quota)) is not None:  # logged once
+        if (had := self.queue.mark_exhausted(client_id, quota)) is not None:  # logged once
             log.warning(
                 "model requested too often", **self._context.client_facts(client_id), round=self._round_id, frames=had
             )

@@ -305,7 +305,7 @@ class RoundReport:
         """The report without what grows with the number of clients."""
         return replace(self, timeline=()) if self.timeline else self
 
-    def figures(self) -> RoundReport:
+    def without_clients(self) -> RoundReport:
         """The report without all that names clients."""
         return replace(
             self,

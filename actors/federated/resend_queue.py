@@ -45,7 +45,7 @@ class ResendQueue:
             self.want(transfer, missing)
         return True
 
-    def exhaust(self, client_id: int, quota: int) -> int | None:
+    def mark_exhausted(self, client_id: int, quota: int) -> int | None:
         """Mark a client's quota as used up. Returns the frames that it has had; None: it was marked before."""
         had = self.asked[client_id]
         self.asked[client_id] = max(had, quota)

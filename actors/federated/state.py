@@ -529,7 +529,7 @@ class RunState:
         for place in range(len(self.history) - NAMED_IN_CHECKPOINT - 1, -1, -1):
             if not self.history[place].clients:
                 return  # and so are all before it
-            self.history[place] = self.history[place].figures()
+            self.history[place] = self.history[place].without_clients()
 
     def amend(self, report: RoundReport, **values: Any) -> RoundReport:
         """Complete the newest report with figures from after the commit."""

@@ -589,7 +589,7 @@ class MessageHub:
         wanted = [seq for seq in need.seqs if seq < frames] if need.seqs else range(frames)
         quota = max(RESEND_TIMES * frames, RESEND_FRAMES)
         if not instruction.queue.request(node, instruction.number, wanted, quota):
-            if instruction.queue.exhaust(node, quota) is not None:
+            if instruction.queue.mark_exhausted(node, quota) is not None:
                 log.warning("too many requests for frames", node=node, number=instruction.number, limit=quota)
             return
         if self._resending is None or self._resending.done():

@@ -176,7 +176,7 @@ class Roster:
         """The point of each client's shares."""
         return {client_id: point for point, client_id in enumerate(self.ids, 1)}
 
-    def member(self, client_id: int) -> RosterEntry:
+    def entry_of(self, client_id: int) -> RosterEntry:
         """The member of that id."""
         return self.members[self.points[client_id] - 1]
 

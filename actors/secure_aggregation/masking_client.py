@@ -88,7 +88,7 @@ class MaskingClient:
             )
         if self._client_id not in roster.points:
             raise NotMember("a roster without this client")
-        if roster.member(self._client_id) != RosterEntry.of(self._client_id, self.advertise()):
+        if roster.entry_of(self._client_id) != RosterEntry.of(self._client_id, self.advertise()):
             raise NotInProtocol("a roster with other keys of this client")
         points = tuple(roster.points.values())
         of_seed = split(self._own_seed, roster.threshold, points)
@@ -140,7 +140,7 @@ class MaskingClient:
 
     def _opened(self, roster: Roster, sender: int, sealed: bytes) -> tuple[bytes, bytes] | None:
         """Both shares of a sender; None: they are of no use."""
-        key = self._sealing_key(roster, roster.member(sender), sender, self._client_id)
+        key = self._sealing_key(roster, roster.entry_of(sender), sender, self._client_id)
         try:
             both = AESGCM(key).decrypt(_NONCE, sealed[:CIPHERTEXT_BYTES], roster.digest)
         except InvalidTag:
@@ -166,7 +166,7 @@ class MaskingClient:
         seeds = [(self._own_mask(roster), False)]
         for other_id in self.senders:
             if other_id != self._client_id:
-                seed = pair_seed(self._masking_key, self._client_id, roster.member(other_id), roster)
+                seed = pair_seed(self._masking_key, self._client_id, roster.entry_of(other_id), roster)
                 seeds.append((seed, other_id < self._client_id))
         add_masks(values, seeds, should_stop)
 

@@ -284,7 +284,7 @@ class MaskingServer:
             secret = interpolation.secret(shares)
         except BadShares:
             return None
-        member = self._entered().member(sender)
+        member = self._entered().entry_of(sender)
         if sender in self.survivors:
             is_right = hmac.compare_digest(commitment(secret), member.commitment)
         else:
@@ -301,7 +301,7 @@ class MaskingServer:
                 continue
             key = _masking_key(secret)
             for survivor in self.survivors:  # each has added or taken off what it shares with the one that is missing
-                yield pair_seed(key, sender, roster.member(survivor), roster), survivor < sender
+                yield pair_seed(key, sender, roster.entry_of(survivor), roster), survivor < sender
 
     def _entered(self) -> Roster:
         if self.roster is None:

@@ -253,7 +253,9 @@ def numbers_of(metrics: Mapping[str, Any], names: frozenset[str] | None) -> dict
 def check_whole(model: nn.Module) -> None:
     """Raises ConfigError: the parameters are spread over several ranks, so that no rank has the whole model."""
     for name, parameter in model.named_parameters():
-        is_sharded = isinstance(parameter, DTensor) or hasattr(parameter, "ds_id") or hasattr(parameter, "_is_sharded")
+        is_sharded = (
+            isinstance(parameter, DTensor) or hasattr(parameter, "ds_id") or hasattr(parameter, "_fsdp_flattened")
+        )
         if is_sharded:
             raise ConfigError(
                 f"the parameter {name!r} is spread over several ranks, as with FSDP, DeepSpeed or tensor parallelism: "

@@ -161,7 +161,7 @@ class Following:
                 self._reports[number] = self._reports[number].without_timeline()
             for number in numbers[:-WITH_CLIENTS]:
                 if self._reports[number].clients:
-                    self._reports[number] = self._reports[number].figures()
+                    self._reports[number] = self._reports[number].without_clients()
         for number in numbers[:-MAX_REPORTS]:
             del self._reports[number]
         self._lighten(numbers[-MAX_REPORTS:])
@@ -178,7 +178,7 @@ class Following:
                 continue
             weight += weight_of(report)
             if weight > MAX_WEIGHT and isinstance(report, RoundReport):
-                self._reports[number] = report.figures()
+                self._reports[number] = report.without_clients()
 
     def _note_refused(self, file: GrowingFile) -> bool:
         """Keep why a file is not read; return whether that is new."""

@@ -209,7 +209,9 @@ class ControllerDirectory(RunDirectory):
         with open_inside(self.path, self.reports_file) as file:
             for _, line in own_lines(file):
                 entry = parse_json(line.decode())
-                yield RoundReport.from_json({key: value for key, value in entry.items() if key in known}).figures()
+                yield RoundReport.from_json(
+                    {key: value for key, value in entry.items() if key in known}
+                ).without_clients()
 
 
 class WorkerDirectory(RunDirectory):

@@ -307,7 +307,7 @@ class WholeRun:
 
 
 def _stripped(kept: _Kept) -> _Kept:
-    return kept._replace(report=kept.report.figures())
+    return kept._replace(report=kept.report.without_clients())
 
 
 _MEASURES: Sequence[Callable[[_Kept], float | None]] = (

@@ -16,7 +16,7 @@ For the time of the block ``torch.autograd.backward`` is another function, as to
 from __future__ import annotations
 
 import contextlib
-import sys
+import inspect
 import threading
 import time
 from collections.abc import Callable
@@ -194,7 +194,7 @@ class profile:  # noqa: N801 - as torch.profiler.profile
         # torch has no hook for a step that fails. If this one is not inside the one before, that one has failed.
         if self._stepping is not None and not _is_running(self._stepping):
             self._drop_spans()
-        self._stepping = self._stepping or sys._getframe(1)  # noqa: SLF001 - inspect.currentframe() does the same
+        self._stepping = self._stepping or _caller()
         self._open("apply")
 
     @untraced
@@ -247,9 +247,15 @@ class profile:  # noqa: N801 - as torch.profiler.profile
         return self.profile.span("wait") if is_counted else contextlib.nullcontext()
 
 
+def _caller() -> FrameType | None:
+    """Return the frame that has called the function that calls this; None: this Python has no frames."""
+    here = inspect.currentframe()
+    return None if here is None or here.f_back is None else here.f_back.f_back
+
+
 def _is_running(frame: FrameType) -> bool:
     """Return whether a call is under way on this thread, around this one."""
-    caller: FrameType | None = sys._getframe(1)  # noqa: SLF001 - inspect.currentframe() does the same
+    caller = _caller()
     while caller is not None and caller is not frame:
         caller = caller.f_back
     return caller is not None

@@ -84,7 +84,7 @@ class TensorExchange(RefusingOperation):
         else:
             self._copy_own = copy
 
-    def set_up(self) -> None:
+    def post(self) -> None:
         if self._own_misfit:
             for other in self.others:
                 self.refuse(other, f"{_OWN}{self._own_misfit}")

@@ -65,7 +65,7 @@ class AdaptivePowerSGD(PowerSGD):
     def largest_rank(self) -> int:
         return int(self.options.largest_rank)
 
-    def rank_at(self, step: Step) -> int:
+    def decide_rank(self, step: Step) -> int:
         """Decided from the state before the step, so that it is the same for all of its buckets."""
         options = self.options
         kept_rank, kept_losses = self.memory.find("rank", "now"), self.memory.find("losses", "window")

@@ -100,7 +100,7 @@ class PowerSGD(Algorithm):
         """The largest one that a step may have: it decides which tensors are compressed."""
         return int(self.options.rank)
 
-    def rank_at(self, step: Step) -> int:
+    def decide_rank(self, step: Step) -> int:
         """The rank of a step, equal on all ranks. Called once for each bucket."""
         return self.largest_rank
 
@@ -132,7 +132,7 @@ class PowerSGD(Algorithm):
         if not tensors:
             yield from mean_of("dense", others, step.active)
             return
-        most = self.rank_at(step)
+        most = self.decide_rank(step)
         ms: dict[str, Tensor] = {}
         qs: dict[str, Tensor] = {}  # these and P lie transposed: each column in one piece
         ps: dict[str, Tensor] = {}

@@ -135,7 +135,7 @@ class _Job:
 
 
 jobs: dict[tuple[int, str], _Job] = {}  # by process (a fork does not inherit threads) and name
-_lock = forks.new_lock()  # of the table, held for no longer than a look into it
+_lock = forks.ForkLock()  # of the table, held for no longer than a look into it
 
 
 @contextlib.contextmanager

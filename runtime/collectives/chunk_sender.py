@@ -133,7 +133,7 @@ class ChunkSender:
             yield frame
             self._note_written(numbers)
 
-    def outcome(self, outcome: int | Exception) -> None:
+    def note_outcome(self, outcome: int | Exception) -> None:
         """The writer thread has ended its job, or another thread has failed."""
         if isinstance(outcome, Exception):
             finished = self._cancel()

@@ -135,7 +135,7 @@ class DataMovement(Operation):
         self._max_bytes = max_bytes
         self._arrivals: dict[int, NewPayload] = {}  # by sender
 
-    def set_up(self) -> None:
+    def post(self) -> None:
         for source in self._sources:
             self._arrivals[source] = NewPayload(self._max_bytes)
             self.expect(source, 0, self._arrivals[source])
@@ -258,7 +258,7 @@ class Barrier(Operation):
     def __init__(self, rank: int, world: int) -> None:
         super().__init__("barrier", rank, world)
 
-    def set_up(self) -> None:
+    def post(self) -> None:
         for other in self.others:
             self.expect(other, 0, Stream(0))
         if self.others:
@@ -289,7 +289,7 @@ class BroadcastOperation(Operation):
             what = "bytes"
         super().__init__(f"broadcast {root} {what}", rank, world)
 
-    def set_up(self) -> None:
+    def post(self) -> None:
         if self.rank == self._root:
             if self.others:
                 self.await_acks(self.others)

@@ -145,7 +145,7 @@ class Engine:
         self.on_probe: Callable[[Frame], None] | None = None
         self.on_change: Callable[[], None] | None = None
 
-    def admit(self, group_id: int, incarnations: Mapping[int, int]) -> None:
+    def set_members(self, group_id: int, incarnations: Mapping[int, int]) -> None:
         """Take frames of these starts of the ranks from now on, and of no others."""
         with self._lock:
             self._group_id = group_id

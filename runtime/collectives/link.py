@@ -81,7 +81,7 @@ class GroupLink(ProgressEngine):
         names = (self._group, f"{self._group}/{self._identity.sender}")
         self._readers = [self.port.open_reader(collective_topic(name), take) for name in names]
 
-    def admit(self, group_id: int) -> None:
+    def set_group_id(self, group_id: int) -> None:
         """The group that frames belong to from now on."""
         self._group_id = group_id
 
@@ -133,7 +133,7 @@ class GroupLink(ProgressEngine):
         if slots is not None and self.mailbox is not None:
             self._forget_done()
             self._pushing.append(sender)
-        sender.job = self.port.submit(route.writer, sender.samples(self._is_polled), sender.outcome)
+        sender.job = self.port.submit(route.writer, sender.samples(self._is_polled), sender.note_outcome)
         return sender
 
     def stop_sharing(self) -> None:
@@ -209,7 +209,7 @@ class GroupLink(ProgressEngine):
             try:
                 sent = sender.advance()
             except Exception as error:  # of DDS
-                sender.outcome(error)
+                sender.note_outcome(error)
             progress |= sent
             in_vain = 0 if sent or sender.done else in_vain + 1
             if not sender.done:

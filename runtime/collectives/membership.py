@@ -184,7 +184,7 @@ class Membership:
             await asyncio.wait([matches])
         self._check()
         if self._shared is not None:
-            self._shared.admit(self.formation.readers, self.engine.receive)
+            self._shared.enter_group(self.formation.readers, self.engine.receive)
         await self._send_hello()  # the others may only be waiting for this
         name = f"gradbus-pulse-{self.formation.group}-{self.formation.me.rank}"
         self._reporting = asyncio.create_task(self.reporter.run(), name=name)
@@ -194,8 +194,8 @@ class Membership:
         formation, scheduler = self.formation, self._scheduler
         digest = formation.digest
         if digest and digest != self.engine.group_id:
-            self._link.admit(digest)
-            self.engine.admit(digest, {member.rank: member.incarnation for member in formation.members})
+            self._link.set_group_id(digest)
+            self.engine.set_members(digest, {member.rank: member.incarnation for member in formation.members})
         now_s = time.monotonic()
         hello = formation.hello_now()
         if scheduler.is_due(hello, now_s):

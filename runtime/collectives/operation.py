@@ -155,7 +155,7 @@ class IntoMemory(Stream):
 
 
 class Operation:
-    """Base of all collectives. Subclasses say in :meth:`set_up` what they expect and send.
+    """Base of all collectives. Subclasses say in :meth:`post` what they expect and send.
 
     Attributes:
         key: set by the engine. signature: text that is equal on all ranks which call the same.
@@ -197,11 +197,11 @@ class Operation:
         self._lock = threading.RLock()  # an inline write may finish, and call back, before it returns
         self._streams: dict[tuple[int, int], Stream] = {}
         self._sendings: dict[int, Sending | None] = {}
-        self._incomplete = 1  # streams and sendings to come, and one for set_up
+        self._incomplete = 1  # streams and sendings to come, and one for post
 
     # For subclasses
 
-    def set_up(self) -> None:
+    def post(self) -> None:
         """Say what is expected and send what can be sent at once."""
         raise NotImplementedError
 
@@ -322,7 +322,7 @@ class Operation:
             with self._lock:  # a thread that lets it fail meanwhile waits for what is sent at once
                 if self._ended:  # before it was started: its buffers are the caller's again
                     return
-                self.set_up()
+                self.post()
                 self._complete_one()
         except Exception as error:
             self.fail(error)

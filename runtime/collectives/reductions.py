@@ -152,7 +152,7 @@ class Reduction(Operation):
 class DirectAllReduce(Reduction):
     """Everybody sends everything to everybody."""
 
-    def set_up(self) -> None:
+    def post(self) -> None:
         if self.world == 1:
             self.arithmetic.reduce([self.own], self.out)
             return
@@ -170,7 +170,7 @@ class DirectAllReduce(Reduction):
 class ShardedAllReduce(Reduction):
     """Reduce-scatter straight to the owner of each shard, then everybody sends its sum to all."""
 
-    def set_up(self) -> None:
+    def post(self) -> None:
         bounds = [edge * self.itemsize for edge in shard_bounds(len(self.own) // self.itemsize, self.world)]
         mine = slice(bounds[self.rank], bounds[self.rank + 1])
         result = self.out[mine]
@@ -195,7 +195,7 @@ class ShardedAllReduce(Reduction):
 class RingAllReduce(Reduction):
     """Partial sums up the ranks, results once around. Part 0 are partial sums, part 1 results."""
 
-    def set_up(self) -> None:
+    def post(self) -> None:
         if self.world == 1:
             self.arithmetic.reduce([self.own], self.out)
             return
@@ -303,7 +303,7 @@ class ReduceScatterOperation(Reduction):
         super().__init__("reduce_scatter", tensor, out, arithmetic, rank, world, wanted=wanted)
         self.bounds = [edge * self.itemsize for edge in bounds]
 
-    def set_up(self) -> None:
+    def post(self) -> None:
         mine = slice(self.bounds[self.rank], self.bounds[self.rank + 1])
         if self.world == 1:
             self.arithmetic.reduce([self.own], self.out)
@@ -325,7 +325,7 @@ class ReduceToRoot(Reduction):
         super().__init__(f"reduce->{root}", tensor, out, arithmetic, rank, world, wanted=wanted)
         self.root = root
 
-    def set_up(self) -> None:
+    def post(self) -> None:
         if self.world == 1:
             self.arithmetic.reduce([self.own], self.out)
         elif self.rank == self.root:

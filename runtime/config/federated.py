@@ -262,7 +262,7 @@ class TrainingSettings(Settings):
         """The values that `from_round` has for a setting, in the order of their rounds."""
         return [self.from_round[at][key] for at in sorted(self.from_round) if key in self.from_round[at]]
 
-    def work(self, first: int, last: int) -> list[tuple[int, int]]:
+    def list_work(self, first: int, last: int) -> list[tuple[int, int]]:
         """What is asked of a client in these rounds, both included: epochs and steps, where 0 steps are as many as the
         epochs have."""
         rounds = {max(1, first), *(at for at in self.from_round if first < at <= last)}

@@ -73,15 +73,15 @@ _is_broken = False  # this process was forked from one that had DDS open: its lo
 def _forget() -> None:
     """In a child by fork: DDS is never called again. Else the destructors of entities would, as soon as the interpreter
     drops them, and wait for threads that are not there."""
-    global _is_broken
+    global _is_broken, _lock
     _is_broken = _is_broken or bool(_domains) or _lock.locked()
-    _lock._at_fork_reinit()  # type: ignore[attr-defined]  # noqa: SLF001 - Python has no public call for it
+    _lock = threading.Lock()
     if _is_broken:
         none: Any = weakref.WeakValueDictionary()
         # A destructor does nothing for what is not among these.
         Entity._entities = none  # noqa: SLF001 - the binding has no call to switch destructors off
         _domains.clear()
-        libddsc.forget()
+        libddsc.disable_in_child()
 
 
 forks.in_child(_forget)

@@ -120,7 +120,7 @@ _delete_statistics = function("dds_delete_statistics", None, ct.c_void_p)
 _FREEING = ("_to_ser_unref", "_serdata_unref", "_free_endpoint", "_delete_statistics")  # destructors call them
 
 
-def forget() -> None:
+def disable_in_child() -> None:
     """In a child by fork of a process that has DDS open: none of these functions is called any more."""
     for name, value in list(globals().items()):
         if any(value is made for made in _functions):
@@ -313,10 +313,6 @@ def _sample_of(sertype: int, vector: Any, count: int, size: int) -> int:
     return int(sample)
 
 
-_REFERENCES_AT = 12  # in struct ddsi_serdata: a pointer and a hash come before its count of references
-_count_is_known = False  # the self-test has seen it count
-
-
 class _Owner:
     """Gives the sample's memory back to DDS when the last view on it is gone."""
 
@@ -326,29 +322,9 @@ class _Owner:
         self._sample = sample
         self._iov = iov
 
-    @property
-    def references(self) -> int:
-        """Return what DDS counts for the sample. Two of them are its own: for the sample, and for its bytes."""
-        return ct.c_uint32.from_address(self._sample + _REFERENCES_AT).value
-
-    def counts(self) -> bool:
-        """Whether that goes up and down as it should."""
-        before, iov = self.references, _IoVec()
-        _to_ser_ref(self._sample, 0, 4, ct.byref(iov))
-        during = self.references
-        _to_ser_unref(self._sample, ct.byref(iov))
-        return 2 <= before == during - 1 == self.references
-
     def __del__(self) -> None:
         _to_ser_unref(self._sample, ct.byref(self._iov))
         _serdata_unref(self._sample)
-
-
-def is_ours_alone(view: memoryview) -> bool:
-    """Whether what was taken may be written over: it lies in memory of DDS's own, and nobody else has it. Other readers
-    in this process would, and the writer, if it is here. False also where that is unknown."""
-    owner = getattr(view.obj, "owner", None)
-    return _count_is_known and isinstance(owner, _Owner) and owner.references == 2
 
 
 @functools.lru_cache(maxsize=64)
@@ -423,7 +399,4 @@ def self_test(reader: Any, writer: Any, wait: Callable[[], bool]) -> str | None:
             taken += taker.take(4)
         if any(bytes(view[: 8 + size]) != head + payload.tobytes() for view, _ in taken):
             return "the sample came back with other bytes"
-    global _count_is_known
-    owner = getattr(taken[0][0].obj, "owner", None)
-    _count_is_known = isinstance(owner, _Owner) and owner.counts()
     return None

@@ -70,7 +70,7 @@ _FIELDS: dict[Any, tuple[Any, int]] = {  # by IDL type of a field: how it lies i
 }
 
 _descriptors: dict[Any, tuple[_Descriptor, Any]] = {}  # by IDL type; with what it points to, for as long as the process
-_lock = forks.new_lock()
+_lock = forks.ForkLock()
 
 
 class CTopic(DdsTopic[Any]):

@@ -269,10 +269,6 @@ class Reader:
         """The octets of a sample, without looking at its other fields. Raises SampleError."""
         return self.idl_type.octets(raw) if isinstance(raw, memoryview) else self.decode(raw).data
 
-    def owns(self, data: memoryview) -> bool:
-        """Whether the octets of a sample of this reader's may be written over: nobody else has them."""
-        return len(data) > libddsc.JOINED_BYTES and self._taker is not None and libddsc.is_ours_alone(data)
-
     def delete(self) -> None:
         """Take it out of DDS; it must not be used any more."""
         domains.delete(self.entity)
@@ -595,7 +591,7 @@ class WaitSet:
 
 
 _fast_path: list[str | None] = []  # the verdict of the self-test, once per process
-_self_test_lock = forks.new_lock()
+_self_test_lock = forks.ForkLock()
 
 
 def _reader_history(topic: Topic) -> Any:

@@ -115,12 +115,9 @@ class StreamDecryptor:
         self._context = envelope.associated(cipher.job, topic)
         self._own = cipher.session if ignores_own else b""
 
-    def open(self, data: Any, *, in_place: bool = False) -> Opened:
-        """Check and decrypt an envelope. Cheap checks come first; nothing is remembered before the tag is verified.
-
-        Args:
-            in_place: decrypt into the memory of the envelope; else into new memory. In place only half as much memory
-                has to be in the processor's caches.
+    def open(self, data: Any) -> Opened:
+        """Check and decrypt an envelope into new memory. Cheap checks come first; nothing is remembered before the tag
+        is verified.
 
         Raises:
             FrameError: with ``reason`` one of short, not sealed, version, limits, other level, other key, no key, own,
@@ -140,7 +137,7 @@ class StreamDecryptor:
             raise FrameError("old", f"an envelope on {self._topic} is older than what its sender knows of this process")
         known = None if peer is None else peer.streams.get((self._topic, key.key_id))
         stream = known or InboundStream(key, header.session, self._topic, self._context)
-        plain = stream.open(header, view, in_place=in_place)
+        plain = stream.open(header, view)
         if peer is None:
             peer = self._peers.add(header.session)
         if known is None:

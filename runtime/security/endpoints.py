@@ -45,7 +45,7 @@ class Decrypted(Protocol):
 class Decrypt(Protocol):
     """Decrypts the envelopes of one topic. Only the receive thread calls it."""
 
-    def __call__(self, octets: Any, /, *, in_place: bool) -> Decrypted | None:
+    def __call__(self, octets: Any, /) -> Decrypted | None:
         """Return the content; None: it is for another process. Raises FrameError: the envelope is rejected."""
 
 
@@ -237,8 +237,7 @@ class EncryptedReader(_MatchedWithKey, Reader):
         if not isinstance(raw, tuple):
             return raw
         wire, source = raw
-        octets = self._wire.octets(wire)
-        opened = self._decrypt(octets, in_place=self._wire.owns(octets))
+        opened = self._decrypt(self._wire.octets(wire))
         if opened is None:
             return None
         sample = self.idl_type.deserialize(opened.data)

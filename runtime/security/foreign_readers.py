@@ -18,7 +18,7 @@ import time
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from gradbus.runtime import forks
 from gradbus.runtime.dds.discovery import Claim
@@ -106,7 +106,7 @@ class ForeignReaders:
     """Watches the readers matched with one bus, on its receive thread."""
 
     _all: ClassVar[weakref.WeakSet[ForeignReaders]] = weakref.WeakSet()  # of this process: each has its own members
-    _all_lock: ClassVar[Any] = forks.new_lock()  # each has a thread of its own
+    _all_lock: ClassVar[forks.ForkLock] = forks.ForkLock()  # each has a thread of its own
 
     def __init__(self, node: Participant, thread: IoThread, members: Members, *, knows_all: bool = True) -> None:
         """Start to watch, on the receive thread.

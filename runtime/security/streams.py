@@ -328,11 +328,8 @@ class InboundStream:
         self._newest = -1  # generation
         self._keys: dict[int, StreamKey] = {}  # of the newest generation and the one before
 
-    def open(self, header: EnvelopeHeader, view: memoryview, *, in_place: bool = False) -> memoryview:
-        """Verify and decrypt an envelope.
-
-        Args:
-            in_place: decrypt into the memory of the envelope; else into new memory.
+    def open(self, header: EnvelopeHeader, view: memoryview) -> memoryview:
+        """Verify and decrypt an envelope into new memory.
 
         Raises:
             FrameError: ``replay``: it was accepted before, or is old. ``counter``: it is too far ahead. ``tag``.
@@ -342,7 +339,7 @@ class InboundStream:
             raise FrameError("replay", f"envelope {counter} of {self._topic} was opened before, or is old")
         generation = counter >> GENERATION_BITS
         key = self._keys.get(generation) or self._derive(generation)
-        plain = self._decrypt(key, header, view, in_place)
+        plain = self._decrypt(key, header, view)
         if generation > self._newest:
             self._newest = generation
             self._keys.pop(generation - 2, None)
@@ -360,16 +357,13 @@ class InboundStream:
             raise FrameError("counter", f"an envelope on {self._topic} is far ahead of the others")
         return self._key.stream_key(self._session, self._topic, generation)
 
-    def _decrypt(self, key: StreamKey, header: EnvelopeHeader, view: memoryview, in_place: bool) -> memoryview:
+    def _decrypt(self, key: StreamKey, header: EnvelopeHeader, view: memoryview) -> memoryview:
         nonce, sealed = envelope.nonce(header.counter), view[HEADER_BYTES:]
         context = bytes(view[:HEADER_BYTES]) + self._context
         try:
-            if in_place:
-                plain = view[HEADER_BYTES : HEADER_BYTES + header.size]
-            elif header.size <= _SMALL_BYTES:
+            if header.size <= _SMALL_BYTES:
                 return memoryview(key.decrypt(nonce, sealed, context))
-            else:
-                plain = np.empty(_PAD_BYTES + header.size, np.uint8).data[_PAD_BYTES:]
+            plain = np.empty(_PAD_BYTES + header.size, np.uint8).data[_PAD_BYTES:]
             key.decrypt_into(nonce, sealed, context, plain)
         except InvalidTag:
             raise FrameError("tag", f"an envelope on {self._topic} was changed, or made without the key") from None

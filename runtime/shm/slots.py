@@ -83,7 +83,7 @@ class SlotPool:
             self._others[rank] = memory
             self._their_notes[rank] = self._layout.notes(memory)
 
-    def admit(self, readers: Sequence[int]) -> None:
+    def set_readers(self, readers: Sequence[int]) -> None:
         """Set the ranks that read this rank's segment."""
         with self._lock:
             self._readers = frozenset(readers)

@@ -48,7 +48,7 @@ class SharedMemoryTransport:
         self._others[rank] = memory = attach(place, self._layout.size)
         self.slots.attach(rank, memory)
 
-    def admit(self, readers: Sequence[int], take: Callable[[Frame], None]) -> None:
+    def enter_group(self, readers: Sequence[int], take: Callable[[Frame], None]) -> None:
         """The group has formed.
 
         Args:
@@ -56,7 +56,7 @@ class SharedMemoryTransport:
             take: gets the frames that arrive in the mailbox, on whatever thread.
         """
         self._segment.hide()
-        self.slots.admit(readers)
+        self.slots.set_readers(readers)
         if mailbox.AVAILABLE and len(readers) == self._world - 1:
             self.mailbox = Mailbox(self._rank, self._segment.memory, self._layout, take)
             self.mailbox.open({rank: self._others[rank] for rank in readers}, f"gradbus-mailbox-{self._rank}")

@@ -19,7 +19,7 @@ MAX_WAITING = (
 )
 
 _waiting: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()  # may be put into by destructors, at any point
-_lock = forks.new_lock()
+_lock = forks.ForkLock()
 _thread: threading.Thread | None = None  # one for the process, which stays
 
 

@@ -280,6 +280,6 @@ def test_an_update_from_an_earlier_model_may_have_the_steps_of_its_round() -> No
     training = gradbus.FederatedConfig(
         training={"steps": 9, "from_round": {3: {"steps": 4}, 5: {"epochs": 2}}}
     ).training
-    assert set(training.work(2, 5)) == {(1, 9), (1, 4), (2, 0)}
-    assert set(training.work(4, 4)) == {(1, 4)}
-    assert set(training.work(-7, 1)) == {(1, 9)}
+    assert set(training.list_work(2, 5)) == {(1, 9), (1, 4), (2, 0)}
+    assert set(training.list_work(4, 4)) == {(1, 4)}
+    assert set(training.list_work(-7, 1)) == {(1, 9)}

@@ -83,3 +83,30 @@ def test_children_of_a_rank_of_torch_distributed_end_and_workers_load_data_for_i
     assert other["after"]["works"]
     assert found["epoch"]["seen"] == 2 * sum(range(40))
     assert found["workers"]["left"] == []
+
+
+_HELD = """
+import os, threading
+from gradbus.runtime.forks import ForkLock
+lock, held, over = ForkLock(), threading.Event(), threading.Event()
+def hold():
+    with lock:
+        held.set()
+        over.wait(20)
+thread = threading.Thread(target=hold)
+thread.start()
+held.wait(20)
+child = os.fork()
+if child == 0:
+    with lock:
+        os._exit(7)
+over.set()
+thread.join()
+with lock:
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_a_lock_is_free_in_a_child_also_if_another_thread_of_the_parent_held_it() -> None:
+    done = subprocess.run([sys.executable, "-c", _HELD], capture_output=True, text=True, timeout=PROGRAM_S, check=True)
+    assert done.stdout == "7\n"

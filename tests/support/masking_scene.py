@@ -15,8 +15,8 @@ DIM = 50
 
 def reseal(client: MaskingClient, roster: Roster, receiver: int, shares: tuple[bytes, bytes]) -> bytes:
     """Seal other shares than a client has, as it would."""
-    own = next(one for one in roster.ids if roster.member(one).sealing == client.advertise()[:32])
-    key = client._sealing_key(roster, roster.member(receiver), own, receiver)  # noqa: SLF001 - no honest client does
+    own = next(one for one in roster.ids if roster.entry_of(one).sealing == client.advertise()[:32])
+    key = client._sealing_key(roster, roster.entry_of(receiver), own, receiver)  # noqa: SLF001 - no honest client does
     return AESGCM(key).encrypt(bytes(12), b"".join(shares), roster.digest) + share_digests(
         roster, own, receiver, shares
     )

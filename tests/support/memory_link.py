@@ -111,7 +111,7 @@ class MemoryNet:
         for engine in self.engines:
             engine.rendezvous_bytes = self.large_bytes
             engine.credit.share_bytes = self.share_bytes
-            engine.admit(GROUP_ID, {rank: INCARNATION + rank for rank in range(self.world)})
+            engine.set_members(GROUP_ID, {rank: INCARNATION + rank for rank in range(self.world)})
 
     def start(self, operation: Operation, name: str = "x", round_id: int = 0) -> Operation:
         """Start a collective on its rank."""

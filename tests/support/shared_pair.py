@@ -36,7 +36,7 @@ class Ranks:
                 if other is not one:
                     one.attach(rank, other.place)
         for rank, one in enumerate(self.shared):
-            one.admit([other for other in range(world) if other != rank], _taker(self.take, rank))
+            one.enter_group([other for other in range(world) if other != rank], _taker(self.take, rank))
         weakref.finalize(self, _close, [one.mailbox for one in self.shared])
 
     def mailbox(self, rank: int) -> Mailbox:

@@ -25,7 +25,7 @@ from gradbus.torch.store.link import StoreLink
 from gradbus.torch.store.store import DdsStore
 
 _links: dict[tuple[int, int, str, int], StoreLink] = {}  # by process (a fork does not inherit threads) and address
-_lock = forks.new_lock()
+_lock = forks.ForkLock()
 _of_groups: set[DdsStore] = set()  # handles that init_process_group has made a process group with
 
 

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, Protocol
 
-from gradbus.runtime.dds.idl_types import SampleError
 from gradbus.runtime.dds.participant import IoThread, Periodic, Reader, Writer
 from gradbus.runtime.dds.topics import Topic
 from gradbus.runtime.errors import ConfigError, FrameError
@@ -41,7 +40,7 @@ BEACON = Topic(BEACON_TOPIC, "Frame", True, False, 64, 0, 0.01, False, _none, ig
 
 
 class JoinReader(Reader):
-    """Passes join messages to the transport; the receiver gets only the errors of invalid ones, which it counts."""
+    """Passes the samples of the join protocol to the transport. No actor gets one."""
 
     def __init__(self, wire: Reader, transport: JoinTransport) -> None:
         super().__init__(wire.topic, wire.entity, fast=False)
@@ -49,16 +48,16 @@ class JoinReader(Reader):
         self._transport = transport
 
     def take(self, limit: int) -> list[tuple[Any, int]]:
-        taken: list[tuple[Any, int]] = []
-        for raw, source in self._wire.take(limit):
-            try:
-                self._transport.receive(self.topic.name, memoryview(self._wire.decode(raw).data).cast("B"), source)
-            except (FrameError, SampleError, ValueError, TypeError, OverflowError) as error:
-                taken.append((error, source))
-        return taken
+        return [((raw, source), source) for raw, source in self._wire.take(limit)]
 
-    def decode(self, raw: Any) -> Any:
-        raise raw
+    def decode(self, raw: Any) -> None:
+        """Pass a sample on.
+
+        Raises:
+            FrameError, SampleError, ValueError, TypeError, OverflowError: it is invalid.
+        """
+        wire, source = raw
+        self._transport.receive(self.topic.name, memoryview(self._wire.decode(wire).data).cast("B"), source)
 
 
 class PlainEndpoints(Protocol):

@@ -82,7 +82,7 @@ class ControllerMembership(JobMembership):
         return self.party.seal(topic, sample, to)
 
     def decryptor(self, topic: Topic) -> Decrypt:
-        def decrypt(octets: Any, /, *, in_place: bool) -> Decrypted | None:
+        def decrypt(octets: Any, /) -> Decrypted | None:
             opened = self.party.open(topic.name, octets, time.monotonic())
             if opened is None:
                 return None
@@ -170,9 +170,9 @@ class ClientMembership(JobMembership):
     def decryptor(self, topic: Topic) -> Decrypt:
         of_ranks = self._ranks.decryptor(topic.name, ignores_own=True)
 
-        def decrypt(octets: Any, /, *, in_place: bool) -> Decrypted | None:
+        def decrypt(octets: Any, /) -> Decrypted | None:
             if self.party.ranks.has_key:  # an observer requires no liveness challenge
-                return of_ranks.open(octets, in_place=in_place)
+                return of_ranks.open(octets)
             plain = self.party.open(topic.name, octets, time.monotonic())
             return None if plain is None else _Opened(plain)
 

@@ -153,7 +153,7 @@ def test_a_report_comes_back_from_its_line_in_a_file() -> None:
     line = json.loads(json.dumps(report.to_json()))
     assert RoundReport.from_json(line) == report
     assert TypeAdapter(RoundReport).validate_python({**line, "timeline": []}) == report
-    assert report.figures().by_clients.metrics["loss"].worst == ()
+    assert report.without_clients().by_clients.metrics["loss"].worst == ()
     assert RoundReport(round_id=1).to_json()["by_clients"] == {}
     assert RoundReport.from_json({"round_id": 1}).by_clients.asked == 0
 

@@ -378,8 +378,8 @@ def test_a_client_beyond_its_quota_is_marked_once_and_other_clients_are_served()
     queue = ResendQueue()
     assert queue.request(0, 1, range(6), 8)
     assert not queue.request(0, 1, range(6, 12), 8)
-    assert queue.exhaust(0, 8) == 6
-    assert queue.exhaust(0, 8) is None
+    assert queue.mark_exhausted(0, 8) == 6
+    assert queue.mark_exhausted(0, 8) is None
     assert not queue.request(0, 1, [7], 8)
     assert queue.request(1, 1, [7], 8)
     assert queue.begin() == (1, {0, 1, 2, 3, 4, 5, 7})

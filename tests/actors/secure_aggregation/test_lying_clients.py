@@ -44,7 +44,7 @@ class Inconsistent(MaskingClient):
 
     def share(self, roster: Roster) -> list[bytes]:
         super().share(roster)
-        own = next(one for one in roster.ids if roster.member(one).sealing == self.advertise()[:32])
+        own = next(one for one in roster.ids if roster.entry_of(one).sealing == self.advertise()[:32])
         others = [one for one in roster.ids if one != own]
         return [reseal(self, roster, one, (b"\0" + secrets.token_bytes(32),) * 2) for one in others]
 

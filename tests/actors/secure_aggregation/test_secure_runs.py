@@ -252,7 +252,7 @@ def check_shares(job: str, observer: Observer, asked: int) -> None:
             secret = Interpolation([roster.points[one] for one in chosen]).secret(
                 {roster.points[one]: revealed[one] for one in chosen}
             )
-            member = roster.member(sender)
+            member = roster.entry_of(sender)
             is_seed = commitment(secret) == member.commitment
             is_key = X25519PrivateKey.from_private_bytes(secret).public_key().public_bytes_raw() == member.masking
             assert is_seed != is_key

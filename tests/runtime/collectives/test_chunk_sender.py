@@ -124,7 +124,7 @@ def test_a_slot_of_a_frame_that_the_writer_thread_could_not_write_is_free_afterw
     if by == "cancel":
         payload.sender.cancel()
     else:
-        payload.sender.outcome(TimeoutError("DDS takes nothing"))
+        payload.sender.note_outcome(TimeoutError("DDS takes nothing"))
         assert [type(outcome) for outcome in payload.outcomes] == [TimeoutError]
     assert free_slots(ranks.shared[0].slots) == SLOTS
 
@@ -331,7 +331,7 @@ class SlowLink:
 
 
 class Sends(Operation):
-    def set_up(self) -> None:
+    def post(self) -> None:
         self.send(None, 0, np.zeros(1, np.uint8))
 
 

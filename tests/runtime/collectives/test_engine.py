@@ -219,7 +219,7 @@ def test_a_group_that_forms_anew_takes_no_frames_of_the_former_one() -> None:
     net = net_of(2)
     here = net.engines[0]
     here.receive(frame())
-    here.admit(GROUP_ID + 1, {0: INCARNATION, 1: INCARNATION + 9})
+    here.set_members(GROUP_ID + 1, {0: INCARNATION, 1: INCARNATION + 9})
     assert here.early_bytes == 0
     operation = net.start(gather(0))
     assert operation.missing == (1,)

@@ -58,7 +58,7 @@ def engines() -> Iterator[list[Engine]]:
     made = []
     for rank in range(WORLD):
         made.append(Engine("g", rank, WORLD, QueueLink(rank, queues), early_bytes=1 << 24, early_age_s=60.0))
-        made[rank].admit(GROUP_ID, {other: INCARNATION + other for other in range(WORLD)})
+        made[rank].set_members(GROUP_ID, {other: INCARNATION + other for other in range(WORLD)})
 
     def receive(rank: int) -> None:
         while (data := queues[rank].get()) is not None:

@@ -210,7 +210,7 @@ def frames_for(case: Case) -> list[Frame]:
 def run(case: Case, taken: Sequence[Frame]) -> tuple[Operation, Notes]:
     notes = Notes()
     engine = Engine("group", case.victim, WORLD, notes, early_bytes=1 << 20, early_age_s=60.0)
-    engine.admit(GROUP_ID, {rank: INCARNATION + rank for rank in range(WORLD)})
+    engine.set_members(GROUP_ID, {rank: INCARNATION + rank for rank in range(WORLD)})
     operation = case.make(case.victim)
     engine.start(operation, "x", 0)
     for frame in taken:

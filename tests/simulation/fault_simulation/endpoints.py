@@ -176,10 +176,6 @@ class MemoryReader:
         """Return the octets of a sample."""
         return raw.data
 
-    def owns(self, data: memoryview) -> bool:
-        """Return False: a sample is shared by all readers."""
-        return False
-
     def delete(self) -> None:
         """Take it out of the network."""
         if not self.deleted:

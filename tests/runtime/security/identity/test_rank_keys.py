@@ -191,7 +191,7 @@ def test_an_observer_of_ranks_hears_nothing_more_of_who_was_removed() -> None:
     decrypt = ClientMembership(observer).decryptor(TOPICS[Control])
 
     def read(data: bytes) -> bytes:
-        opened = decrypt(data, in_place=False)
+        opened = decrypt(data)
         return b"" if opened is None else bytes(opened.data)
 
     hall.nodes.append(observer)
