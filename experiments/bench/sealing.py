@@ -1,6 +1,6 @@
 """What encryption costs: alone, and in federated rounds and collectives with and without it, in the same processes.
 
-``make bench-sealing`` compares with limits.
+``make bench PART=sealing`` compares with limits.
 
 Each process has three buses, with ``none``, ``psk`` and ``identity``, and all do the same, block by block in turns: so
 all that changes with time or with the start of a process affects all. An encrypted block is compared with the line
