@@ -20,9 +20,8 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .SUFFIXES:
-.PHONY: help setup links demo run-controller run-client run-ddp run-aggregator run-parameter-server report simulate doctor test test-again test-portable test-slice test-python test-oldest test-debian test-gpu setup-oldest nightly check lint docs format typecheck wheel smoke \
-	fuzz setup-fuzz setup-integrations setup-flower setup-flower-simulation test-flower bench bench-quick bench-renew bench-scale bench-federated bench-ddp bench-collectives bench-codecs bench-parameter-server bench-privacy bench-sealing bench-profile bench-pauses \
-	bench-aggregation bench-attacks bench-compression bench-ladder bench-local bench-loop bench-elastic bench-flower conformance figures faults soak simulate-faults lock clean distclean
+.PHONY: help setup links setup-fuzz setup-integrations setup-flower demo run-controller run-client run-ddp run-aggregator run-parameter-server \
+	report simulate doctor test nightly check lint docs format typecheck wheel smoke fuzz bench conformance figures soak simulate-faults lock clean distclean
 
 # uv installs in seconds what takes pip minutes. It is taken from PATH, else fetched into .venv; NO_UV=1 (or UV=) keeps to pip.
 FETCH_UV :=
@@ -39,8 +38,6 @@ UV_ENV := UV_HTTP_TIMEOUT=$${UV_HTTP_TIMEOUT:-300}
 ifeq ($(SSL_CERT_FILE),)
 UV_ENV += $(addprefix SSL_CERT_FILE=,$(firstword $(wildcard $(CERTS))))
 endif
-
-NEW_ENOUGH := -c 'import sys; sys.exit(sys.version_info < (3, 11))'
 
 # PyTorch without 4.5 GB of CUDA where there is no NVIDIA driver, if PyTorch's own index answers within 3 s; else the registry's build.
 # TORCH=cpu, cuda or default (the registry's) decides otherwise. Another choice than before sets up again: its file is newer than the stamp.
@@ -59,34 +56,10 @@ help:  ## list the targets
 
 setup: $(STAMP) links  ## make .venv and install everything into it, again when the lists of packages have changed: TORCH=cpu or cuda chooses the build of PyTorch, LOCKED=1 takes known files alone
 
-# A failing step ends in one line that says what to do. uv that cannot reach its registry leaves the work to pip and pip's configuration.
+# uv that cannot reach its registry leaves the work to pip and pip's configuration.
 $(STAMP): pyproject.toml setup.py constraints.txt $(if $(IS_LOCKED),requirements.lock) $(TORCH_CHOICE)
-	@$(PYTHON) $(NEW_ENOUGH) 2>/dev/null || { \
-		echo "make setup: needs Python 3.11 or newer, but '$(PYTHON)' is $$($(PYTHON) --version 2>/dev/null || echo not there)." \
-			"Install one, then: make setup PYTHON=python3.12" >&2; exit 1; }
-	@$(PY) $(NEW_ENOUGH) 2>/dev/null || rm -rf $(VENV)
-	@if [ -n "$(UV)" ]; then $(UV_ENV) $(UV) venv -q --allow-existing --python "$$(command -v $(PYTHON))" $(VENV); \
-	elif [ ! -x $(PY) ]; then $(PYTHON) -m venv $(VENV); fi || { \
-		echo "make setup: $(VENV) could not be made. Install Python's venv module (Debian: python3-venv), then: make setup" >&2; exit 1; }
-	@uv='$(UV)'; \
-	if [ -n "$(FETCH_UV)" ]; then \
-		echo "fetching uv into $(VENV)"; \
-		if $(PY) -m pip install -q --disable-pip-version-check uv && $(BIN)/uv --version; then uv=$(BIN)/uv; \
-		else echo "uv could not be fetched: going on with pip, which takes minutes"; fi; \
-	fi; \
-	$(if $(IS_LOCKED),,$(UV_ENV) $(PY) -I tests/tools/torch_build.py --index '$(TORCH_INDEX)' --uv "$$uv" $(TORCH) || exit 1;) \
-	if [ -n "$$uv" ]; then \
-		$(if $(IS_LOCKED),$(UV_ENV) $$uv pip install --python $(PY) --require-hashes -r requirements.lock && \
-			$(UV_ENV) $$uv pip install --python $(PY) --no-deps --no-build-isolation -e .,\
-		$(UV_ENV) $$uv pip install --python $(PY) -c constraints.txt -e '.[dev]') && exit 0; \
-		echo "uv could not install the packages: going on with pip, which takes minutes"; \
-	fi; \
-	$(PY) -m pip --version >/dev/null 2>&1 || $(PY) -m ensurepip >/dev/null; \
-	$(if $(IS_LOCKED),{ $(PY) -m pip install --disable-pip-version-check --require-hashes -r requirements.lock && \
-		$(PY) -m pip install --disable-pip-version-check --no-deps --no-build-isolation -e .; },\
-	$(PY) -m pip install --disable-pip-version-check -c constraints.txt -e '.[dev]') || { \
-		echo "make setup: the packages could not be installed. Check that the package registry can be reached" \
-			"(PIP_INDEX_URL and UV_DEFAULT_INDEX name another one) and that 6 GB of disk are free, then: make setup" >&2; exit 1; }
+	@$(UV_ENV) PYTHON='$(PYTHON)' VENV='$(VENV)' UV='$(UV)' FETCH_UV='$(FETCH_UV)' LOCKED='$(IS_LOCKED)' TORCH_INDEX='$(TORCH_INDEX)' \
+		sh tests/tools/set_up.sh $(TORCH)
 	@touch $(TORCH_CHOICE) $@
 	@echo "ready: $(BIN)/gradbus --help, or make demo"
 
@@ -135,84 +108,20 @@ doctor: $(STAMP)  ## check this machine: versions, network, DDS, data
 	@$(BIN)/gradbus doctor $(ARGS)
 
 # `pytest`, not `python -m pytest`: the latter puts the root, and with it a second copy of every package, on sys.path.
-# Most tests wait for processes rather than compute: so three workers, each with whole files, the third with quick ones (tests/support/spread.py). Those marked `alone` have the
-# machine.
+# Most tests wait for processes rather than compute: so three workers, each with whole files, the third with quick ones (tests/support/spread.py).
 # They get files in the order of tests/conftest.py, not those with the most tests first, which are quick ones.
-test test-portable check faults: WORKERS ?= 3
+WORKERS ?= 3
 SPREAD = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
-test: $(STAMP)  ## run every test, with WORKERS=3
-	@mkdir -p build && rm -f .pytest_cache/v/cache/lastfailed build/tests-ended
-	$(BIN)/pytest $(SPREAD) $(ARGS); code=$$?; echo $$code > build/tests-ended; exit $$code
-
-# A test of deadlines may fail where other work has the machine for seconds. It passes by itself, or it has failed; more than three are no accident,
-# nor is a run that did not come to its end, or in which a worker has crashed (pytest's exit code 1: tests have failed, and nothing else).
-test-again: $(STAMP)  ## after `make test`: the tests that failed, three at most, by themselves
-	@test "$$(cat build/tests-ended 2>/dev/null)" = 1 || { echo "make test-again: make test has not come to its end" >&2; exit 1; }
-	@$(BIN)/python -c 'import json, sys; failed = list(json.load(open(".pytest_cache/v/cache/lastfailed"))); \
-		print(*(f"once more, by itself: {name}" for name in failed), sep="\n"); sys.exit(not 0 < len(failed) <= 3)'
-	$(BIN)/pytest --last-failed --last-failed-no-failures none
-
-# What shows that an environment works: both paradigms, then the parts that everything else stands on.
 SLICE ?= tests/runtime/wire tests/codecs tests/runtime/bus tests/runtime/collectives tests/actors/test_flows.py tests/actors/test_flows_in_process.py \
 	tests/test_standard_bases.py
-test-slice: $(STAMP)  ## demo, run-ddp and the tests of what everything else stands on: make test-slice SLICE="tests/codecs"
-	$(BIN)/gradbus demo --rounds 2 --data glyphs --no-live
-	$(BIN)/gradbus run -n 2 -- experiments/configs/ddp.conf.json --set task.data=glyphs --set parallel.epochs=1 --no-live
-	@$(MAKE) --no-print-directory test ARGS='$(SLICE)' || $(MAKE) --no-print-directory test-again
-
-# Both ends of what pyproject.toml allows. Each in an environment of its own, of 6 GB.
-DISK_GB := 20
-HAS_DISK = test "$$(df -Pk . | awk 'NR == 2 {print $$4}')" -ge $$(($(DISK_GB) * 1024 * 1024))
-NO_DISK = echo "NOT RUN: $@, less than $(DISK_GB) GB of disk are free"
-# A number, such as 3.13, is looked for on PATH, then among pyenv's versions. A program that does not start is none: pyenv puts such ones on PATH.
-find_python = $(if $(filter 3.%,$(1)),$(shell for python in python$(1) $$(ls -d "$$HOME"/.pyenv/versions/$(1).*/bin/python$(1) 2>/dev/null | sort -V); do \
-	"$$python" -c '' 2>/dev/null && command -v "$$python" && break; done),$(1))
-
-test-python: FOUND = $(call find_python,$(PYTHON))
-test-python:  ## a slice of the tests, demo and run-ddp under another Python: make test-python PYTHON=3.13
-	@if ! $(HAS_DISK); then $(NO_DISK); \
-	elif [ -z "$(FOUND)" ]; then echo "NOT RUN: $@ $(PYTHON), there is no python$(PYTHON) on PATH, nor among pyenv's versions"; \
-	else $(MAKE) --no-print-directory setup test-slice PYTHON=$(FOUND) VENV=.venv-python-$(notdir $(PYTHON)); fi
-
-# The lowest versions that pyproject.toml names, which only uv can choose. What these need in turn is the newest.
-OLDEST := .venv-oldest
-OLDEST_STAMP := $(OLDEST)/.set-up-oldest
-setup-oldest: $(OLDEST_STAMP)  ## the environment of make test-oldest
-$(OLDEST_STAMP): FOUND = $(call find_python,3.11)
-$(OLDEST_STAMP): pyproject.toml setup.py constraints.txt
-	@if [ ! -x $(OLDEST)/bin/python ]; then "$(FOUND)" -m venv $(OLDEST); fi
-	@uv="$(or $(UV_NOW),$(OLDEST)/bin/uv)"; \
-	if ! $$uv --version >/dev/null 2>&1; then $(OLDEST)/bin/python -m pip install -q --disable-pip-version-check uv; fi && \
-	$(UV_ENV) $$uv pip install -q --python $(OLDEST)/bin/python --resolution lowest-direct -e '.[dev]' || { \
-		echo "make $@: the packages could not be installed. Check that the package registry can be reached" >&2; exit 1; }
-	@touch $@ $(OLDEST)/.set-up
-
-test-oldest:  ## the slice of make test-python with the lowest versions that pyproject.toml allows, under Python 3.11
-	@if ! $(HAS_DISK); then $(NO_DISK); \
-	elif [ -z "$(call find_python,3.11)" ]; then echo "NOT RUN: $@, there is no python3.11 on PATH, nor among pyenv's versions"; \
-	else $(MAKE) --no-print-directory setup-oldest && $(MAKE) --no-print-directory test-slice VENV=$(OLDEST) LOCKED= TORCH=; fi
-
 DEBIAN ?= trixie
-test-debian:  ## the slice and what depends on libc, in a root of Debian: make test-debian DEBIAN=trixie
-	@bash tests/tools/debian.sh $(DEBIAN) make setup test-slice LOCKED=1 SLICE='$(SLICE) tests/runtime/test_keep_memory.py tests/runtime/shm'
-
-test-gpu: $(STAMP)  ## the tests that need a CUDA device
-	@if $(PY) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then $(BIN)/pytest -m gpu $(ARGS); \
-	else echo "NOT RUN: $@, torch sees no CUDA device"; fi
+# Some parts make the environment that they run in.
+test: $(if $(filter python oldest debian,$(PART)),,$(STAMP)) $(if $(filter flower,$(PART)),setup-flower)  ## every test, with WORKERS=3; or PART=again (at most three that failed), faults, portable, flower, gpu, slice (SLICE=tests/codecs), python (the slice under PYTHON=3.13), oldest (with the lowest versions), debian
+	@BIN='$(BIN)' PYTHON='$(PYTHON)' SPREAD='$(SPREAD)' SLICE='$(SLICE)' DEBIAN='$(DEBIAN)' bash tests/tools/test_part.sh '$(PART)' $(ARGS)
 
 # Results go into docs/nightly.md.
 nightly: $(STAMP)  ## what takes longer than .ci/run, part by part: make nightly PART=debian-trixie; docs/nightly.md has the parts
 	@$(TOOL) nightly $(PART) $(ARGS)
-
-# Not those that need a process's end noticed sooner than its lease ends.
-test-portable: $(STAMP)  ## both paradigms and torch.distributed without what only Linux or x86-64 has
-	GRADBUS_PORTABLE=1 $(BIN)/pytest $(SPREAD) -k "not killed and not dies and not dead" $(ARGS) \
-		tests/actors/test_flows.py tests/actors/test_flows_in_process.py tests/actors/data_parallel \
-		tests/torch_backend/test_ddp.py tests/torch_backend/test_collectives.py tests/torch_backend/test_wrappers.py \
-		tests/runtime/collectives/test_group_processes.py tests/commands/test_portable.py
-
-faults: $(STAMP)  ## the tests in which something fails on purpose
-	$(BIN)/pytest $(SPREAD) -m faults $(ARGS)
 
 # Processes die, stand still, are cut off from each other, and lose what they send; then what they have left is checked.
 soak: MINUTES ?= 30
@@ -226,18 +135,16 @@ simulate-faults: $(STAMP)  ## the shipped actors in virtual time with the faults
 	@PYTHONPATH="$(CURDIR)/tests/simulation" $(PY) -P -m fault_simulation --flavour $(FLAVOUR) $(if $(SIZE),--size $(SIZE)) $(if $(PLANT),--plant "$(PLANT)") \
 		$(if $(SEED),--seed $(SEED) $(if $(KEEP),--keep $(KEEP)) $(if $(filter-out 0,$(SHRINK)),--shrink),--seeds $(SEEDS)) $(ARGS)
 
-check: lint typecheck  ## formatting, lint, strict types and the fast tests
-	$(BIN)/pytest $(SPREAD) -m "not slow" $(ARGS)
+# Between two edits. The tests are those that tests/pure.txt names by path: to collect all, and choose by marker, takes longer than to run these.
+check: $(STAMP)  ## formatting, lint, strict types and the pure tests: those without a process or DDS
+	@BIN='$(BIN)' bash tests/tools/check.sh $(ARGS)
 	@$(TOOL) nightly --stale
 
-lint: $(STAMP)  ## formatting and lint alone
-	$(BIN)/ruff format --check
-	$(BIN)/ruff check
+lint: $(STAMP)  ## formatting and lint alone, of scripts, too
+	@BIN='$(BIN)' bash tests/tools/lint.sh
 
-docs: $(STAMP)  ## write the pages that are made from the code anew: settings, what works together, public names
-	@$(BIN)/gradbus config reference --markdown >build/settings.md && mv build/settings.md docs/settings.md
-	@$(BIN)/gradbus matrix --markdown >build/matrix.md && mv build/matrix.md docs/matrix.md
-	@$(TOOL) public_names --write
+docs: $(STAMP)  ## write the pages and tables that are made from the code anew: settings, what works together, benchmarks as stored, public names
+	@BIN='$(BIN)' bash tests/tools/docs.sh
 
 format: $(STAMP)  ## format the code, mend what lint can mend
 	$(BIN)/ruff format
@@ -280,139 +187,50 @@ smoke: wheel  ## install the wheel into a fresh environment and use it from an e
 # With pip alone the wheel's dependencies are borrowed from .venv (a .pth line adds the folder, not the editable install in it).
 UV_NOW = $(if $(NO_UV),,$(or $(UV),$(wildcard $(BIN)/uv)))
 
-# Ratios against a reference in the same run. The ones below, bench-federated and so on, hold figures to limits.
-bench: $(STAMP)  ## every benchmark as one suite, and ratios against a stored baseline: ARGS="--compare"
-	@$(PY) -m gradbus.experiments.bench $(ARGS)
-
-bench-quick: $(STAMP)  ## the same with fewer sizes, in less than 3 minutes
-	@$(PY) -m gradbus.experiments.bench --quick $(ARGS)
-
-# Tables and plot of docs/benchmarks.md from a full run, the baseline from a quick one, as it is compared with quick ones.
-bench-renew: $(STAMP)  ## measure anew what docs/benchmarks.md and the baseline hold: half an hour, on a quiet machine
-	@$(PY) -m gradbus.experiments.bench --write-docs $(ARGS)
-	@$(PY) -m gradbus.experiments.bench --scale --write-docs $(ARGS)
-	@$(PY) -m gradbus.experiments.bench --quick --write-baseline $(ARGS)
-
-bench-scale: $(STAMP)  ## cost as work grows: clients, ranks, payloads, with the exponent and a plot of each
-	@$(PY) -m gradbus.experiments.bench --scale $(ARGS)
-
-bench-federated: $(STAMP)  ## bytes, time and accuracy of a federated run, codec by codec
-	@$(PY) -m gradbus.experiments.bench federated $(ARGS)
-
-bench-ddp: $(STAMP)  ## data-parallel training: accuracy, bytes, waiting
-	@$(PY) -m gradbus.experiments.bench ddp $(ARGS)
-
-bench-collectives: $(STAMP)  ## torch.distributed over DDS and shared memory against gloo
-	@$(PY) -m gradbus.experiments.bench collectives $(ARGS)
-
-# Trainings that were run before are kept in runs/ and not run again: it may be stopped, and goes on where it was.
-bench-compression: $(STAMP)  ## accuracy, bytes and time of every algorithm of data-parallel training
-	@$(PY) -m gradbus.experiments.bench compression $(ARGS)
-
-bench-attacks: $(STAMP)  ## hostile clients: the accuracy that each defence saves
-	@$(PY) -m gradbus.experiments.bench attacks $(ARGS)
-
-bench-aggregation: $(STAMP)  ## sums through aggregators against direct ones, by topology and loss
-	@$(PY) -m gradbus.experiments.bench aggregation $(ARGS)
-
-bench-codecs: $(STAMP)  ## speed, size and error of every codec
-	@$(PY) -m gradbus.experiments.bench codecs $(ARGS)
-
-bench-sealing: $(STAMP)  ## rounds and collectives with and without a key
-	@$(PY) -m gradbus.experiments.bench sealing $(ARGS)
-
-# dp-accounting asks for older packages than the pins: ARGS="--other PYTHON" names an environment that has it.
-bench-privacy: $(STAMP)  ## differential privacy: epsilon beside other accountants, the noise, accuracy, time of a round
-	@$(PY) -m gradbus.experiments.bench privacy $(ARGS)
-
-bench-parameter-server: $(STAMP)  ## parameter servers: bytes, steps, accuracy with a slow worker
-	@$(PY) -m gradbus.experiments.bench parameter-server $(ARGS)
-
-bench-ladder: $(STAMP)  ## what star, ring, compression and overlap make of a slow link, in namespaces and simulated
-	@$(PY) -m gradbus.experiments.bench ladder $(ARGS)
-
-bench-flower: $(STAMP)  ## rounds of Flower apps over the bus and with Flower's SuperLink; make setup-flower first
-	@$(PY) -m gradbus.experiments.bench flower $(ARGS)
-
-# As of bench-compression: what was trained before is kept in runs/.
-bench-local: $(STAMP)  ## local steps: accuracy, loss and bytes beside synchronous training; utilisation of slow links
-	@$(PY) -m gradbus.experiments.bench local $(ARGS)
-
-bench-loop: $(STAMP)  ## how long a host's event loop stands while gradbus starts and trains, and a control loop beside training
-	@$(PY) -m gradbus.experiments.bench loop $(ARGS)
-
-bench-elastic: $(STAMP)  ## elastic runs under faults: deaths known, a storm, false deaths, what a commit costs
-	@$(PY) -m gradbus.experiments.bench elastic $(ARGS)
-
-bench-profile: $(STAMP)  ## where the time of a collective goes, thread by thread, beside gloo
-	@$(TOOL) call_profile $(ARGS)
-
-bench-pauses: $(STAMP)  ## ranks that are stopped, starved or killed: is one that lives taken for dead?
-	@$(TOOL) pauses $(ARGS)
+# Ratios against a reference in the same run. The parts of the suite are ARGS="--part bus"; what PART names holds figures to limits, but for quick
+# (the suite with fewer sizes, 3 minutes), scale (cost as work grows), renew (docs/benchmarks.md and the baseline: half an hour, on a quiet machine).
+bench: $(STAMP)  ## every benchmark as one suite, or PART=quick, scale, renew, federated, ddp, collectives, compression, local, ...: an unknown one lists them; ratios against a stored baseline: ARGS="--compare"
+	@PY='$(PY)' bash tests/tools/bench.sh '$(PART)' $(ARGS)
 
 # The corpus stays in build/fuzz and is where the next run goes on. TARGETS="frame control": only those.
 fuzz: SECONDS ?= 300
 fuzz: $(STAMP)  ## give every parser millions of inputs: make fuzz SECONDS=300
 	@$(TOOL) fuzz --seconds $(SECONDS) $(TARGETS) $(ARGS)
 
+SET_UP = $(UV_ENV) PY='$(PY)' UV='$(UV_NOW)' sh tests/tools/environment.sh
 setup-fuzz: $(STAMP)  ## what make fuzz needs besides
-	@if [ -n "$(UV_NOW)" ]; then $(UV_ENV) $(UV_NOW) pip install -q --python $(PY) -c constraints.txt atheris; \
-	else $(PY) -m pip install -q --disable-pip-version-check -c constraints.txt atheris; fi
+	@$(SET_UP) fuzz $(VENV)
 
-# A .venv of its own: what they bring along would change what the tests of everything else see. DeepSpeed's build asks the torch that is
-# installed for its version, and needs setuptools and wheel beside it.
+# A .venv of its own: what they bring along would change what the tests of everything else see.
 INTEGRATIONS := .venv-integrations
 setup-integrations: $(INTEGRATIONS)/.set-up  ## Accelerate, Lightning, DeepSpeed, torchft, peft, MLflow, W&B, for their examples and tests
 $(INTEGRATIONS)/.set-up: pyproject.toml setup.py constraints.txt | $(STAMP)
-	@if [ -n "$(UV_NOW)" ]; then \
-		$(UV_ENV) $(UV_NOW) venv -q --allow-existing --python $(PY) $(INTEGRATIONS) && \
-		install="$(UV_ENV) $(UV_NOW) pip install -q --python $(INTEGRATIONS)/bin/python -c constraints.txt"; \
-	else \
-		$(PY) -m venv $(INTEGRATIONS) && \
-		install="$(INTEGRATIONS)/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt"; \
-	fi && eval "$$install -e . setuptools wheel" && eval "$$install --no-build-isolation -e '.[integrations]'" || { \
-		echo "make setup-integrations: the packages could not be installed. Check that the package registry can be reached" >&2; exit 1; }
+	@$(SET_UP) integrations $(INTEGRATIONS)
 	@touch $@
+
+# For make test PART=oldest: the second stamp is that of this environment in the place of .venv.
+OLDEST := .venv-oldest
+$(OLDEST)/.set-up-oldest: pyproject.toml setup.py constraints.txt
+	@$(SET_UP) oldest $(OLDEST) '$(OLDEST_PYTHON)'
+	@touch $@ $(OLDEST)/.set-up
 
 # A .venv of its own: flwr asks for packages older than the pins. Those that it has no part in keep theirs, the others are what it asks for.
 FLOWER_NEWEST := 1.42
 FLOWER ?= $(FLOWER_NEWEST)
 FLOWER_VENV := .venv-flower
 FLOWER_SET_UP := $(FLOWER_VENV)/.set-up-$(FLOWER_NEWEST)
-FLOWER_PINS := cyclonedds|msgpack|numpy|pillow|safetensors|scipy|structlog|torch|torchvision|zstandard
-FLOWER_FAILED = { echo "make $@: the packages could not be installed. Check that the package registry can be reached" >&2; exit 1; }
 $(FLOWER_SET_UP): pyproject.toml setup.py constraints.txt | $(STAMP)
-	@rm -f $(FLOWER_VENV)/.set-up*; \
-	if [ -n "$(UV_NOW)" ]; then \
-		$(UV_ENV) $(UV_NOW) venv -q --allow-existing --python $(PY) $(FLOWER_VENV) && \
-		install="$(UV_ENV) $(UV_NOW) pip install -q --python $(FLOWER_VENV)/bin/python"; \
-	else \
-		$(PY) -m venv $(FLOWER_VENV) && install="$(FLOWER_VENV)/bin/python -m pip install -q --disable-pip-version-check"; \
-	fi && grep -E '^($(FLOWER_PINS))==' constraints.txt >$(FLOWER_VENV)/constraints.txt && \
-	eval "$$install -c $(FLOWER_VENV)/constraints.txt -e '.[flower]' 'flwr~=$(FLOWER_NEWEST).0' scikit-learn" || $(FLOWER_FAILED)
+	@rm -f $(FLOWER_VENV)/.set-up*
+	@$(SET_UP) flower $(FLOWER_VENV) 'flwr~=$(FLOWER_NEWEST).0'
 	@touch $@
 
 # Others stand upon it, and have torch and the rest from there (a .pth line adds the folder): what is installed is another flwr with what it asks
 # for, which comes first, and gradbus, for its command.
-FLOWER_OTHER = $(FLOWER_VENV)-$*
 $(FLOWER_VENV)-%/.set-up: $(FLOWER_SET_UP)
-	@if [ -n "$(UV_NOW)" ]; then \
-		$(UV_ENV) $(UV_NOW) venv -q --clear --python $(PY) $(FLOWER_OTHER) && \
-		install="$(UV_ENV) $(UV_NOW) pip install -q --python $(FLOWER_OTHER)/bin/python"; \
-	else \
-		$(PY) -m venv --clear $(FLOWER_OTHER) && install="$(FLOWER_OTHER)/bin/python -m pip install -q --disable-pip-version-check"; \
-	fi && eval "$$install -c $(FLOWER_VENV)/constraints.txt '$(if $(filter simulation,$*),flwr[simulation]~=$(FLOWER_NEWEST).0,flwr~=$*.0)'" && \
-	eval "$$install --no-deps -e ." && \
-	where='import sysconfig; print(sysconfig.get_path("purelib"))' && \
-	$(FLOWER_VENV)/bin/python -c "$$where" >"$$($(FLOWER_OTHER)/bin/python -c "$$where")/dependencies.pth" || $(FLOWER_FAILED)
+	@$(SET_UP) flower-other $(FLOWER_VENV)-$* '$(if $(filter simulation,$*),flwr[simulation]~=$(FLOWER_NEWEST).0,flwr~=$*.0)' $(FLOWER_VENV)
 	@touch $@
 
-setup-flower: $(if $(filter $(FLOWER_NEWEST),$(FLOWER)),$(FLOWER_SET_UP),$(FLOWER_VENV)-$(FLOWER)/.set-up)  ## Flower and scikit-learn, for gradbus flower and its tests; an older one beside it: FLOWER=1.41
-
-setup-flower-simulation: $(FLOWER_VENV)-simulation/.set-up  ## Flower's simulation with Ray, to which bench-federated compares virtual clients
-
-test-flower: setup-flower  ## Flower's apps over the bus, in the environments of make setup-flower, all that there are
-	$(BIN)/pytest $(ARGS) tests/actors/flower tests/commands/run/test_flower.py
+setup-flower: $(if $(filter $(FLOWER_NEWEST),$(FLOWER)),$(FLOWER_SET_UP),$(FLOWER_VENV)-$(FLOWER)/.set-up)  ## Flower and scikit-learn, for gradbus flower and its tests; an older one beside it: FLOWER=1.41; with Ray, for virtual clients: FLOWER=simulation
 
 conformance: $(STAMP)  ## PyTorch's own tests of torch.distributed: dds passes what gloo passes
 	@$(TOOL) conformance $(ARGS)
@@ -423,14 +241,7 @@ figures: $(STAMP)  ## the figures of docs/figures.md, from runs of their own (QU
 
 # Needs uv. Pins that still fit are kept; LOCK_ARGS=--upgrade takes the newest of everything.
 lock:  ## write constraints.txt and requirements.lock anew from pyproject.toml
-	@test -n "$(UV_NOW)" || { echo "make lock: needs uv. Install it (pip install uv), then: make lock" >&2; exit 1; }
-	@mkdir -p build && cp constraints.txt build/constraints.txt
-	$(UV_ENV) $(UV_NOW) pip compile -q --universal --python-version 3.11 --extra dev --extra fuzz --extra integrations --no-header --no-annotate \
-		$(LOCK_ARGS) pyproject.toml -o build/constraints.txt
-	@{ echo "# Made by make lock: the versions that a set-up takes and the tests have seen."; cat build/constraints.txt; } >constraints.txt
-	$(UV_ENV) $(UV_NOW) pip compile -q --universal --python-version 3.11 --extra dev --no-header --no-annotate --no-emit-index-url \
-		--no-emit-find-links --generate-hashes -c constraints.txt pyproject.toml -o build/requirements.lock
-	@{ echo "# Made by make lock: what make setup LOCKED=1 installs, file by file."; cat build/requirements.lock; } >requirements.lock
+	@$(UV_ENV) UV='$(UV_NOW)' bash tests/tools/lock.sh $(LOCK_ARGS)
 
 clean:  ## remove what building and testing left behind
 	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
@@ -438,3 +249,15 @@ clean:  ## remove what building and testing left behind
 
 distclean: clean  ## the same, and every environment: .venv, .venv-flower ...
 	rm -rf $(VENV) $(INTEGRATIONS) $(FLOWER_VENV) $(FLOWER_VENV)-* $(OLDEST) .venv-python-*
+
+# Names of gradbus 0.1: for one release each prints the new one and runs it.
+define renamed
+@echo "make $@: the name is now: make $(1)" >&2
+@$(MAKE) --no-print-directory $(1)
+endef
+bench-%:
+	$(call renamed,bench PART=$*)
+test-%:
+	$(call renamed,test PART=$*)
+faults setup-flower-simulation:
+	$(call renamed,$(if $(filter faults,$@),test PART=faults,setup-flower FLOWER=simulation))

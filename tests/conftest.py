@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 import memory_maps
+import pure
 import pytest
 import turns
 from dds_domains import new_domain
@@ -136,7 +137,7 @@ def pytest_testnodedown(node: Any, error: object) -> None:
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Have a run in which a worker has crashed end otherwise than one with failed tests: no busy machine does that, so
-    `make test-again` must not pass over it."""
+    `make test PART=again` must not pass over it."""
     if _crashed_workers:
         session.exitstatus = pytest.ExitCode.INTERNAL_ERROR
 
@@ -149,21 +150,39 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
             terminalreporter.write(text)
 
 
-def _is_alone(item: pytest.Item | None) -> bool:
-    return item is not None and item.get_closest_marker("alone") is not None
-
-
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # before the time of a test begins to count
-def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, object, object]:
-    """Have each test wait for its turn."""
+def pytest_runtest_protocol() -> Generator[None, object, object]:
+    """Have each test wait while another one measures."""
     if (own := turns.of_this_worker) is None:
         return (yield)
-    own.enter(alone=_is_alone(item))
+    own.enter()
     try:
         return (yield)
     finally:
-        if not (_is_alone(item) and _is_alone(nextitem)):
-            own.leave()
+        own.leave()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item: pytest.Item) -> Generator[None, None, None]:
+    """Have a test of tests/pure.txt fail if it is not pure."""
+    yield from _guarded(item)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
+    """The same, after its fixtures."""
+    yield from _guarded(item)
+
+
+def _guarded(item: pytest.Item) -> Generator[None, None, None]:
+    if not pure.is_listed(item.path):
+        return (yield)
+    guard = pure.Guard()
+    guard.bar()
+    try:
+        yield
+    finally:
+        guard.lift()
 
 
 @pytest.hookimpl(wrapper=True)

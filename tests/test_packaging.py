@@ -7,12 +7,13 @@ import shlex
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
 
+Make = Callable[..., subprocess.CompletedProcess[str]]
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("actors", "codecs", "commands", "experiments", "models", "runtime")
 INSTALLED = tuple(name for name in FOLDERS if name != "experiments")  # which is part of a checkout, and of no wheel
@@ -267,3 +268,64 @@ def test_every_target_is_phony_and_explained() -> None:
     phony = {word for line in re.findall(r"^\.PHONY:(.*)$", makefile, flags=re.MULTILINE) for word in line.split()}
     explained = set(re.findall(r"^([a-z-]+):[^#\n]*## ", makefile, flags=re.MULTILINE))
     assert make_targets() == phony == explained
+
+
+def test_the_targets_are_few() -> None:
+    assert len(make_targets()) <= 35
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Make:
+    """Runs make with an environment whose programs note what they are given, in the file ``given``."""
+    (tmp_path / "bin").mkdir()
+    for name in ("python", "pytest"):
+        program = tmp_path / "bin" / name
+        program.write_text(f'#!/bin/sh\nprintf "<%s>" {name} "$@" >>"{tmp_path}/given"\n')
+        program.chmod(0o755)
+    (tmp_path / ".set-up").touch()  # newer than what it is made of
+    environment = {name: text for name, text in os.environ.items() if not name.startswith(("MAKE", "MFLAGS", "PART"))}
+
+    def run(*words: str) -> subprocess.CompletedProcess[str]:
+        command = ["make", f"VENV={tmp_path}", *words]
+        return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("former", "name"),
+    [
+        ("bench-parameter-server", "bench PART=parameter-server"),
+        ("test-again", "test PART=again"),
+        ("faults", "test PART=faults"),
+        ("setup-flower-simulation", "setup-flower FLOWER=simulation"),
+    ],
+)
+def test_a_former_name_of_a_target_prints_the_new_one_and_runs_it(make: Make, former: str, name: str) -> None:
+    lines = make("-n", former).stdout.splitlines()
+    assert shlex.split(lines[0])[1] == f"make {former}: the name is now: make {name}"
+    assert lines[1] == f"make --no-print-directory {name}"
+    assert make("-n", *name.split()).returncode == 0
+
+
+def test_a_part_that_does_not_exist_lists_those_that_do(make: Make) -> None:
+    done = make("test", "PART=agian")
+    assert done.returncode == 2
+    assert "make test: there is no part 'agian'. The parts: again, slice," in done.stderr
+
+
+@pytest.mark.parametrize("words", ["bench PART=federated", "bench-federated", "bench PART=pauses", "test PART=faults"])
+def test_options_reach_the_program_of_a_part_word_by_word(make: Make, tmp_path: Path, words: str) -> None:
+    """They pass make and two shells, with quotes of their own."""
+    done = make(*words.split(), """ARGS=-k "a and b" 'c d'""")
+    assert done.returncode == 0, done.stdout + done.stderr
+    given = (tmp_path / "given").read_text()
+    assert given.endswith("<-k><a and b><c d>")
+    assert given.startswith("<pytest>" if words.startswith("test") else "<python>")
+
+
+def test_hooks_of_pre_commit_fetch_nothing() -> None:
+    text = (ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8")
+    assert re.findall(r"^ *- repo: *(.*)$", text, re.MULTILINE) == ["local"]
+    assert set(re.findall(r"^ *language: *(.*)$", text, re.MULTILINE)) == {"system"}
+    assert set(re.findall(r"^ *entry: (\S+)", text, re.MULTILINE)) == {".venv/bin/ruff"}

@@ -31,14 +31,14 @@ def begun(work: Callable[[], object]) -> threading.Event:
 
 def test_a_test_alone_waits_for_those_that_run_and_others_wait_for_it(workers: list[Turns]) -> None:
     first, second, third = workers
-    first.enter(alone=False)
-    second.enter(alone=False)
-    alone = begun(lambda: third.enter(alone=True))
+    first.enter()
+    second.enter()
+    alone = begun(lambda: third.enter_alone(SOON_S))
     first.leave()
     assert not alone.wait(0.05)
     second.leave()
     assert alone.wait(SOON_S)
-    beside = begun(lambda: first.enter(alone=False))
+    beside = begun(lambda: first.enter())
     assert not beside.wait(0.05)
     third.leave()
     assert beside.wait(SOON_S)
@@ -49,8 +49,8 @@ def test_what_takes_too_long_beside_others_is_tried_again_alone(
 ) -> None:
     here, other, third = workers
     monkeypatch.setattr(turns, "of_this_worker", here)
-    here.enter(alone=False)
-    other.enter(alone=False)
+    here.enter()
+    other.enter()
     entered: list[threading.Event] = []
 
     def attempt() -> float:
@@ -58,7 +58,7 @@ def test_what_takes_too_long_beside_others_is_tried_again_alone(
             other.leave()
             entered.append(threading.Event())
             return 2.0
-        entered.append(begun(lambda: third.enter(alone=False)))
+        entered.append(begun(lambda: third.enter()))
         assert not entered[-1].wait(0.05)
         return 0.5
 
@@ -70,12 +70,12 @@ def test_what_takes_too_long_beside_others_is_tried_again_alone(
 def test_who_cannot_have_the_machine_in_time_goes_on_beside_others(workers: list[Turns]) -> None:
     first, second, third = workers
     for worker in (first, second):
-        worker.enter(alone=False)
-    first.enter(alone=True, within_s=0.05)
-    third.enter(alone=False)  # the queue is free again
+        worker.enter()
+    first.enter_alone(0.05)
+    third.enter()  # the queue is free again
     second.leave()
     third.leave()
-    waiting = begun(lambda: second.enter(alone=True))
+    waiting = begun(lambda: second.enter_alone(SOON_S))
     assert not waiting.wait(0.05)
     first.leave()
     assert waiting.wait(SOON_S)
@@ -84,8 +84,8 @@ def test_who_cannot_have_the_machine_in_time_goes_on_beside_others(workers: list
 def test_two_tests_that_both_want_the_machine_have_it_one_after_the_other(workers: list[Turns]) -> None:
     first, second, _ = workers
     for worker in (first, second):
-        worker.enter(alone=False)
-    waiting = {worker: begun(lambda worker=worker: worker.enter(alone=True)) for worker in (first, second)}  # type: ignore[misc]
+        worker.enter()
+    waiting = {worker: begun(lambda worker=worker: worker.enter_alone(2 * SOON_S)) for worker in (first, second)}  # type: ignore[misc]
     until(lambda: any(done.is_set() for done in waiting.values()))
     (one,), (other,) = ([worker for worker, done in waiting.items() if done.is_set() is so] for so in (True, False))
     one.leave()

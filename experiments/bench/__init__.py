@@ -1,1 +1,1 @@
-"""All benchmarks as one suite with one format of results: ``make bench``, ``bench-quick``, ``bench-scale``."""
+"""All benchmarks as one suite with one format of results: ``make bench``, with ``PART=quick`` or ``PART=scale``."""

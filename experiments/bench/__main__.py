@@ -1,4 +1,4 @@
-"""All benchmarks: ``make bench``, ``make bench-federated`` ..., or ``python -m gradbus.experiments.bench [NAME]``.
+"""All benchmarks: ``make bench``, ``make bench PART=federated``, or ``python -m gradbus.experiments.bench [NAME]``.
 
 Real processes over real DDS on the loopback interface. Ratios are taken in one run, block by block in turns, so that a
 machine that is slow or busy is slow and busy for both sides. Exit code 1: a part failed, a figure falls short of what
@@ -112,12 +112,19 @@ BENCHMARKS = {
     "compression": _with_document(compression.BENCHMARK),
     "privacy": _with_document(privacy.BENCHMARK),
 }
+KNOWN = (
+    f"The benchmarks: {', '.join(sorted(BENCHMARKS))}; for make bench, PART may also be quick, scale, renew, profile "
+    f"or pauses"
+)
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Measure what the command line asks for. The exit code is that of ``gradbus``'s commands."""
     words = sys.argv[1:] if arguments is None else arguments
-    name, options = (words[0], words[1:]) if words[:1] and words[0] in BENCHMARKS else ("suite", words)
+    name, options = ("suite", words) if not words or words[0].startswith("-") else (words[0], words[1:])
+    if name not in BENCHMARKS:
+        print(f"bench: there is no benchmark {name!r}. {KNOWN}", file=sys.stderr)
+        return 2
     chosen, rest = parse(name, BENCHMARKS[name], options)
     torch.set_num_threads(1)
     try:

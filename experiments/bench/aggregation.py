@@ -6,8 +6,8 @@ sums and those through aggregators take turns. A packet is lost by chance before
 Part ``within-host`` is of another kind: workers are on two hosts, network namespaces with links of a given rate, and
 their aggregators on a third; ranks of a host add up first, or each one sends by itself.
 
-``make bench-aggregation``. On one machine nothing can be won: direct sums have one process less on the same cores. What
-the figures show is what the protocol costs, and what loss adds.
+``make bench PART=aggregation``. On one machine nothing can be won: direct sums have one process less on the same cores.
+What the figures show is what the protocol costs, and what loss adds.
 """
 
 from __future__ import annotations

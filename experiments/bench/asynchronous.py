@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 
 import gradbus
 from gradbus import models
-from gradbus.experiments.bench.processes import DOMAIN, LEASE_S, Processes, context
+from gradbus.experiments.bench.federation import Opening, Work, controller_of, run_federation, take_part
+from gradbus.experiments.bench.processes import DOMAIN, LEASE_S, context
 from gradbus.experiments.bench.results import Measurement, measurement
 
 TARGET = 0.97
@@ -88,17 +89,18 @@ def time_to_target(settings: Mapping[str, Any], timeout_s: float = 400.0) -> Run
         ProcessFailed: a process failed, or it was not there in time.
     """
     job, ended = f"bench-async-{os.getpid()}-{next(_runs)}", context.Event()
-    with Processes() as running:
-        running.start("controller", _controller, job, settings, ended)
-        running.start("clients", _clients, job, ended)
-        found: Run = running.results(timeout_s)[0]
+    clients = {"clients": Work(_clients, (job, ended))}
+    found: Run = run_federation(Work(_controller, (job, settings, ended)), clients, timeout_s)[0]
     return found
+
+
+def _bus(job: str) -> Opening:
+    return gradbus.connect(job, domain=DOMAIN, lease_s=LEASE_S)
 
 
 async def _controller(job: str, settings: Mapping[str, Any], ended: Any) -> Run:
     try:
-        async with gradbus.connect(job, domain=DOMAIN, lease_s=LEASE_S) as bus:
-            controller = gradbus.Controller(bus, _task(), gradbus.FederatedConfig(**settings))
+        async with controller_of(_bus(job), _task(), settings) as (_, controller):
             began_s, stale = 0.0, []
             async with contextlib.aclosing(controller.rounds()) as reports:
                 async for report in reports:
@@ -114,15 +116,10 @@ async def _controller(job: str, settings: Mapping[str, Any], ended: Any) -> Run:
 async def _clients(job: str, ended: Any) -> None:
     task = _task()  # one for all: the data is there once
     async with asyncio.TaskGroup() as group:
-        running = [group.create_task(_client(job, task, client_id)) for client_id in range(CLIENTS)]
+        running = [group.create_task(take_part(_bus(job), task, client_id)) for client_id in range(CLIENTS)]
         await asyncio.to_thread(ended.wait)
         for one in running:
             one.cancel()
-
-
-async def _client(job: str, task: PacedTask, client_id: int) -> None:
-    async with gradbus.connect(job, domain=DOMAIN, lease_s=LEASE_S) as bus:
-        await gradbus.Client(bus, task, client_id=client_id).run()
 
 
 def measure(repeats: int = 3) -> Iterator[Measurement]:

@@ -1,6 +1,6 @@
 """What hostile clients do to the accuracy, and how much of it each defence saves.
 
-``make bench-attacks`` compares with limits. Of ten clients three are hostile in every round. They train like the
+``make bench PART=attacks`` compares with limits. Of ten clients three are hostile in every round. They train like the
 others and then send something else:
 
     sign flip    their update the other way round

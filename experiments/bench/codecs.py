@@ -1,7 +1,7 @@
 """Codecs: time, bytes and error by size of the vector and by density, on one thread, against a copy of the vector.
 
-``make bench-codecs`` compares rates with limits, in float32 bytes of the vector per second (4 D / time), whatever the
-size of the message.
+``make bench PART=codecs`` compares rates with limits, in float32 bytes of the vector per second (4 D / time),
+whatever the size of the message.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Collectives through ``torch.distributed`` and on a ``Group``, against gloo in the same processes, by turns.
 
-Real processes of one torch thread each on this machine. ``make bench-collectives`` compares with limits.
+Real processes of one torch thread each on this machine. ``make bench PART=collectives`` compares with limits.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Algorithms of data-parallel training side by side: accuracy after equal steps, bytes, time of a step and of coding.
 
-``make bench-compression``. Which algorithms: those of the table of gradbus, with the options and learning rates of
+``make bench PART=compression``. Which algorithms: those of the table of gradbus, with the options and learning rates of
 ``recipes.py``. Accuracy and bytes are of all ranks in one process, in lockstep, whose bits are those of a run with a
 process for each rank; each result is kept in a file beside ``--out`` as it comes, and another run computes what is
 missing there. StepTimes are of real processes over DDS. MNIST as ``--data-root`` or ``GRADBUS_DATA`` says.

@@ -3,8 +3,8 @@
 In the suite each way runs in processes of its own, by turns, so that none has threads of another beside it; same model,
 same data, world 2, and malloc is set for all alike.
 
-``make bench-ddp`` compares with limits. Real processes, one per rank and of one torch thread each, over real DDS on
-this machine; MNIST as ``GRADBUS_DATA`` says. That ranks agree to the bit with one process is not measured here: the
+``make bench PART=ddp`` compares with limits. Real processes, one per rank and of one torch thread each, over real DDS
+on this machine; MNIST as ``GRADBUS_DATA`` says. That ranks agree to the bit with one process is not measured here: the
 tests of the worker and of collectives check it.
 """
 

@@ -1,8 +1,8 @@
 """Elastic runs under faults: how soon a death is known, training goes on and a rank is back; storms; what it costs.
 
-``make bench-elastic``. Real processes, over shared memory and DDS on one machine, or each on a host of its own (network
-namespaces with process numbers of their own, joined by a switch) where machines are cut off. Every process writes a
-journal, from which all figures follow.
+``make bench PART=elastic``. Real processes, over shared memory and DDS on one machine, or each on a host of its own
+(network namespaces with process numbers of their own, joined by a switch) where machines are cut off. Every process
+writes a journal, from which all figures follow.
 """
 
 from __future__ import annotations

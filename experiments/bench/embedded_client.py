@@ -27,6 +27,7 @@ import gradbus
 from gradbus.actors.federated.client_report import ClientReport
 from gradbus.experiments.bench.command import Benchmark, Part, add_effort
 from gradbus.experiments.bench.federated import MODEL_4_8_MB
+from gradbus.experiments.bench.federation import note_rounds, take_part
 from gradbus.experiments.bench.processes import DOMAIN, end_with_benchmark
 from gradbus.experiments.bench.results import Measurement, measurement
 from gradbus.models import NoopTask, TrainResult
@@ -85,28 +86,21 @@ def _client(job: str, client_id: int, dim: int, seconds: float, pipe: Any) -> No
     end_with_benchmark()
     torch.set_num_threads(1)
     swapping = Swapping(dim)
-
-    async def main() -> None:
-        async with gradbus.connect(job, domain=DOMAIN) as bus:
-            task = Busy(dim, seconds)
-            await gradbus.Client(bus, task, client_id=client_id, callbacks=[swapping]).run()
-
-    asyncio.run(main())
+    bus = gradbus.connect(job, domain=DOMAIN)
+    asyncio.run(take_part(bus, Busy(dim, seconds), client_id, callbacks=[swapping]))
     pipe.send(swapping.done_s)
 
 
 async def _committed(job: str, dim: int, rounds: int, directory: Path, rules: dict[str, Any]) -> dict[int, float]:
     """Have the rounds done. Returns when the checkpoint of each got its name, as its inode says: within a tick of the
     kernel's clock, which makes it up to 4 ms too early."""
-    found: dict[int, float] = {}
-    config = gradbus.FederatedConfig(
-        rounds=rounds, eval_every=0, clients={"num": 2}, checkpoint={"dir": str(directory)}, **rules
-    )
-    async with gradbus.connect(job, domain=DOMAIN) as bus:
-        async for report in gradbus.Controller(bus, NoopTask(dim), config).rounds():
-            file = directory / f"round-{report.round_id:06d}.safetensors"
-            found[report.round_id] = file.stat().st_ctime_ns / 1e9
-    return found
+    rules |= {"rounds": rounds, "eval_every": 0, "clients": {"num": 2}, "checkpoint": {"dir": str(directory)}}
+
+    def committed(report: gradbus.RoundReport) -> tuple[int, float]:
+        file = directory / f"round-{report.round_id:06d}.safetensors"
+        return report.round_id, file.stat().st_ctime_ns / 1e9
+
+    return dict((await note_rounds(gradbus.connect(job, domain=DOMAIN), NoopTask(dim), rules, committed)).rounds)
 
 
 def swaps_ms(dim: int, rounds: int, *, train_s: Sequence[float], **rules: Any) -> list[float]:

@@ -4,7 +4,7 @@ In the suite the reference is bare TCP: the model to each client and an update f
 connection. TCP carries every byte, so it compares with the way between machines ("DDS only"); that within one host,
 through shared memory, stands beside it.
 
-``make bench-federated`` compares with limits. MNIST as ``GRADBUS_DATA`` says.
+``make bench PART=federated`` compares with limits. MNIST as ``GRADBUS_DATA`` says.
 """
 
 from __future__ import annotations
@@ -177,7 +177,8 @@ def _options(parser: argparse.ArgumentParser) -> None:
         "--flower",
         metavar="PYTHON",
         default=str(virtual.FLOWER) if virtual.FLOWER.exists() else "",
-        help="of part virtual: one with flwr[simulation] and gradbus, by default that of make setup-flower-simulation",
+        help="of part virtual: one with flwr[simulation] and gradbus, by default that of make setup-flower "
+        "FLOWER=simulation",
     )
 
 

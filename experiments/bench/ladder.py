@@ -1,7 +1,7 @@
 """What is won by one measure after the other where the link is slow: star, ring, compression, overlap; and by hosts.
 
 Ranks are processes in network namespaces of this machine, whose links to a switch are limited to a rate (tbf), and so
-slow that the processors here are not the bottleneck. ``make bench-ladder``; it needs the right to make namespaces.
+slow that the processors here are not the bottleneck. ``make bench PART=ladder``; it needs the right to make namespaces.
 
 ``hosts``: two hosts of two ranks at 1 Gbit/s, the route over hosts beside reduce-scatter and gather over all.
 

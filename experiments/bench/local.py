@@ -1,7 +1,7 @@
 """Training with local steps against synchronous training: accuracy and loss at equal samples, bytes, and utilisation.
 
-``make bench-local``. Trainings run in lockstep, on one core, and are kept beside the results: a run that is interrupted
-goes on where it was. :mod:`gradbus.experiments.bench.utilisation` has the part ``utilisation``.
+``make bench PART=local``. Trainings run in lockstep, on one core, and are kept beside the results: a run that is
+interrupted goes on where it was. :mod:`gradbus.experiments.bench.utilisation` has the part ``utilisation``.
 """
 
 from __future__ import annotations

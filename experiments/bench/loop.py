@@ -1,6 +1,6 @@
 """How long gradbus holds the event loop of its host, and how punctual a control loop is beside training.
 
-``make bench-loop``. Each host is a process that has just started, with a task on its loop that wants to run every
+``make bench PART=loop``. Each host is a process that has just started, with a task on its loop that wants to run every
 millisecond (loop_host.py). Its peer is in the process of the benchmark, which has loaded everything.
 """
 

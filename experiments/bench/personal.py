@@ -21,7 +21,8 @@ from torch import Tensor, nn
 
 import gradbus
 from gradbus.actors.federated.client_state import OWN_MODEL
-from gradbus.experiments.bench.processes import DOMAIN, LEASE_S, Processes
+from gradbus.experiments.bench.federation import UPDATES, Opening, Work, controller_of, run_federation, take_part
+from gradbus.experiments.bench.processes import DOMAIN, LEASE_S
 from gradbus.experiments.bench.results import Measurement, measurement
 from gradbus.models.client_text import ClientTextTask
 from gradbus.models.lora import PATTERN
@@ -30,7 +31,6 @@ from gradbus.models.text import corpus
 CLIENTS = 2
 SAMPLES = 128
 LORA = {"rank": 4, "alpha": 16.0, "targets": ["*.qkv", "*.out"]}
-_MODELS, _UPDATES = "train/model_blob", "train/client_update"
 
 
 class TextRun(NamedTuple):
@@ -40,7 +40,7 @@ class TextRun(NamedTuple):
     task: Mapping[str, Any]
     rules: Mapping[str, Any]
 
-    def connect(self) -> Any:
+    def connect(self) -> Opening:
         """A bus without shared memory, as between machines."""
         return gradbus.connect(self.job, domain=DOMAIN, lease_s=LEASE_S, shared_memory=False)
 
@@ -55,21 +55,17 @@ class Received(NamedTuple):
 
 async def _controller(run: TextRun, to: str) -> tuple[int, float]:
     """Bytes of updates, and the loss of the last model, which is written to a file."""
-    async with run.connect() as bus:
-        controller = gradbus.Controller(bus, ClientTextTask(**run.task), gradbus.FederatedConfig(**run.rules))
+    async with controller_of(run.connect(), ClientTextTask(**run.task), run.rules) as (bus, controller):
         reports = await controller.run()
         if to:
             state = await controller.state_dict()
             save_file({name: tensor.clone() for name, tensor in state.items()}, to)
-        return int(bus.received_bytes[_UPDATES]), float(reports[-1].eval_loss or 0.0)
+        return int(bus.received_bytes[UPDATES]), float(reports[-1].eval_loss or 0.0)
 
 
 async def _client(run: TextRun, client_id: int, changed: Mapping[str, Any]) -> int:
     """Bytes of models that it has received. ``changed``: of the task, at this client alone."""
-    async with run.connect() as bus:
-        task = ClientTextTask(**{**run.task, **changed})
-        await gradbus.Client(bus, task, client_id=client_id).run()
-        return int(bus.received_bytes[_MODELS])
+    return await take_part(run.connect(), ClientTextTask(**{**run.task, **changed}), client_id)
 
 
 def count_bytes(
@@ -81,12 +77,11 @@ def count_bytes(
         f"bench-personal-{os.getpid()}", task,
         {"rounds": rounds, "eval_every": rounds, "clients": clients, "training": {"lr": 3e-3}, **rules},
     )  # fmt: skip
-    with Processes() as running:
-        running.start("controller", _controller, run, to)
-        for client_id in range(CLIENTS):
-            changed = (other or {}) if client_id == CLIENTS - 1 else {}
-            running.start(f"client {client_id}", _client, run, client_id, changed)
-        (updates, loss), *models = running.results(600.0)
+    works = {
+        f"client {client_id}": Work(_client, (run, client_id, (other or {}) if client_id == CLIENTS - 1 else {}))
+        for client_id in range(CLIENTS)
+    }
+    (updates, loss), models = run_federation(Work(_controller, (run, to)), works, 600.0)
     return Received(updates, models, loss)
 
 

@@ -1,8 +1,8 @@
 """Differential privacy: epsilon beside other accountants, the noise, accuracy with a budget of 8, the cost of a round.
 
-``make bench-privacy ARGS="--other PYTHON"``, where ``PYTHON`` is an interpreter that has dp-accounting, which may ask
-for other packages than gradbus does; without it that accountant is left out. Trainings are kept beside the results: a
-run that is interrupted goes on where it was.
+``make bench PART=privacy ARGS="--other PYTHON"``, where ``PYTHON`` is an interpreter that has dp-accounting, which may
+ask for other packages than gradbus does; without it that accountant is left out. Trainings are kept beside the results:
+a run that is interrupted goes on where it was.
 """
 
 from __future__ import annotations

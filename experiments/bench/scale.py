@@ -1,4 +1,4 @@
-"""What growth costs: more clients, more ranks, larger models. The parts of ``make bench-scale``.
+"""What growth costs: more clients, more ranks, larger models. The parts of ``make bench PART=scale``.
 
 Clients: 2 to 200 as actors on one loop and one bus, with a tiny model. One process has the controller, another all
 clients, so the controller's figures are its own. Clients of one process share a DDS participant: a machine has places

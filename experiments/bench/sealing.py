@@ -1,6 +1,6 @@
 """What encryption costs: alone, and in federated rounds and collectives with and without it, in the same processes.
 
-``make bench-sealing`` compares with limits.
+``make bench PART=sealing`` compares with limits.
 
 Each process has three buses, with ``none``, ``psk`` and ``identity``, and all do the same, block by block in turns: so
 all that changes with time or with the start of a process affects all. An encrypted block is compared with the line
@@ -41,6 +41,7 @@ from torch import nn
 import gradbus
 from gradbus.commands.lab.namespaces import Host, NoNamespaces, enter_namespace, two_hosts
 from gradbus.experiments.bench.command import Benchmark, Part
+from gradbus.experiments.bench.federation import note_rounds, take_part
 from gradbus.experiments.bench.processes import LEASE_S, Processes
 from gradbus.experiments.bench.results import Measurement, join_all, measurement
 from gradbus.experiments.bench.timing import block
@@ -163,13 +164,9 @@ class SealingProcess:
 
 
 async def _client(member: SealingProcess) -> None:
-    async def take_part(level: str) -> None:
-        async with member.connect(level) as bus:
-            await gradbus.Client(bus, NoopTask(DIM), client_id=member.number).run()
-
     async with asyncio.TaskGroup() as all_levels:
         for level in LEVELS:
-            all_levels.create_task(take_part(level), name=level)
+            all_levels.create_task(take_part(member.connect(level), NoopTask(DIM), member.number), name=level)
 
 
 class _Turns:
@@ -217,10 +214,9 @@ async def _controller(member: SealingProcess) -> list[TimedBlock]:
     blocks: dict[str, list[TimedBlock]] = {}
 
     async def run(level: str) -> None:
-        config = gradbus.FederatedConfig(rounds=ROUNDS * member.case.blocks, clients={"num": 2}, eval_every=ROUNDS)
+        rules = {"rounds": ROUNDS * member.case.blocks, "clients": {"num": 2}, "eval_every": ROUNDS}
         task = _BlockTask(level, turns, member)
-        async with member.connect(level) as bus:
-            times = [report.seconds async for report in gradbus.Controller(bus, task, config).rounds()]
+        times = (await note_rounds(member.connect(level), task, rules, lambda report: report.seconds)).rounds
         starts = range(ROUNDS, len(times), ROUNDS)  # all had their first block at once
         seconds = [statistics.median(times[at + WARM_ROUNDS : at + ROUNDS]) for at in starts]
         blocks[level] = [TimedBlock(level, *one) for one in zip(seconds, task.cpu_s[1:], strict=True)]

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import gradbus
 from gradbus import models
+from gradbus.experiments.bench.federation import controller_of, take_part
 from gradbus.experiments.bench.processes import DOMAIN, LEASE_S, Processes
 from gradbus.experiments.bench.results import Measurement, measurement
 from gradbus.experiments.bench.rounds import Rounds, run_rounds
@@ -103,20 +104,15 @@ async def _train(setting: MaskedTraining, codec: Any, seed: int, secure: bool) -
         partial(models.mnist_mlp, hidden=64), models.DataSplit(train, split.test),
         {"kind": "dirichlet", "alpha": setting.alpha}, setting.clients, batch_size=32, momentum=0.9, seed=seed,
     )  # fmt: skip
-    config = gradbus.FederatedConfig(
-        rounds=setting.rounds, seed=seed, eval_every=setting.rounds, codec=codec, training={"lr": 0.05},
-        clients={"num": setting.clients, "min": setting.clients}, secure_aggregation={"enabled": secure},
-    )  # fmt: skip
+    rules = {
+        "rounds": setting.rounds, "seed": seed, "eval_every": setting.rounds, "codec": codec, "training": {"lr": 0.05},
+        "clients": {"num": setting.clients, "min": setting.clients}, "secure_aggregation": {"enabled": secure},
+    }  # fmt: skip
     connect = partial(gradbus.connect, f"bench-{os.getpid()}", domain=DOMAIN, lease_s=LEASE_S)
-
-    async def take_part(client_id: int) -> None:
-        async with connect() as bus:
-            await gradbus.Client(bus, task, client_id=client_id).run()
-
-    async with connect() as bus, asyncio.TaskGroup() as group:
+    async with controller_of(connect(), task, rules) as (_, controller), asyncio.TaskGroup() as group:
         for client_id in range(setting.clients):
-            group.create_task(take_part(client_id), name=f"client {client_id}")
-        reports = await gradbus.Controller(bus, task, config).run()
+            group.create_task(take_part(connect(), task, client_id), name=f"client {client_id}")
+        reports = await controller.run()
     return 100.0 * (reports[-1].accuracy or 0.0)
 
 

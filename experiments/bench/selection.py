@@ -23,7 +23,8 @@ from gradbus.actors.virtual.host import ClientHost
 from gradbus.actors.virtual.local_pool import LocalPool
 from gradbus.commands.lab.conditions import LinkConditions
 from gradbus.commands.lab.namespaces import Host, enter_host, hosts_on_a_switch, link_bytes
-from gradbus.experiments.bench.processes import DOMAIN, Processes
+from gradbus.experiments.bench.federation import MODELS, Noted, Opening, Work, note_rounds, run_federation, take_part
+from gradbus.experiments.bench.processes import DOMAIN
 from gradbus.experiments.bench.results import Measurement, measurement
 from gradbus.models import NoopTask
 from gradbus.runtime.security import Security
@@ -34,7 +35,6 @@ DIM = 250_000  # 1 MB
 ON_A_HOST = 100
 WARM_ROUNDS = 1  # who comes then has not found everybody yet
 _LEASE_S = 60.0  # 200 processes on a few cores stand still for long
-_MODELS, _UPDATES = "train/model_blob", "train/client_update"
 
 
 class NetworkedProcess(NamedTuple):
@@ -45,7 +45,7 @@ class NetworkedProcess(NamedTuple):
     hosts: tuple[Host, ...]
     dim: int
 
-    def connect(self) -> Any:
+    def connect(self) -> Opening:
         """A bus, from inside the host."""
         enter_host(self.host)
         peers = tuple(host.address for host in self.hosts)
@@ -64,19 +64,14 @@ class RoundBytes(NamedTuple):
     updates: float
 
 
-async def _controller(place: NetworkedProcess, rules: Mapping[str, Any]) -> tuple[list[int], int]:
-    """Bytes that have passed the link at the end of each round, and those of updates."""
-    async with place.connect() as bus:
-        controller = gradbus.Controller(bus, NoopTask(place.dim), gradbus.FederatedConfig(**rules))
-        passed = [link_bytes(place.host.interface) async for _ in controller.rounds()]
-        return passed, int(bus.received_bytes[_UPDATES])
+async def _controller(place: NetworkedProcess, rules: Mapping[str, Any]) -> Noted[int]:
+    """Note the bytes that have passed the link at the end of each round."""
+    return await note_rounds(place.connect(), NoopTask(place.dim), rules, lambda _: link_bytes(place.host.interface))
 
 
 async def _client(place: NetworkedProcess, client_id: int) -> int:
-    """Bytes of models that it has received."""
-    async with place.connect() as bus:
-        await gradbus.Client(bus, NoopTask(place.dim), client_id=client_id).run()
-        return int(bus.received_bytes[_MODELS])
+    """Return the bytes of models that it received."""
+    return await take_part(place.connect(), NoopTask(place.dim), client_id)
 
 
 async def _host(place: NetworkedProcess, ids: range) -> int:
@@ -87,7 +82,7 @@ async def _host(place: NetworkedProcess, ids: range) -> int:
         try:
             async with place.connect() as bus:
                 await ClientHost(bus, task, ids=ids, pool=pool, state_dir=state_dir).run()
-                return int(bus.received_bytes[_MODELS])
+                return int(bus.received_bytes[MODELS])
         finally:
             await pool.close()
 
@@ -109,17 +104,17 @@ def count_bytes(
         "round": {"timeout_s": 240.0},
     }  # fmt: skip
     on_a_host = ON_A_HOST if of_each == 1 else of_each
-    with hosts_on_a_switch(1 + math.ceil(clients / on_a_host), LinkConditions()) as network, Processes() as running:
+    with hosts_on_a_switch(1 + math.ceil(clients / on_a_host), LinkConditions()) as network:
         first = NetworkedProcess(f"bench-selection-{os.getpid()}", network.hosts[0], network.hosts, dim)
-        running.start("controller", _controller, first, rules)
+        works: dict[str, Work] = {}
         for client_id in range(0, clients, of_each):
             place = first._replace(host=network.hosts[1 + client_id // on_a_host])
             if of_each == 1:
-                running.start(f"client {client_id}", _client, place, client_id)
+                works[f"client {client_id}"] = Work(_client, (place, client_id))
             else:
                 ids = range(client_id, min(client_id + of_each, clients))
-                running.start(f"clients from {client_id}", _host, place, ids)
-        (passed, updates), *models = running.results(580.0)
+                works[f"clients from {client_id}"] = Work(_host, (place, ids))
+        (passed, updates), models = run_federation(Work(_controller, (first, rules)), works, 580.0)
     # Where all take part, all are sent the model that the run begins with, and that of each round.
     down, up = sum(models) / (rounds + (not selection)), updates / rounds
     link = [after - before for before, after in pairwise(passed)]

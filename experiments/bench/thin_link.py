@@ -27,8 +27,8 @@ from gradbus.runtime.errors import GradbusError
 
 Way = Literal["DDP", "DGC", "DiLoCo", "streaming"]
 
-# Options are those that `make bench-local` and `make bench-compression` train with; streaming sends a fragment every
-# ten steps, and has five of them in which to arrive.
+# Options are those of `make bench PART=local` and `PART=compression`; streaming sends a fragment every ten steps, and
+# has five of them in which to arrive.
 WAYS: Mapping[Way, dict[str, Any]] = {
     "DDP": {"name": "dense"},
     "DGC": {"name": "dgc", "density": 0.001, "warmup": "none"},

@@ -3,7 +3,7 @@
 Both train the same clients on MNIST: the same network, samples, order, steps and number of training processes, with one
 thread of torch each. Each run is a process of its own, by turns, and gives the median of its rounds after the first. A
 round of Flower's goes from the choice of its clients to the new model, as here. It runs in the environment that
-``make setup-flower-simulation`` makes, or another one that has ``flwr[simulation]`` and gradbus, whose Python
+``make setup-flower FLOWER=simulation`` makes, or another one that has ``flwr[simulation]`` and gradbus, whose Python
 ``--flower`` names; without one it is skipped.
 """
 
@@ -126,4 +126,4 @@ def measure(flower: str) -> Iterator[Measurement]:
             against = ("Flower's simulation", taken["flower"])
             yield measurement(name, "1/s", taken["ours"], against=against, at_least=TIMES_FLOWER)
         else:
-            yield measurement(name, "1/s", taken["ours"], note="Flower skipped: make setup-flower-simulation")
+            yield measurement(name, "1/s", taken["ours"], note="Flower skipped: make setup-flower FLOWER=simulation")

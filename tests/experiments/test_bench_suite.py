@@ -334,6 +334,13 @@ def test_a_ratio_counts_as_worse_only_if_it_is_so_again(
     assert len(list(values)) == (1 if measured[0] == 1.0 else 0)
 
 
+def test_a_benchmark_that_does_not_exist_lists_those_that_do(capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench.main(["federatd", "--quick"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("bench: there is no benchmark 'federatd'. The benchmarks: aggregation, attacks, ")
+    assert all(name in said for name in BENCHMARKS)
+
+
 def test_a_wrong_file_is_an_error_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
     assert bench.main(["--compare", "nowhere.json"]) == 2
     assert "nowhere.json" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""No live process is taken for dead, and a death is known at once; ``make bench-pauses`` has more."""
+"""No live process is taken for dead, and a death is known at once; ``make bench PART=pauses`` has more."""
 
 from __future__ import annotations
 

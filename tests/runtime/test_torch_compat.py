@@ -1,4 +1,4 @@
-"""What torch 2.6 does otherwise than newer versions. `make test-oldest` runs this with torch 2.6 itself."""
+"""What torch 2.6 does otherwise than newer versions. `make test PART=oldest` runs this with torch 2.6 itself."""
 
 from __future__ import annotations
 

@@ -23,17 +23,24 @@ class Turns:
         self._queue, self._room = (open(folder / name, "w") for name in ("queue", "room"))  # noqa: SIM115 - close() does
         self._is_alone = False
 
-    def enter(self, *, alone: bool, within_s: float | None = None) -> None:
-        """Wait until a test may run. Who waits for all others to finish keeps the queue, so that none begins anew.
+    def enter(self) -> None:
+        """Wait until no other test has the machine for itself or waits for it."""
+        self.leave()
+        fcntl.flock(self._queue, fcntl.LOCK_EX)
+        fcntl.flock(self._room, fcntl.LOCK_SH)
+        fcntl.flock(self._queue, fcntl.LOCK_UN)
 
-        ``within_s``: who has not got the machine for itself by then goes on beside others. None: there is no limit.
+    def enter_alone(self, within_s: float) -> None:
+        """Wait until all other tests have finished, and have the others wait. After ``within_s``, go on beside them.
+
+        The queue is held meanwhile, so that none begins anew.
         """
-        if self._is_alone and alone:
+        if self._is_alone:
             return
         self.leave()
-        until_s = None if within_s is None else time.monotonic() + within_s
-        is_first = _lock(self._queue, fcntl.LOCK_EX, until_s)
-        self._is_alone = alone and is_first and _lock(self._room, fcntl.LOCK_EX, until_s)
+        until_s = time.monotonic() + within_s
+        is_first = _locked(self._queue, until_s)
+        self._is_alone = is_first and _locked(self._room, until_s)
         if not self._is_alone:
             fcntl.flock(self._room, fcntl.LOCK_SH)
         fcntl.flock(self._queue, fcntl.LOCK_UN)
@@ -44,18 +51,16 @@ class Turns:
         fcntl.flock(self._room, fcntl.LOCK_UN)
 
     def close(self) -> None:
-        """At the end of the run."""
+        """Close its files, at the end of the run."""
         self._queue.close()
         self._room.close()
 
 
-def _lock(file: TextIO, kind: int, until_s: float | None) -> bool:
-    if until_s is None:
-        fcntl.flock(file, kind)
-        return True
-    while True:  # there is no lock with a deadline
+def _locked(file: TextIO, until_s: float) -> bool:
+    """Try to get the only lock until then: there is none with a deadline."""
+    while True:
         try:
-            fcntl.flock(file, kind | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
         except BlockingIOError:
             if time.monotonic() >= until_s:
@@ -69,4 +74,4 @@ of_this_worker: Turns | None = None  # where pytest-xdist runs the tests
 def have_the_machine() -> None:
     """From here to its end, the test that runs has the machine for itself, if the others finish soon."""
     if of_this_worker is not None:
-        of_this_worker.enter(alone=True, within_s=WITHIN_S)
+        of_this_worker.enter_alone(WITHIN_S)

@@ -1,4 +1,4 @@
-"""Where the time of one collective goes, thread by thread: ``make bench-profile``.
+"""Where the time of one collective goes, thread by thread: ``make bench PART=profile``.
 
 Processor time and switches of every thread, and of every function, per call, through dds and through gloo. Threads are
 watched without any instrument, functions in other processes with ``cProfile``, which slows them down.

@@ -42,6 +42,7 @@ fi
 rm -rf "$root/gradbus" && mv "$root/gradbus.new" "$root/gradbus"
 mkdir -p "$root/data"
 # The mounts go with the namespace, and with the process namespace everything that was started.
+# shellcheck disable=SC2016 # the shell inside expands these
 exec unshare --mount --pid --fork --kill-child --propagation private bash -euc '
   root=$1 data=$2
   shift 2

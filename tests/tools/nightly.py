@@ -44,11 +44,11 @@ class Part(NamedTuple):
 PARTS = (
     Part(
         "python-3.12", "demo, run-ddp and the fast tests under Python 3.12, with the locked versions",
-        "make test-python PYTHON=3.12 LOCKED=1 SLICE='-m \"not slow\"'", 45 * 60,
+        "make test PART=python PYTHON=3.12 LOCKED=1 SLICE='-m \"not slow\"'", 45 * 60,
     ),
     Part(
-        "debian-trixie", "the same as `make test-python`, and what depends on libc, on Debian 13 (glibc 2.41)",
-        "make test-debian", 30 * 60,
+        "debian-trixie", "the same as `make test PART=python`, and what depends on libc, on Debian 13 (glibc 2.41)",
+        "make test PART=debian", 30 * 60,
     ),
     Part(
         "soak", "controller, clients and ranks for 30 minutes while something breaks every few seconds", "make soak",
@@ -69,7 +69,7 @@ PARTS = (
         "planted-faults", "each fault that is planted in the product is found, by one of 2,000 seeds or by its test",
         "make simulate-faults PLANT=all SEEDS=2000 ARGS='--first 0'", 120 * 60,
     ),
-    Part("gpu", "the tests that need a CUDA device", "make test-gpu", 15 * 60, "nvidia-smi"),
+    Part("gpu", "the tests that need a CUDA device", "make test PART=gpu", 15 * 60, "nvidia-smi"),
 )  # fmt: skip
 
 

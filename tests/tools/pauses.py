@@ -1,7 +1,7 @@
 """Processes that are stopped, starved or killed: is a live one taken for dead, and how soon is a death known?
 
-    make bench-pauses                              # some minutes: everything once
-    make bench-pauses ARGS="--part pauses --runs 100"  # until there are so many runs
+    make bench PART=pauses                              # some minutes: everything once
+    make bench PART=pauses ARGS="--part pauses --runs 100"  # until there are so many runs
 
 Groups of 2 and 4 ranks, through shared memory and over DDS alone, call one collective after another. A *run* is one
 group and one disturbance; all groups are disturbed at once. In a run no process dies, so none may be taken for dead.

@@ -162,7 +162,8 @@ def make_setup(request: pytest.FixtureRequest, indexes: str, tmp_path: Path) -> 
     """Runs `make setup` of a clone that needs torch alone. Returns how it ended, and the versions installed."""
     shutil.copy(ROOT / "Makefile", tmp_path)
     (tmp_path / "tests" / "tools").mkdir(parents=True)
-    shutil.copy(ROOT / "tests" / "tools" / "torch_build.py", tmp_path / "tests" / "tools")
+    for name in ("set_up.sh", "torch_build.py"):
+        shutil.copy(ROOT / "tests" / "tools" / name, tmp_path / "tests" / "tools")
     (tmp_path / "backend.py").write_text(BACKEND, encoding="utf-8")
     (tmp_path / "pyproject.toml").write_text(
         '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n'
