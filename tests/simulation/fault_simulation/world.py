@@ -283,7 +283,8 @@ class World:
         """Kill a process as ``kill -9`` does: its network and files end first, and no code of it runs any more."""
         self.trace.add(f"{process.name} is killed")
         self._end(process)
-        self.network.at(again_s, self.start, process.role)
+        if not process.replaced:  # else the start in its place is on its way
+            self.network.at(again_s, self.start, process.role)
 
     def _end(self, process: VirtualProcess) -> None:
         process.dead, process.ended_s = True, now_s()
