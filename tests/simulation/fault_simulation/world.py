@@ -336,7 +336,8 @@ class World:
         """Kill a process as ``kill -9`` does: its network and files end first, and no code of it runs any more."""
         self.trace.add(f"{process.name} is killed")
         self._end(process)
-        self._start_later(again_s, process.role)
+        if not process.replaced:  # else the start in its place is on its way
+            self._start_later(again_s, process.role)
 
     def _start_later(self, seconds: float, role: str) -> None:
         self._due[role] += 1
