@@ -23,6 +23,8 @@ class Flavour:
         is_mean: the model is the sum of the mean changes of each round.
         may_end_with: words of an error that ends such a run by design.
         replaces: the controller is paused, replaced by a start with a copy of its state, and goes on beside that.
+        world: whose actors run: federated; servers: parameter servers and their workers; elastic: ranks that come
+            and go.
         is_drawn: a seed may have it; else it is run by name only, as it is known not to hold.
     """
 
@@ -38,6 +40,7 @@ class Flavour:
     is_mean: bool = False
     may_end_with: str = ""
     replaces: bool = False
+    world: str = "federated"
     is_drawn: bool = True
 
 
@@ -67,6 +70,10 @@ FLAVOURS: Mapping[str, Flavour] = {
         {"mode": "asynchronous", "asynchronous": {"buffer": 2}}, minimum=(1,), quorum=(1.0,), is_checked=False
     ),
     "replaced": Flavour(replaces=True, is_drawn=False),
+    "servers": Flavour({"mode": "synchronous"}, world="servers", is_fixed=True),
+    "servers_continue": Flavour({"mode": "synchronous", "on_lost_worker": "continue"}, world="servers"),
+    "servers_stale": Flavour({"mode": "asynchronous", "staleness": 2}, world="servers"),
+    "elastic": Flavour(world="elastic", minimum=(1, 2)),
 }
 DRAWN = tuple(name for name, flavour in FLAVOURS.items() if flavour.is_drawn)
 
