@@ -54,6 +54,17 @@ def test_a_planted_fault_is_found_and_its_seed_shows_it_again(name: str) -> None
             "secure",
             "the model is the mean of what was learned",
         ),
+        (
+            "a server begins with a fresh optimizer after a resume",
+            "servers",
+            "the model of a run without faults",
+        ),
+        ("a worker goes on however slow the others are", "servers_stale", "no worker is too far ahead"),
+        (
+            "a generation takes the batches of the last step again",
+            "elastic",
+            "a step is applied by all or by none",
+        ),
     ],
 )
 def test_invariants_that_the_journals_do_not_have_find_planted_faults(name: str, flavour: str, invariant: str) -> None:
