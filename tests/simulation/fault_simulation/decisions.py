@@ -40,6 +40,17 @@ def asking(function: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[A
     return asked
 
 
+def dropping(function: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+    """Return what stands in for the end of a worker at a server, which notes why."""
+
+    async def dropped(server: Any, rank: int, error: Exception) -> Any:
+        process = running()
+        process.world.on_decision(process, "drop", {"worker": rank, "why": type(error).__name__})
+        return await function(server, rank, error)
+
+    return dropped
+
+
 # What the oracles need to know of each
 
 

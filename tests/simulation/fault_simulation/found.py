@@ -37,4 +37,10 @@ FOUND = (
         "gave up waiting, with the same effect, and without a line in any log.",
         23, "s4", _killed("after_commit_before_publish", 2, 0.3),
     ),
+    Found(
+        "A worker on another machine dies before it comes to a meeting, which is at server 0. Server 0 held the others "
+        "until it dropped the dead one. Server 1 took those that were held for silent: at the same moment it dropped "
+        "them, too, and the run ended with errors that name healthy workers.",
+        137, "servers_stale", (Fault(Moment("decision", 1, "worker-2", "start", "after"), "kill", "worker-2", 0.06),),
+    ),
 )  # fmt: skip

@@ -50,6 +50,7 @@ def of_gradbus() -> list[Patch]:
     """Return the names of gradbus that are replaced. Importing this function's modules loads gradbus."""
     from fault_simulation import decisions, drivers, endpoints, processes
     from gradbus.actors.parameter_server.clocks import Clocks
+    from gradbus.actors.parameter_server.server import ParameterServer
     from gradbus.actors.parameter_server.shard import Shard
     from gradbus.actors.parameter_server.state import ServerState
     from gradbus.actors.parameter_server.worker import ParameterServerWorker
@@ -92,6 +93,12 @@ def of_gradbus() -> list[Patch]:
         decision(ServerState, "load", "load", decisions.of_load),
         decision(GenerationAgreement, "_adopt", "generation", decisions.of_generation),
         decision(GenerationAgreement, "next_view", "view", decisions.of_view),
+        Patch(
+            ParameterServer,
+            "_drop",
+            decisions.dropping(ParameterServer._drop),  # noqa: SLF001 - one place for all
+            "the oracles need to know why",
+        ),
         Patch(
             ParameterServerWorker,
             "_ask",

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from fault_simulation.findings import SAME_MODEL
+from fault_simulation.findings import HEALTHY, SAME_MODEL
 from fault_simulation.flavours import FLAVOURS
 from fault_simulation.kernel import VirtualProcess
 from fault_simulation.tasks import STEPS_IN_EPOCH, GradientTask
@@ -89,7 +89,19 @@ class ServersWorld(World):
 
     def compute_cost_s(self, function: Callable[..., Any]) -> float:
         names = [getattr(cell.cell_contents, "__name__", "") for cell in getattr(function, "__closure__", None) or ()]
-        return self.rng.expovariate(1.0) * (self.circumstances.train_s if "_compute_gradients" in names else COMPUTE_S)
+        mean_s = self.circumstances.train_s if "_compute_gradients" in names else COMPUTE_S
+        return min(self.rng.expovariate(1.0) * mean_s, COLLECTIVE_S / 3)  # no worker is too slow
+
+    # What is reported to it
+
+    def on_decision(self, process: VirtualProcess, name: str, facts: dict[str, Any]) -> None:
+        """Take a decision. A worker that takes part as it should is not dropped because it seems to be silent."""
+        super().on_decision(process, name, facts)
+        if name == "drop" and facts["why"] == "CollectiveTimeout":
+            worker = f"worker-{facts['worker']}"
+            own = [fault for fault in self.happened if fault.role in (worker, process.role) or fault.other == worker]
+            if not own and not any(fault.action == "cut" for fault in self.happened):
+                self.finding(HEALTHY, f"{process.name} drops {worker}, to which nothing has happened")
 
     # Who starts them again
 
@@ -118,12 +130,13 @@ class ServersWorld(World):
         is_server = process.role in self.roles[:SERVERS]
         chosen = FLAVOURS[self.flavour].settings
         settings = ParameterServerSettings(servers=SERVERS, cut_bytes=CUT_BYTES, **chosen)
+        every = 2 if chosen["mode"] == "synchronous" else 0  # all meet there, and none is ahead
         config = DataParallelConfig.model_validate(
             {
                 "epochs": -(-self.rounds // STEPS_IN_EPOCH), "max_steps": self.rounds, "eval_every_epochs": 0,
                 "optimizer": {"name": "sgd", "lr": LR, "momentum": MOMENTUM},
-                "checkpoint": {"dir": self.disk.folder_of(process.role), "every_steps": 2, "timeout_s": CHECKPOINT_S,
-                               "keep": 1},
+                "checkpoint": {"dir": self.disk.folder_of(process.role), "every_steps": every, "keep": 1,
+                               "timeout_s": CHECKPOINT_S},
                 "timeouts": {"join_s": JOIN_S, "collective_s": COLLECTIVE_S},
             }
         )  # fmt: skip

@@ -14,7 +14,7 @@ from gradbus.models import NoopTask, TrainResult
 from gradbus.models.noop import VectorModel
 
 PACKETS = 3
-STEPS_IN_EPOCH = 3
+STEPS_IN_EPOCH = 4
 
 
 class ReportingTask(NoopTask):
