@@ -268,6 +268,7 @@ class ParameterServer:
         timeouts, others = self._config.timeouts, self._roles.servers > 1
         held_s = max(timeouts.collective_s, self._config.checkpoint.timeout_s) + HELD_GRACE_S if others else 0.0
         handle = self._network.recv(REQUEST, source=rank, timeout_s=limit_s + held_s, max_bytes=self._max_bytes)
+        timer: asyncio.TimerHandle | None = None
 
         def look() -> None:
             nonlocal timer, is_silent
@@ -279,15 +280,16 @@ class ParameterServer:
             else:
                 timer = loop.call_later(left_s, look)
 
-        timer = loop.call_later(limit_s, look)
         try:
+            timer = loop.call_later(limit_s, look)
             return await handle
         except asyncio.CancelledError:
             if is_silent:
                 raise CollectiveTimeout(REQUEST, (rank,), limit_s) from None
             raise
         finally:
-            timer.cancel()
+            if timer is not None:
+                timer.cancel()
 
     async def _end_telling(self) -> None:
         """Give workers that were dropped a moment more to come and learn it."""

@@ -48,9 +48,10 @@ def push(server: str, worker: int, clock: int, *apply: int, count: int = 2) -> E
     return server, "push", {"worker": worker, "clock": clock, "apply": apply, "count": count}
 
 
-def save(server: str, step: int, updates: int, weights: torch.Tensor | None = None) -> Entry:
+def save(server: str, step: int, updates: int, weights: torch.Tensor | None = None) -> list[Entry]:
     held = torch.zeros(DIM) if weights is None else weights
-    return server, "save", {"step": step, "updates": updates, "pieces": [(0, DIM)], "weights": [held]}
+    facts = {"step": step, "updates": updates, "pieces": [(0, DIM)], "weights": [held]}
+    return [(server, "saving", facts), (server, "save", {"step": step})]
 
 
 def begin(server: str, step: int) -> Entry:
@@ -60,7 +61,7 @@ def begin(server: str, step: int) -> Entry:
 def first_step(server: str) -> list[Entry]:
     """A step of two workers, and its version with the right weights."""
     weights = -LR * (batch_of(DIM, 0, 0, 0) + batch_of(DIM, 1, 0, 0)) / 2
-    return [begin(server, 0), push(server, 0, 0), push(server, 1, 0, 0, 1), save(server, 1, 1, weights)]
+    return [begin(server, 0), push(server, 0, 0), push(server, 1, 0, 0, 1), *save(server, 1, 1, weights)]
 
 
 def judged(journal: list[Entry], **more: Any) -> list[str]:
@@ -74,19 +75,24 @@ def test_a_run_of_servers_in_order_has_no_findings() -> None:
 
 
 def test_weights_that_the_gradients_do_not_make_are_found() -> None:
-    assert judged([*first_step("server-0.1")[:-1], save("server-0.1", 1, 1)]) == [SAME_MODEL]
+    assert judged([*first_step("server-0.1")[:-2], *save("server-0.1", 1, 1)]) == [SAME_MODEL]
 
 
 def test_a_gradient_that_counts_again_after_a_resume_is_found() -> None:
     again: list[Entry] = [
         ("server-0.2", "load", {"step": 1, "updates": 1}), push("server-0.2", 0, 0), push("server-0.2", 1, 0, 0, 1),
-        save("server-0.2", 2, 2),
+        *save("server-0.2", 2, 2),
     ]  # fmt: skip
     assert COUNTED_ONCE in judged(first_step("server-0.1") + again)
 
 
 def test_a_version_that_goes_on_with_another_number_is_found() -> None:
-    assert judged([*first_step("server-0.1")[:-1], save("server-0.1", 1, 5)], pulls=True) == [VERSIONS]
+    assert judged([*first_step("server-0.1")[:-2], *save("server-0.1", 1, 5)], pulls=True) == [VERSIONS]
+
+
+def test_a_version_that_was_on_the_disk_when_its_server_died_may_be_loaded() -> None:
+    loaded: Entry = ("server-0.2", "load", {"step": 1, "updates": 1})
+    assert judged([*first_step("server-0.1")[:-1], loaded, begin("server-0.2", 1)]) == []
 
 
 def test_a_run_that_begins_before_what_all_servers_have_saved_is_found() -> None:
@@ -100,13 +106,13 @@ def test_a_step_that_was_loaded_and_never_saved_is_found() -> None:
 
 
 def test_servers_that_save_different_gradients_as_one_step_are_found() -> None:
-    other = [push("server-1.1", 0, 0), push("server-1.1", 1, 1, 0, 1), save("server-1.1", 1, 1)]
+    other = [push("server-1.1", 0, 0), push("server-1.1", 1, 1, 0, 1), *save("server-1.1", 1, 1)]
     assert judged(first_step("server-0.1") + other, pulls=True) == [COUNTED_ONCE]
 
 
 def test_the_last_gradient_of_a_worker_that_was_lost_may_count_at_one_server_only() -> None:
     lost: Entry = ("server-1.1", "lose", {"worker": 1, "apply": (0,), "count": 1})
-    other = [push("server-1.1", 0, 0), lost, save("server-1.1", 1, 1)]
+    other = [push("server-1.1", 0, 0), lost, *save("server-1.1", 1, 1)]
     assert judged(first_step("server-0.1") + other, pulls=True) == []
 
 

@@ -27,6 +27,21 @@ def deciding(name: str, function: Callable[..., Any], facts: Facts) -> Callable[
     return decided
 
 
+def saving(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what stands in for the writing of a version, and notes before what is in it: it may be on the disk though
+    the process has died just then."""
+
+    def saved(state: Any, step: int, shard: Any, *args: Any, **counts: Any) -> Any:
+        process = running()
+        pieces = [(piece.start, piece.stop) for piece in shard.pieces]
+        weights = [tensor.reshape(-1).clone() for tensor in shard.weights()]
+        facts = {"step": step, "updates": counts["updates"], "pieces": pieces, "weights": weights}
+        process.world.on_decision(process, "saving", facts)
+        return function(state, step, shard, *args, **counts)
+
+    return saved
+
+
 def asking(function: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
     """Return what stands in for a request of a worker: a decision by its kind, over when all servers have answered."""
 
@@ -74,10 +89,9 @@ def of_apply(_: None, shard: Any, gradients: Any, count: int, *, step: int, epoc
     return {"gradients": len(gradients), "count": count, "step": step}
 
 
-def of_save(size: int, state: Any, step: int, shard: Any, own: Any, frozen: Any, **counts: Any) -> dict[str, Any]:
+def of_saved(size: int, state: Any, step: int, *_: Any, **__: Any) -> dict[str, Any]:
     """A version was saved."""
-    pieces = [(piece.start, piece.stop) for piece in shard.pieces]
-    return {"step": step, "updates": counts["updates"], "pieces": pieces, "weights": _copies(shard)}
+    return {"step": step}
 
 
 def of_load(found: Any, state: Any, step: int) -> dict[str, Any]:
@@ -93,10 +107,6 @@ def of_generation(_: None, agreement: Any, generation: int, members: Any) -> dic
 def of_view(view: Any, agreement: Any) -> dict[str, Any]:
     """A process tells the others what it has promised and accepted."""
     return {"generation": view.generation, "promised": view.promised, "accepted": view.accepted}
-
-
-def _copies(shard: Any) -> list[Any]:
-    return [tensor.reshape(-1).clone() for tensor in shard.weights()]
 
 
 def polls_never(history: Any) -> bool:

@@ -97,10 +97,10 @@ def _steps_make_the_model(world: ElasticWorld) -> None:
     weights, velocity, expected = torch.zeros(DIM), torch.zeros(DIM), (0, 0)
     last = world.finished[-1].result.steps
     for step in range(1, last + 1):
-        one = counts.get(step)
-        if one is None:
+        if step not in counts:
             world.finding(STEPS, f"no process has noted step {step} of {last}")
             return
+        one = counts[step]
         epoch, first = expected
         if (one.epoch, one.first) != expected:
             world.finding(STEPS, f"step {step} begins with batch {one.first} of epoch {one.epoch}, expected {expected}")

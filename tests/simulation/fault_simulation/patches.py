@@ -89,7 +89,12 @@ def of_gradbus() -> list[Patch]:
         decision(Clocks, "ask", "ask", decisions.of_ask),
         decision(Clocks, "lose", "lose", decisions.of_lose),
         decision(Shard, "apply", "apply", decisions.of_apply),
-        decision(ServerState, "save", "save", decisions.of_save),
+        Patch(
+            ServerState,
+            "save",
+            decisions.deciding("save", decisions.saving(ServerState.save), decisions.of_saved),
+            "a decision without a journal, of which the oracles need to know what is saved",
+        ),
         decision(ServerState, "load", "load", decisions.of_load),
         decision(GenerationAgreement, "_adopt", "generation", decisions.of_generation),
         decision(GenerationAgreement, "next_view", "view", decisions.of_view),

@@ -34,6 +34,7 @@ from fault_simulation.tasks import STEPS_IN_EPOCH, batch_of
 from fault_simulation.world import DIM, ROUND_LIMIT_S
 
 if TYPE_CHECKING:
+    from fault_simulation.kernel import VirtualProcess
     from fault_simulation.servers_world import ServersWorld
 
 TOLERANCE = 1e-4  # weights are of some units
@@ -80,6 +81,7 @@ class _Server:
 def judge(world: ServersWorld) -> None:
     """Add to the findings of a world what does not hold."""
     saved: dict[tuple[str, int], _Version] = {}
+    done: set[tuple[str, int]] = set()  # of these, what is on the disk as far as a server knows
     servers: dict[str, _Server] = {}  # by start of one
     complete = 0  # the newest step that all servers have saved
     for process, name, facts in world.journal:
@@ -88,17 +90,15 @@ def judge(world: ServersWorld) -> None:
         server = servers.setdefault(process.name, _Server())
         match name:
             case "load":
-                for later in [key for key in saved if key[0] == process.role and key[1] > facts["step"]]:
-                    del saved[later]
-                known = saved.get((process.role, facts["step"]))
-                if known is None:
-                    world.finding(VERSIONS, f"{process.name} has loaded step {facts['step']}, which was never saved")
-                else:
-                    server.version = known.copy()
-            case "ask" if facts["kind"] == "start" and facts["clock"] < complete:
-                world.finding(
-                    VERSIONS, f"{process.name} begins with step {facts['clock']}, all servers had saved step {complete}"
-                )
+                server.version = _loaded(world, process, facts["step"], saved)
+                done &= saved.keys()
+            case "ask" if facts["kind"] == "start":
+                if facts["clock"] < complete:
+                    text = f"begins with step {facts['clock']}, all servers had saved step {complete}"
+                    world.finding(VERSIONS, f"{process.name} {text}")
+                if not facts["clock"]:  # a server removes what not all servers have
+                    _remove_later(saved, process.role, 0)
+                    done &= saved.keys()
             case "push":
                 _check_pace(world, process.name, server, facts)
                 server.pushed[facts["worker"]] = server.pending[facts["worker"]] = facts["clock"]
@@ -107,14 +107,34 @@ def judge(world: ServersWorld) -> None:
                 server.lost.add(facts["worker"])
                 server.version.lost.add(facts["worker"])
                 server.apply(facts)
-            case "save":
+            case "saving":
                 _check_saved(world, process.name, server.version, facts)
                 saved[process.role, facts["step"]] = server.version.copy()
-                if all((role, facts["step"]) in saved for role in world.roles[:SERVERS]):
+                done.discard((process.role, facts["step"]))
+            case "save":
+                done.add((process.role, facts["step"]))
+                if all((role, facts["step"]) in done for role in world.roles[:SERVERS]):
                     complete = max(complete, facts["step"])
     _servers_agree(world, saved)
     _each_has_ended_well(world)
     _nothing_has_waited(world)
+
+
+def _loaded(
+    world: ServersWorld, process: VirtualProcess, step: int, saved: dict[tuple[str, int], _Version]
+) -> _Version:  # fmt: skip
+    """Return the version with which a server goes on; those of later steps are removed."""
+    _remove_later(saved, process.role, step)
+    known = saved.get((process.role, step))
+    if known is None:
+        world.finding(VERSIONS, f"{process.name} has loaded step {step}, which was never saved")
+        return _Version()
+    return known.copy()
+
+
+def _remove_later(saved: dict[tuple[str, int], _Version], role: str, step: int) -> None:
+    for later in [key for key in saved if key[0] == role and key[1] > step]:
+        del saved[later]
 
 
 def _check_pace(world: ServersWorld, name: str, server: _Server, facts: dict[str, Any]) -> None:

@@ -141,8 +141,12 @@ class ServersWorld(World):
             }
         )  # fmt: skip
         task = GradientTask(DIM, pulls=self.pulls)
-        limits = {"timeout_s": JOIN_S, "collective_timeout_s": COLLECTIVE_S}
-        place = {"rank": workers + rank if is_server else rank, "world": workers + SERVERS, "name": NETWORK}
+        limits: dict[str, Any] = {"timeout_s": JOIN_S, "collective_timeout_s": COLLECTIVE_S}
+        place: dict[str, Any] = {
+            "rank": workers + rank if is_server else rank,
+            "world": workers + SERVERS,
+            "name": NETWORK,
+        }
         async with connect("simulation", network="loopback", security="none", shared_memory=False) as bus:
             if is_server:
                 async with join_group(bus, **place, **limits) as network:
