@@ -43,4 +43,14 @@ FOUND = (
         "them, too, and the run ended with errors that name healthy workers.",
         137, "servers_stale", (Fault(Moment("decision", 1, "worker-2", "start", "after"), "kill", "worker-2", 0.06),),
     ),
+    Found(
+        "A server removes a version that not all servers have, and saves another one with that number later. Its power "
+        "fails before that: the removed version was back, as the removal was not synced. The servers had versions of "
+        "two runs, and each start ended with a ConfigError; of one run, they would have gone on from different ones.",
+        300, "servers_stale",
+        (
+            Fault(Moment("decision", 1, "server-1", "save", "before"), "kill", "server-1", 0.5),
+            Fault(Moment("decision", 2, "server-0", "save", "before"), "power", "server-0", 0.5),
+        ),
+    ),
 )  # fmt: skip
