@@ -80,6 +80,14 @@ def test_a_controller_that_was_replaced_goes_on_beside_the_one_in_its_place() ->
     assert done.stdout.index("controller.2 journals commanded") < done.stdout.index("controller.1 goes on")
 
 
+def test_an_elastic_rank_that_was_killed_joins_again_and_gets_the_state_from_another_one() -> None:
+    done = simulate("--seed", "2", "--flavour", "elastic")
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr
+    begun = {int(number) for number in re.findall(r"logs info: generation begins generation=(\d+)", done.stdout)}
+    assert begun >= {1, 2, 3}
+    assert "logs info: state is there" in done.stdout
+
+
 def test_a_planted_fault_that_no_seed_finds_is_named() -> None:
     done = simulate("--plant", "the file of a checkpoint is not synced", "--first", "0", "--seeds", "1")
     assert done.returncode == 1
