@@ -68,6 +68,7 @@ class ElasticWorld(World):
         self.applied: list[AppliedStep] = []
         self.finished: list[VirtualProcess] = []
         self._workers: dict[str, ElasticWorker] = {}
+        self._generation = 0  # the newest one of this job
         self._has_begun = False  # this job has had a generation
         self._progress_s = 0.0
         super().__init__(*args, **given)
@@ -99,8 +100,8 @@ class ElasticWorld(World):
     def on_decision(self, process: VirtualProcess, name: str, facts: dict[str, Any]) -> None:
         """Take a decision: a generation that a process knows now, or what it tells the others."""
         super().on_decision(process, name, facts)
-        if name == "generation" and not process.dead:
-            self._has_begun, self._progress_s = True, now_s()
+        if name == "generation" and not process.dead and facts["generation"] > self._generation:
+            self._has_begun, self._progress_s, self._generation = True, now_s(), facts["generation"]
 
     def at_decision(self, process: VirtualProcess, kind: str, name: str, when: str, number: int = 0) -> None:
         """Note a step that was applied, and inject the faults of this decision."""
@@ -146,7 +147,7 @@ class ElasticWorld(World):
     def _begin_anew(self, failed: VirtualProcess) -> None:
         """End all, and start all again from the checkpoint."""
         self.job += 1
-        self._has_begun, self._progress_s = False, now_s()
+        self._has_begun, self._progress_s, self._generation = False, now_s(), 0
         self.trace.add("all processes are ended, and the run is started again")
         for process in self._now.values():
             if process is not failed and not process.dead:
