@@ -374,19 +374,14 @@ MUTATIONS = (
         flavour="servers",
     ),
     Mutation(
-        "a server keeps versions that not all servers have", "servers", f"{SERVER}._open",
-        "await self._compute.run(self._state.delete_later, -1 if step is None else step)",
-        "pass", "all servers go on from one version", flavour="servers_stale",
+        "a server goes on with new weights after a resume", "servers", f"{SERVER}._restore",
+        "self._shard.restore(checkpoint)",
+        "pass", "a resumed run continues bit-equal", flavour="servers",
     ),
     Mutation(
         "a worker goes on however slow the others are", "servers", "actors.parameter_server.clocks:Clocks._decide",
         "if not request.meets and self._live[rank].clock - slowest <= (self.staleness or 0)",
         "if not request.meets", "no worker is further ahead than the staleness allows", flavour="servers_stale",
-    ),
-    Mutation(
-        "a generation begins with the state of its first rank", "agreement", f"{ELASTIC}._begin",
-        "source = places.index(newest)",
-        "source = 0", "a step that one rank has applied is applied by all", flavour="elastic",
     ),
     Mutation(
         "a generation takes the batches of the last step again", "agreement", f"{ELASTIC}._note_place",
