@@ -14,7 +14,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
@@ -386,6 +386,25 @@ class CheckpointStore:
         """Delete the checkpoint of this round, the commit first: never a JSON without its tensors."""
         self._path(round_id, "json").unlink(missing_ok=True)
         self._path(round_id, "safetensors").unlink(missing_ok=True)
+
+    def remove_durably(self, round_ids: Iterable[int]) -> None:
+        """Delete the checkpoints of these rounds, so that they are gone after a power failure, too: another process may
+        be about to make others with the same numbers, which do not go with these.
+
+        Raises:
+            CheckpointError: that cannot be made durable.
+        """
+        removed = False
+        for round_id in round_ids:
+            self.remove(round_id)
+            removed = True
+        if removed:
+            try:
+                _sync(self.directory)
+            except OSError as error:
+                raise CheckpointError(
+                    f"{self.directory} cannot be written: {error}. Make room and start again"
+                ) from None
 
     def _load(self, round_id: int) -> Checkpoint:
         name, data_name = (f"round-{round_id:06d}.{suffix}" for suffix in ("json", "safetensors"))

@@ -63,10 +63,9 @@ class JointCheckpoints:
             self._store.remove(step)
 
     def delete_later(self, step: int) -> None:
-        """Remove what not all have: the run goes on from ``step`` and saves those anew."""
-        for later in self.steps():
-            if later > step:
-                self._store.remove(later)
+        """Remove what not all have: the run goes on from ``step`` and saves those anew. Raises CheckpointError: that
+        cannot be made durable."""
+        self._store.remove_durably(later for later in self.steps() if later > step)
 
     def close(self) -> None:
         """Let another process use the directory."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -43,6 +44,7 @@ from gradbus.runtime.tasks import TaskGroup
 REQUEST, REPLY = "parameter_server/request", "parameter_server/reply"
 MAX_NAME_CHARS = 64  # of a meeting
 _WHOLE_RUN_S = 1e9  # a deadline that never comes: the group tells of a worker that dies
+HELD_GRACE_S = 5.0  # for another server to drop a worker, and for those that it held to make their next request
 _LAST_WORD_S = 5.0  # at the end of the run, for workers that were dropped and are alive
 
 log = get_logger("parameter-server")
@@ -108,6 +110,7 @@ class ParameterServer:
         self._run_id = 0
         self._has_saved = False
         self._answers: dict[int, asyncio.Future[Tensor | Message]] = {}
+        self._asked_s: dict[int, float] = {}  # by worker, since when it waits for an answer, by the clock of the loop
         self._pushed: dict[int, Tensor] = {}  # by worker, what is not applied yet
         self._asked: dict[int, Message] = {}  # by worker, what it has sent to the meeting
         self._own: dict[int, tuple[Mapping[str, Any], Mapping[str, Tensor]]] = {}  # what workers keep, of a resume
@@ -245,8 +248,8 @@ class ParameterServer:
         try:
             while kind != "end":
                 # Between two epochs a worker evaluates, and waits for others that do; at the start it loads its data.
-                timeout_s = max(timeouts.collective_s, checkpoint.timeout_s) if meets else timeouts.collective_s
-                data = await self._network.recv(REQUEST, source=rank, timeout_s=timeout_s, max_bytes=self._max_bytes)
+                limit_s = max(timeouts.collective_s, checkpoint.timeout_s) if meets else timeouts.collective_s
+                data = await self._next_request(rank, limit_s)
                 request = await self._compute.run(decode, data)
                 kind, meets = request.kind, request.kind != "push" or Flag.MEETS in request.flags
                 reply = await self._answer(rank, request)
@@ -258,6 +261,44 @@ class ParameterServer:
             if isinstance(error, CollectiveTimeout):  # it may be alive, and come later with what nobody waits for then
                 reply = encode(Message("push", self._clocks.slowest, Flag.DROPPED, meta={"why": str(error)[:400]}))
                 self._told[rank] = self._network.send(REPLY, reply, to=rank, timeout_s=_WHOLE_RUN_S)
+
+    async def _next_request(self, rank: int, limit_s: float) -> Any:
+        """Return the next request of a worker as it came.
+
+        A worker is silent for too long when others have waited for it here for ``limit_s``. While no worker waits here,
+        another server may hold this one until it drops a third: so this server waits for longer, where there are
+        others.
+
+        Raises:
+            CollectiveTimeout: it is silent for too long.
+        """
+        loop, is_silent = asyncio.get_running_loop(), False
+        began_s = loop.time()
+        timeouts, others = self._config.timeouts, self._roles.servers > 1
+        held_s = max(timeouts.collective_s, self._config.checkpoint.timeout_s) + HELD_GRACE_S if others else 0.0
+        handle = self._network.recv(REQUEST, source=rank, timeout_s=limit_s + held_s, max_bytes=self._max_bytes)
+        timer: asyncio.TimerHandle | None = None
+
+        def look() -> None:
+            nonlocal timer, is_silent
+            since_s = min(self._asked_s.values(), default=math.inf)
+            left_s = min(max(began_s, since_s) + limit_s - loop.time(), limit_s)
+            is_silent = left_s <= 0.0
+            if is_silent:
+                handle.cancel()
+            else:
+                timer = loop.call_later(left_s, look)
+
+        try:
+            timer = loop.call_later(limit_s, look)
+            return await handle
+        except asyncio.CancelledError:
+            if is_silent:
+                raise CollectiveTimeout(REQUEST, (rank,), limit_s) from None
+            raise
+        finally:
+            if timer is not None:
+                timer.cancel()
 
     async def _end_telling(self) -> None:
         """Give workers that were dropped a moment more to come and learn it."""
@@ -283,7 +324,9 @@ class ParameterServer:
 
     async def _answer(self, rank: int, request: Message) -> Tensor:
         """The reply, when there is one. Raises CollectiveError: nobody may ask for that now."""
-        self._answers[rank] = answer = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        self._answers[rank] = answer = loop.create_future()
+        self._asked_s[rank] = loop.time()
         if self._has_saved and self._state is not None:  # every server has answered this worker's last request, a save
             self._has_saved = False
             await self._compute.run(self._state.prune)
@@ -340,6 +383,7 @@ class ParameterServer:
 
     def _resolve(self, rank: int, reply: Tensor | Message) -> None:
         answer = self._answers.pop(rank, None)
+        self._asked_s.pop(rank, None)
         if answer is not None and not answer.done():
             answer.set_result(reply)
 

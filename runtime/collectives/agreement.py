@@ -234,6 +234,12 @@ class GenerationAgreement:
         return tuple(rank for rank, member in enumerate(self.members) if member in self._gone)
 
     @property
+    def hears_members(self) -> bool:
+        """Return whether some other member of this generation has told its view, and is not lost. What other processes
+        that wait tell of a generation does not show that any of its members lives."""
+        return any(member in self._views and member not in self._gone for member in self.members)
+
+    @property
     def founder_has_died(self) -> bool:
         """Whether the process that makes the first generation has certainly ended, before this one knew of any, and no
         other has come that can make it."""

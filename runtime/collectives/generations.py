@@ -197,7 +197,7 @@ class Generations:
                 since_s, patience_s = now_s, min(limits.collective_s, limits.wait_s - (now_s - since_s))
             elif not agreement.founder_has_died and patience_s != limits.wait_s:  # it has been started again
                 since_s, patience_s = now_s, limits.wait_s
-            if agreement.generation and not agreement.is_member and not agreement.leaving and self._hears_members:
+            if agreement.generation and not agreement.is_member and not agreement.leaving and agreement.hears_members:
                 since_s = now_s  # a spare: there is nothing wrong
             if now_s >= since_s + patience_s:
                 raise WaitedInVain(
@@ -211,10 +211,6 @@ class Generations:
                 async with asyncio.timeout(REPEAT_S):
                     await self._moved.wait()
         self._check()
-
-    @property
-    def _hears_members(self) -> bool:
-        return len(self._agreement.unreached) < len(self._agreement.members)
 
     def _check(self) -> None:
         agreement = self._agreement

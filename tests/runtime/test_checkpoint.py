@@ -350,6 +350,37 @@ def test_old_checkpoints_that_cannot_be_removed_do_not_make_the_new_one_fail(
     assert store.rounds() == [3, 4, 5]
 
 
+def test_checkpoints_that_are_removed_durably_are_gone_before_their_folder_is_synced(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in (3, 4, 5):
+        store.save(example(number))
+    seen: list[list[int]] = []
+
+    def synced(path: Path) -> None:
+        assert path == store.directory
+        seen.append(store.rounds())
+
+    monkeypatch.setattr(module, "_sync", synced)
+    store.remove_durably([4, 5])
+    assert seen == [[3]]
+    store.remove_durably([])
+    assert seen == [[3]], "nothing was removed"
+
+
+def test_a_removal_that_cannot_be_made_durable_is_an_error(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.save(example(3))
+
+    def full(path: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(module, "_sync", full)
+    with pytest.raises(CheckpointError, match="Make room and start again"):
+        store.remove_durably([3])
+
+
 LIMITED = """
 import resource, signal, sys
 from pathlib import Path

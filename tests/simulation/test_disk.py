@@ -78,6 +78,41 @@ def test_a_file_that_was_renamed_and_removed_without_a_sync_of_the_folder_may_be
         assert not (folder / "model").exists()
 
 
+def test_a_removal_without_a_sync_of_the_folder_may_not_have_happened(tmp_path: Path, process: VirtualProcess) -> None:
+    found = []
+    for seed in range(20):
+        folder = tmp_path / str(seed) / "state"
+        folder.mkdir(parents=True)
+        disk = Disk(folder.parent, random.Random(seed), lambda process, when: None)
+        write(folder, disk, process, "the first", syncs_file=True, syncs_folder=True)
+        disk.remove(process, folder / "model")
+        assert not (folder / "model").exists()
+        lost = disk.lose_power("controller")
+        found.append((folder / "model").exists())
+        assert lost == (["the removal of model"] if found[-1] else [])
+    assert set(found) == {True, False}
+
+
+def test_a_removal_is_kept_once_the_folder_is_synced_or_the_file_made_anew(
+    tmp_path: Path, process: VirtualProcess
+) -> None:
+    folder = tmp_path / "state"
+    folder.mkdir()
+    for seed in range(10):
+        disk = Disk(tmp_path, random.Random(seed), lambda process, when: None)
+        write(folder, disk, process, "the first", syncs_file=True, syncs_folder=True)
+        disk.remove(process, folder / "model")
+        write(folder, disk, process, "the second one", syncs_file=True, syncs_folder=True)
+        assert disk.lose_power("controller") == []
+        assert (folder / "model").read_text() == "the second one"
+        disk.remove(process, folder / "model")
+        file = os.open(folder, os.O_RDONLY)
+        disk.sync(process, file)
+        os.close(file)
+        assert disk.lose_power("controller") == []
+        assert not (folder / "model").exists()
+
+
 def test_a_copy_of_the_state_is_on_the_disk_and_apart_from_what_it_was_copied_from(
     tmp_path: Path, process: VirtualProcess
 ) -> None:

@@ -90,6 +90,8 @@ def test_lines_that_are_not_there_are_named() -> None:
 
 def test_there_are_mutations_of_each_subject() -> None:
     subjects = Counter(mutation.subject for mutation in MUTATIONS)
-    assert subjects.keys() == {"admission", "commit", "resume", "receipts", "commands", "trees", "masks", "agreement"}
+    assert subjects.keys() == {
+        "admission", "commit", "resume", "receipts", "commands", "trees", "masks", "servers", "agreement",
+    }  # fmt: skip
     assert min(subjects.values()) >= 4
     assert len({mutation.name for mutation in MUTATIONS}) == len(MUTATIONS) >= 20

@@ -148,3 +148,24 @@ def test_a_dead_process_is_lost_at_once_on_its_machine_and_after_a_lease_elsewhe
     assert scene.reader.sources()
     scene.wait(4.0)
     assert not scene.reader.sources()
+
+
+def test_a_writer_knows_that_all_is_taken_over_when_its_last_sample_has_arrived() -> None:
+    scene = Scene(0, ClientUpdate, base_s=0.5, jitter_s=0.0)
+    scene.wait(1.0)
+    assert scene.writer.is_taken_over
+    scene.write(1)
+    assert scene.writer.is_acknowledged
+    assert not scene.writer.is_taken_over
+    scene.wait(1.0)
+    assert scene.writer.is_taken_over
+
+
+def test_a_writer_waits_for_a_reader_of_a_dead_process_until_it_has_lost_it() -> None:
+    scene = Scene(0, ClientUpdate)
+    scene.wait(1.0)
+    scene.target.dead = True
+    scene.network.ended(scene.target)
+    assert not scene.writer.is_taken_over
+    scene.wait(scene.network.lease_s + 1.0)
+    assert scene.writer.is_taken_over

@@ -54,6 +54,17 @@ def test_a_planted_fault_is_found_and_its_seed_shows_it_again(name: str) -> None
             "secure",
             "the model is the mean of what was learned",
         ),
+        (
+            "a server begins with a fresh optimizer after a resume",
+            "servers",
+            "the model of a run without faults",
+        ),
+        ("a worker goes on however slow the others are", "servers_stale", "no worker is too far ahead"),
+        (
+            "a generation takes the batches of the last step again",
+            "elastic",
+            "a step is applied by all or by none",
+        ),
     ],
 )
 def test_invariants_that_the_journals_do_not_have_find_planted_faults(name: str, flavour: str, invariant: str) -> None:
@@ -67,6 +78,14 @@ def test_a_controller_that_was_replaced_goes_on_beside_the_one_in_its_place() ->
     starts = re.findall(r"(controller\.\d+) starts", done.stdout)
     assert starts[:2] == ["controller.1", "controller.2"], done.stdout[-4000:] + done.stderr
     assert done.stdout.index("controller.2 journals commanded") < done.stdout.index("controller.1 goes on")
+
+
+def test_an_elastic_rank_that_was_killed_joins_again_and_gets_the_state_from_another_one() -> None:
+    done = simulate("--seed", "2", "--flavour", "elastic")
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr
+    begun = {int(number) for number in re.findall(r"logs info: generation begins generation=(\d+)", done.stdout)}
+    assert begun >= {1, 2, 3}
+    assert "logs info: state is there" in done.stdout
 
 
 def test_a_planted_fault_that_no_seed_finds_is_named() -> None:

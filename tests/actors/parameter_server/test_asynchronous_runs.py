@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Iterator
@@ -105,6 +106,35 @@ def test_a_worker_that_was_silent_and_is_alive_is_told_that_it_is_dropped() -> N
     assert ends.workers[0].error is None
     assert type(ends.workers[1].error) is CollectiveError
     assert "server 0 has dropped this worker: " in str(ends.workers[1].error)
+
+
+class SilentAtMeeting(ClassificationTask):
+    """Worker 1 comes to the meeting at the start of the first epoch when worker 0 has made a step."""
+
+    def __init__(self) -> None:
+        super().__init__(small_mlp, make_task().data, batch_size=16)
+        self._asked = itertools.count()
+        self._has_stepped = threading.Event()
+
+    def num_batches(self, *, rank: int, **where: Any) -> int:
+        if rank == 1 and next(self._asked) == 1:  # the first time is before all have found each other
+            assert self._has_stepped.wait(30)
+        return super().num_batches(rank=rank, **where)
+
+    def batches(self, *, rank: int, **where: Any) -> Iterator[Any]:
+        for number, batch in enumerate(super().batches(rank=rank, **where)):
+            if (rank, number) == (0, 1):
+                self._has_stepped.set()
+            yield batch
+
+
+@pytest.mark.parametrize("mode", ["asynchronous", "synchronous"])
+def test_a_server_does_not_drop_workers_that_another_server_holds_until_it_drops_a_silent_one(mode: str) -> None:
+    limits = {"timeouts__collective_s": 2.0, "checkpoint__timeout_s": 2.0, "epochs": 1}
+    ends = serve(SilentAtMeeting(), workers=3, servers=2, mode=mode, on_lost_worker="continue", parallel=limits)
+    assert {end.summary.lost for end in ends.servers if end.summary} == {(1,)}
+    assert [end.error for end in (ends.workers[0], ends.workers[2], *ends.servers)] == [None] * 4
+    assert "has dropped this worker: " in str(ends.workers[1].error)
 
 
 class Slow(ClassificationTask):

@@ -512,3 +512,17 @@ def test_the_schedules_find_what_is_wrong_with_an_agreement(kind: type[Generatio
 
     with pytest.raises((AssertionError, TwoMemberships)):
         look()
+
+
+def test_a_spare_hears_members_only_while_one_of_them_tells_its_own_view() -> None:
+    member, spare, other = make(0, founders=1), make(1, 2), make(2, 3)
+    member.tick(0.0)
+    assert member.generation == 1
+    other.receive(member.me, member.next_view())
+    assert other.hears_members
+    spare.receive(other.me, other.next_view())
+    assert (spare.generation, spare.hears_members) == (1, False), "it knows of the members by hearsay"
+    spare.receive(member.me, member.next_view())
+    assert spare.hears_members
+    spare.lost(member.me, certain=False)
+    assert not spare.hears_members

@@ -1,1 +1,1 @@
-"""The shipped controller and clients in one process, in virtual time, with faults that a seed decides."""
+"""The shipped actors in one process, in virtual time, with faults that a seed decides."""

@@ -48,7 +48,7 @@ def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
 
 def _run_one(options: argparse.Namespace) -> int:
     from fault_simulation import sweep
-    from fault_simulation.world import World
+    from fault_simulation.worlds import new_world
 
     flavour = flavour_of(options.seed) if options.flavour == "any" else options.flavour
     keep: list[int] | None = None
@@ -57,7 +57,7 @@ def _run_one(options: argparse.Namespace) -> int:
     if options.shrink:
         world, keep = sweep.shrink(options.seed, flavour, parse_size(options.size))
     else:
-        world = sweep.run(World(options.seed, flavour, size=parse_size(options.size), keep=keep, keep_trace=True))
+        world = sweep.run(new_world(options.seed, flavour, size=parse_size(options.size), keep=keep, keep_trace=True))
     if not options.shrink:
         print(*world.trace.lines, sep="\n")
     print(sweep.story(world, keep, options.plant))
@@ -68,11 +68,11 @@ def _run_one(options: argparse.Namespace) -> int:
 def _run_found() -> int:
     from fault_simulation.found import FOUND
     from fault_simulation.sweep import run, story
-    from fault_simulation.world import World
+    from fault_simulation.worlds import new_world
 
     failed = 0
     for found in FOUND:
-        world = run(World(found.seed, found.flavour, plan=found.plan))
+        world = run(new_world(found.seed, found.flavour, plan=found.plan))
         missed = [fault for fault in found.plan if fault not in world.happened]
         if world.findings or missed:
             failed += 1

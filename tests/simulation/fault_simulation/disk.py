@@ -1,8 +1,8 @@
 """The disks of the machines: what is on them after the power fails, and when they are full.
 
 The files are real ones. A disk keeps what was synced: when the power of a machine fails, an unsynced file may be cut
-short, empty, or whole, and an unsynced rename may not have happened. The journals are left alone: they are the
-notebook of those who check the run.
+short, empty, or whole, and an unsynced rename or removal may not have happened. The journals are left alone: they are
+the notebook of those who check the run.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ class Disk:
         self._at_sync = at_sync
         self._synced: dict[int, tuple[int, int]] = {}  # by inode: size and time of change as they were synced
         self._entries: dict[Path, bytes | None] = {}  # renamed to, folder not synced: what was there; None: nothing
+        self._removed: dict[Path, bytes] = {}  # the same of what was removed
         self._full_until_s: dict[str, float] = {}  # by role
         self._copies: dict[str, Path] = {}  # by role: the copy that it works with
         self.refused_s: dict[str, float] = {}  # by role: when there was no room for a sync last
@@ -74,6 +75,8 @@ class Disk:
         if stat.S_ISDIR(status.st_mode):
             for path in [one for one in self._entries if one.parent.stat().st_ino == status.st_ino]:
                 del self._entries[path]
+            for path in [one for one in self._removed if one.parent.stat().st_ino == status.st_ino]:
+                del self._removed[path]
         else:
             self._synced[status.st_ino] = (status.st_size, status.st_mtime_ns)
         self._at_sync(process, "after")
@@ -82,8 +85,17 @@ class Disk:
         """Rename a file, and remember what was there until the folder is synced."""
         path = Path(target)
         if path.is_relative_to(self.folder_of(process.role)):
-            self._entries.setdefault(path, path.read_bytes() if path.exists() else None)
+            before = path.read_bytes() if path.exists() else self._removed.pop(path, None)
+            self._entries.setdefault(path, before)
         real["replace"](source, target)
+
+    def remove(self, process: VirtualProcess, target: Any) -> None:
+        """Remove a file, and remember what was in it until the folder is synced."""
+        path = Path(target)
+        if path.is_relative_to(self.folder_of(process.role)) and path.is_file():
+            content = path.read_bytes()
+            self._removed[path] = self._entries.pop(path, content) or content
+        real["unlink"](target)
 
     def lose_power(self, role: str) -> list[str]:
         """Lose what the disk need not have kept of an actor's state. Returns what was lost, in words."""
@@ -98,6 +110,12 @@ class Disk:
                 else:
                     path.write_bytes(before)
                     self._keep(path)
+        for path in sorted(one for one in self._removed if one.is_relative_to(folder)):
+            content = self._removed.pop(path)
+            if self._rng.random() < 0.5 and not path.exists():
+                lost.append(f"the removal of {path.name}")
+                path.write_bytes(content)
+                self._keep(path)
         for path in sorted(folder.rglob("*")):
             status = path.lstat()
             is_kept = self._synced.get(status.st_ino) == (status.st_size, status.st_mtime_ns)

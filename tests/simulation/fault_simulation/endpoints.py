@@ -100,6 +100,13 @@ class MemoryWriter(Writer):
         """Return whether nothing waits for a reader."""
         return self.is_acknowledged
 
+    @property
+    def is_taken_over(self) -> bool:
+        """Return whether nothing is on its way to a reader, either, as far as the writer knows its readers."""
+        return not any(
+            pair.writer_knows and (pair.held or pair.target.dead or pair.last_s > now_s()) for pair in self.pairs
+        )
+
     def readers(self, known: Mapping[int, Any]) -> dict[int, Any]:
         """Return nothing: only encrypted participants ask."""
         return {}

@@ -21,6 +21,12 @@ NOTES = {
     "site": ("commanded", "counted", "counted", "committed", "adopted", "decoded", "receipt"),
 }
 _PLACES = {**PLACES, "site": PLACES["controller"] + PLACES["client"]}
+# Decisions of actors without a journal, and how often each is taken in a round.
+DECISIONS = {
+    "server": {"push": 3.0, "ask": 4.0, "apply": 1.0, "lose": 0.34, "save": 0.5, "load": 0.34},
+    "worker": {"start": 0.17, "push": 1.0, "meet": 1.0, "save": 0.5, "end": 0.17},
+    "rank": {"view": 4.0, "generation": 0.34},
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +34,8 @@ class Moment:
     """When something happens.
 
     Attributes:
-        kind: ``step``, the callback ``number``; ``note``, ``place`` or ``sync``, the decision of ``role`` called
-            ``name`` that is its ``number``-th, or for a place that of round ``number``.
+        kind: ``step``, the callback ``number``; ``note``, ``decision``, ``place`` or ``sync``, the decision of ``role``
+            called ``name`` that is its ``number``-th, or for a place that of round ``number``.
         when: ``before`` or ``after`` the decision.
     """
 
@@ -47,6 +53,8 @@ class Moment:
                 return f"when {self.role} is at {self.name} of round {self.number}"
             case "note":
                 return f"just {self.when} {self.role} journals {self.name!r} for the {_ordinal(self.number)} time"
+            case "decision":
+                return f"just {self.when} {self.role} decides {self.name!r} for the {_ordinal(self.number)} time"
             case _:
                 return f"just {self.when} the {_ordinal(self.number)} sync of {self.role}"
 
@@ -99,7 +107,7 @@ def draw_plan(
     twelve. ``replaces``: the controller is replaced while it is paused, and at most two other faults happen, of which
     none cuts machines off: two controllers that do not hear each other, each with clients of its own, are two runs."""
     if replaces:
-        moment = draw_decision(rng, CONTROLLER, rounds)
+        moment = draw_decision(rng, roles[0], rounds)
         others = [_draw_fault(rng, roles, rounds) for _ in range(rng.choice([0, 0, 1, 2]))]
         return _draw_effect(rng, moment, roles, "replace"), *(one for one in others if one.action != "cut")
     number = rng.choice([0, 0, 1, 1, 1, 2, 2, 3, 3, 4, 4, rng.randint(5, 12)])
@@ -107,7 +115,7 @@ def draw_plan(
 
 
 def _draw_fault(rng: random.Random, roles: Sequence[str], rounds: int) -> Fault:
-    role = CONTROLLER if rng.random() < 0.5 else rng.choice(roles[1:])
+    role = roles[0] if rng.random() < 0.5 else rng.choice(roles[1:])
     if rng.random() < 0.6:
         moment = draw_decision(rng, role, rounds)
         return _draw_effect(rng, moment, roles, rng.choice(["kill", "kill", "kill", "kill", "power", "pause", "cut"]))
@@ -119,6 +127,8 @@ def _draw_fault(rng: random.Random, roles: Sequence[str], rounds: int) -> Fault:
 def draw_decision(rng: random.Random, role: str, rounds: int) -> Moment:
     """Return a decision of this role."""
     kind, when = role.partition("-")[0], rng.choice(["before", "after"])
+    if kind in DECISIONS:
+        return _draw_from_table(rng, role, kind, when, rounds)
     match rng.choice(["note", "note", "place", "sync"]):
         case "note":
             name = rng.choice(NOTES[kind])
@@ -128,6 +138,16 @@ def draw_decision(rng: random.Random, role: str, rounds: int) -> Moment:
             return Moment("place", rng.randint(1, rounds), role, rng.choice(_PLACES[kind]))
         case _:
             return Moment("sync", rng.randint(1, 40), role, when=when)
+
+
+def _draw_from_table(rng: random.Random, role: str, kind: str, when: str, rounds: int) -> Moment:
+    """Return a decision of a role that writes no journal."""
+    if kind == "server" and rng.random() < 0.25:
+        return Moment("sync", rng.randint(1, 20), role, when=when)
+    if kind in PLACES and rng.random() < 0.25:
+        return Moment("place", rng.randint(1, rounds), role, rng.choice(PLACES[kind]))
+    name, often = rng.choice(list(DECISIONS[kind].items()))
+    return Moment("decision", rng.randint(1, max(1, round(often * rounds))), role, name, when)
 
 
 def _draw_effect(rng: random.Random, moment: Moment, roles: Sequence[str], action: str) -> Fault:
@@ -144,7 +164,7 @@ def _draw_effect(rng: random.Random, moment: Moment, roles: Sequence[str], actio
         case "disk":
             return Fault(moment, action, role, rng.choice([0.1, 1.0, 5.0]))
         case "lease":
-            other = rng.choice(roles[1:]) if role == CONTROLLER else CONTROLLER
+            other = rng.choice(roles[1:]) if role == roles[0] else roles[0]
             return Fault(moment, action, role, rng.choice([0.0, 0.5, 3.0]), other)
         case _:
             machines = rng.choice([(0, 1), (0, 2), (1, 2)])

@@ -7,6 +7,11 @@ from typing import NamedTuple
 # Kinds beside the invariants I1 to I8 of ``gradbus check``.
 COMMITTED = "a model is committed first"
 COUNTED_ONCE = "an update is in one model"
+VERSIONS = "versions only grow"
+STALENESS = "no worker is too far ahead"
+HEALTHY = "who is there is not dropped"
+MEMBERS = "a generation has one list of members"
+STEPS = "a step is applied by all or by none"
 RECEIPTS = "clients know what counts"
 ROUNDS = "rounds in order"
 ENDS = "actors end well"

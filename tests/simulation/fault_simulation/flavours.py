@@ -29,6 +29,8 @@ class Flavour:
             the model is that of this flavour, to the bit; empty: of this one. may_log: errors that are logged by
             design. least_train_s: trainings are no shorter in the mean, as some circumstances have: rounds alone are
             many.
+        world: whose actors run: federated; servers: parameter servers and their workers; elastic: ranks that come
+            and go.
         is_drawn: a seed may have it; else it is run by name only, as it is known not to hold.
     """
 
@@ -50,6 +52,7 @@ class Flavour:
     same_as: str = ""
     may_log: tuple[str, ...] = ()
     least_train_s: float = 0.0
+    world: str = "federated"
     is_drawn: bool = True
 
 
@@ -93,6 +96,10 @@ FLAVOURS: Mapping[str, Flavour] = {
     ),
     "admission": Flavour(has_identities=True, minimum=(1, 2), is_mean=True, may_log=("join refused",)),
     "replaced": Flavour(replaces=True),
+    "servers": Flavour({"mode": "synchronous"}, world="servers", is_fixed=True),
+    "servers_continue": Flavour({"mode": "synchronous", "on_lost_worker": "continue"}, world="servers"),
+    "servers_stale": Flavour({"mode": "asynchronous", "staleness": 1}, world="servers"),
+    "elastic": Flavour(world="elastic", minimum=(1, 2)),
 }
 DRAWN = tuple(name for name, flavour in FLAVOURS.items() if flavour.is_drawn)
 

@@ -99,4 +99,20 @@ FOUND = (
         "A site that was stopped in the midst of a round left a task behind, of which asyncio warned.",
         73, "tree_alone", (Fault(Moment("step", 1943, "site-1"), "stop", "site-1", 0.04),),
     ),
+    Found(
+        "A worker on another machine dies before it comes to a meeting, which is at server 0. Server 0 held the others "
+        "until it dropped the dead one. Server 1 took those that were held for silent: at the same moment it dropped "
+        "them, too, and the run ended with errors that name healthy workers.",
+        137, "servers_stale", (Fault(Moment("decision", 1, "worker-2", "start", "after"), "kill", "worker-2", 0.06),),
+    ),
+    Found(
+        "A server removes a version that not all servers have, and saves another one with that number later. Its power "
+        "fails before that: the removed version was back, as the removal was not synced. The servers had versions of "
+        "two runs, and each start ended with a ConfigError; of one run, they would have gone on from different ones.",
+        300, "servers_stale",
+        (
+            Fault(Moment("decision", 1, "server-1", "save", "before"), "kill", "server-1", 0.5),
+            Fault(Moment("decision", 2, "server-0", "save", "before"), "power", "server-0", 0.5),
+        ),
+    ),
 )  # fmt: skip

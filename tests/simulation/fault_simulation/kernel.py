@@ -234,7 +234,9 @@ def replace(source: Any, target: Any, **more: Any) -> None:
 
 
 def unlink(path: Any, **more: Any) -> None:
-    """Remove a file; a dead process removes none."""
+    """Remove a file; the disk keeps that once the folder is synced. A dead process removes none."""
     process = _process.get()
-    if process is None or not process.dead:
+    if process is None or more:
         real["unlink"](path, **more)
+    elif not process.dead:
+        process.world.disk.remove(process, path)

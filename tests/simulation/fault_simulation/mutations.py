@@ -1,7 +1,8 @@
 """Faults that are planted in the shipped code, to see what finds them: one line changed in each, at run time.
 
 A net of tests is as fine as the faults that it finds. Each mutation here breaks one promise of admission, commit,
-resume, receipts, trees, masks or agreement, and a seed of the simulation should find it, or the test that it names::
+resume, receipts, trees, masks, servers or agreement, and a seed of the simulation should find it, or the test that it
+names::
 
     with find("an update counts twice").planted():
         ...
@@ -34,7 +35,7 @@ class Mutation:
     """Holds one planted fault.
 
     Attributes:
-        name: of the fault. subject: admission, commit, resume, receipts, commands, trees, masks or
+        name: of the fault. subject: admission, commit, resume, receipts, commands, trees, masks, servers or
             agreement.
         place: of the function, ``module:function`` or ``module:Class.method``, without ``gradbus.``.
         shipped: lines of its source, which are there once. mutant: what stands in their place.
@@ -118,6 +119,8 @@ AGREEMENT = "runtime.collectives.agreement:GenerationAgreement"
 MASKING = "actors.secure_aggregation"
 SITE = "actors.federated.site_controller:SiteController"
 ADMISSION = "runtime.security.identity.admission:Admission"
+SERVER = "actors.parameter_server.server:ParameterServer"
+ELASTIC = "actors.data_parallel.elastic:ElasticWorker"
 
 MUTATIONS = (
     Mutation(
@@ -428,6 +431,34 @@ MUTATIONS = (
         """,
         "", "a promise that was given is not forgotten",
         found_by="tests/runtime/collectives/test_agreement.py::test_an_older_view_that_comes_late_is_not_taken_for_the_newer_one",
+    ),
+    Mutation(
+        "a server begins with a fresh optimizer after a resume", "servers",
+        "actors.parameter_server.shard:Shard.restore",
+        "self.optimizer.load(own)",
+        "pass", "a resumed run continues bit-equal", flavour="servers",
+    ),
+    Mutation(
+        "a version is removed before all servers have the next one", "servers", f"{SERVER}._save",
+        "self._has_saved = True",
+        "await self._compute.run(self._state.prune)", "a version that all servers have saved is never lost",
+        flavour="servers",
+    ),
+    Mutation(
+        "a server goes on with new weights after a resume", "servers", f"{SERVER}._restore",
+        "self._shard.restore(checkpoint)",
+        "pass", "a resumed run continues bit-equal", flavour="servers",
+    ),
+    Mutation(
+        "a worker goes on however slow the others are", "servers", "actors.parameter_server.clocks:Clocks._decide",
+        "if not request.meets and self._live[rank].clock - slowest <= (self.staleness or 0)",
+        "if not request.meets", "no worker is further ahead than the staleness allows", flavour="servers_stale",
+    ),
+    Mutation(
+        "a generation takes the batches of the last step again", "agreement", f"{ELASTIC}._note_place",
+        "position.epoch_batches = plan.batches_done(position.epoch_step)",
+        "position.epoch_batches = plan.batches_done(position.epoch_step - 1)", "no batch is lost or taken twice",
+        flavour="elastic",
     ),
 )  # fmt: skip
 

@@ -48,14 +48,25 @@ def of_python() -> list[Patch]:
 
 def of_gradbus() -> list[Patch]:
     """Return the names of gradbus that are replaced. Importing this function's modules loads gradbus."""
-    from fault_simulation import drivers, encrypted_endpoints, endpoints, processes
+    from fault_simulation import decisions, drivers, encrypted_endpoints, endpoints, processes
+    from gradbus.actors.parameter_server.clocks import Clocks
+    from gradbus.actors.parameter_server.server import ParameterServer
+    from gradbus.actors.parameter_server.shard import Shard
+    from gradbus.actors.parameter_server.state import ServerState
+    from gradbus.actors.parameter_server.worker import ParameterServerWorker
     from gradbus.actors.secure_aggregation import masking_client, masking_server
-    from gradbus.runtime import drive
-    from gradbus.runtime.bus import bus, participant_factory
+    from gradbus.runtime import drive, spinning
+    from gradbus.runtime.bus import bus, participant_factory, raw_endpoints
+    from gradbus.runtime.collectives.agreement import GenerationAgreement
     from gradbus.runtime.dds import peer_processes
     from gradbus.runtime.security import endpoints as security_endpoints
     from gradbus.runtime.security.identity import handshake, join_client, join_transport
     from gradbus.runtime.testing import failpoints, journal
+
+    def decision(owner: Any, name: str, called: str, facts: decisions.Facts) -> Patch:
+        return Patch(
+            owner, name, decisions.deciding(called, getattr(owner, name), facts), "a decision without a journal"
+        )
 
     kernel_reason = "the kernel of each virtual machine reports the ends of its own processes"
     return [
@@ -74,6 +85,8 @@ def of_gradbus() -> list[Patch]:
         ),
         Patch(participant_factory, "other_users", list, "it reads the users of the real machine"),
         Patch(bus, "WaitSet", endpoints.MemoryWaitSet, "it waits for the network in memory"),
+        Patch(bus.Bus, "drain", drivers.drain_topic, "a thread that waits for acknowledgements would stop the time"),
+        Patch(raw_endpoints.RawEndpoints, "drain", drivers.drain_endpoints, "likewise"),
         Patch(peer_processes, "own_claim", processes.own_claim, kernel_reason),
         Patch(peer_processes, "watched", processes.WatchedProcesses(), kernel_reason),
         Patch(peer_processes, "has_ended", processes.has_ended, kernel_reason),
@@ -84,6 +97,32 @@ def of_gradbus() -> list[Patch]:
         Patch(masking_server, "X25519PrivateKey", processes.SeededKeys, "keys come from the seed"),
         Patch(handshake, "X25519PrivateKey", processes.SeededKeys, "keys come from the seed"),
         Patch(join_client, "X25519PrivateKey", processes.SeededKeys, "keys come from the seed"),
+        Patch(spinning.PollHistory, "next_polls", decisions.polls_never, "the virtual time stands still for who polls"),
+        decision(Clocks, "push", "push", decisions.of_push),
+        decision(Clocks, "ask", "ask", decisions.of_ask),
+        decision(Clocks, "lose", "lose", decisions.of_lose),
+        decision(Shard, "apply", "apply", decisions.of_apply),
+        Patch(
+            ServerState,
+            "save",
+            decisions.deciding("save", decisions.saving(ServerState.save), decisions.of_saved),
+            "a decision without a journal, of which the oracles need to know what is saved",
+        ),
+        decision(ServerState, "load", "load", decisions.of_load),
+        decision(GenerationAgreement, "_adopt", "generation", decisions.of_generation),
+        decision(GenerationAgreement, "next_view", "view", decisions.of_view),
+        Patch(
+            ParameterServer,
+            "_drop",
+            decisions.dropping(ParameterServer._drop),  # noqa: SLF001 - one place for all
+            "the oracles need to know why",
+        ),
+        Patch(
+            ParameterServerWorker,
+            "_ask",
+            decisions.asking(ParameterServerWorker._ask),  # noqa: SLF001 - all of its requests
+            "each request of a worker is a moment for faults",
+        ),
     ]
 
 

@@ -11,6 +11,7 @@ from fault_simulation.flavours import FLAVOURS, flavour_of
 from fault_simulation.seeds import Totals, replay_command
 from fault_simulation.session import collect
 from fault_simulation.world import World
+from fault_simulation.worlds import new_world
 
 SHOWN_FINDINGS = 5
 COLLECT_EVERY = 10  # seeds
@@ -20,7 +21,7 @@ COLLECT_EVERY = 10  # seeds
 def undisturbed_crc32(flavour: str, size: tuple[int, int]) -> int:
     """Return the CRC-32 of the last model of a run without faults. Raises RuntimeError: something does not hold in
     it."""
-    world = World(0, flavour, size=size, plan=(), is_calm=True)
+    world = new_world(0, flavour, size=size, plan=(), is_calm=True)
     world.run()
     crc32 = world.fixed_crc32()
     if world.findings or crc32 is None:
@@ -55,7 +56,7 @@ def run_seeds(
     """
     for number, seed in enumerate(seeds, 1):
         began_s = time.process_time()
-        world = run(World(seed, flavour_of(seed) if flavour == "any" else flavour, size=size))
+        world = run(new_world(seed, flavour_of(seed) if flavour == "any" else flavour, size=size))
         failed = [replay_command(seed, world.flavour, size, planted=planted)] if world.findings else []
         yield (
             world,
@@ -91,7 +92,7 @@ def shrink(seed: int, flavour: str, size: tuple[int, int]) -> tuple[World, list[
     Raises:
         ValueError: all holds with all faults.
     """
-    failing = run(World(seed, flavour, size=size))
+    failing = run(new_world(seed, flavour, size=size))
     if not failing.findings:
         raise ValueError(f"seed {seed}, flavour {flavour}: all holds, so there is nothing to shrink")
     keep, smaller = list(range(len(failing.drawn))), True
@@ -99,7 +100,7 @@ def shrink(seed: int, flavour: str, size: tuple[int, int]) -> tuple[World, list[
         smaller = False
         for number in list(keep):
             fewer = [one for one in keep if one != number]
-            world = run(World(seed, flavour, size=size, keep=fewer))
+            world = run(new_world(seed, flavour, size=size, keep=fewer))
             if world.findings:
                 failing, keep, smaller = world, fewer, True
     return failing, keep

@@ -1,4 +1,5 @@
-"""One simulated run: a controller and clients, their machines and network, and the faults that hit them."""
+"""One simulated run: the actors, a controller and clients here, their machines and network, and the faults that hit
+them."""
 
 from __future__ import annotations
 
@@ -60,6 +61,8 @@ class World:
         journal: all decisions, with their process and their facts. calm_s: when the effect of the last fault was over.
     """
 
+    round_limit_s = ROUND_LIMIT_S
+
     def __init__(
         self, seed: int, flavour: str, *, size: tuple[int, int] = SMALL, keep: Collection[int] | None = None,
         plan: Sequence[Fault] | None = None, is_calm: bool = False, keep_trace: bool = False,
@@ -75,7 +78,7 @@ class World:
         clients, rounds = size
         self.seed, self.flavour, self.size, self.rounds = seed, flavour, size, rounds
         self.rules = FLAVOURS[flavour]
-        self.roles = roles_of(clients, self.rules.sites)
+        self.roles = self._draw_roles(clients)
         self.rng = generator(seed, "world")
         self.circumstances = draw_circumstances(generator(seed, "circumstances"), flavour, self.roles, MACHINES)
         if is_calm:
@@ -125,6 +128,10 @@ class World:
         if self.rules.has_identities:
             return draw_admission_plan(rng, self.roles, self.rounds)
         return draw_plan(rng, self.roles, self.rounds, replaces=self.rules.replaces)
+
+    def _draw_roles(self, clients: int) -> list[str]:
+        """Return the roles of the run. Faults hit the first one most."""
+        return roles_of(clients, self.rules.sites)
 
     def _make_network(self, drawn: Circumstances) -> MemoryNetwork:
         network = MemoryNetwork(self.loop, generator(self.seed, "network"), self.trace)
@@ -207,6 +214,12 @@ class World:
                 self.inject(fault)
         if process.dead:
             raise Killed
+
+    def on_decision(self, process: VirtualProcess, name: str, facts: dict[str, Any]) -> None:
+        """Take a decision that is in no journal, with what it was about: see :mod:`.decisions`."""
+        self.journal.append((process, name, facts))
+        shown = " ".join(f"{key}={value}" for key, value in facts.items() if isinstance(value, str | int | tuple))
+        self.trace.add(f"{process.name} decides {name} {shown}")
 
     def _at_sync(self, process: VirtualProcess, when: str) -> None:
         self.at_decision(process, "sync", "", when)
@@ -386,7 +399,7 @@ class World:
     async def _main(self, process: VirtualProcess) -> None:
         again_s: float | None = None
         try:
-            process.result = await self._actor_of(process.role)(process)
+            process.result = await self._act(process)
         except asyncio.CancelledError:
             again_s = self._restart_s.pop(process.name)
         except CheckpointError as error:
@@ -397,7 +410,8 @@ class World:
             else:
                 process.result = error
         except Exception as error:
-            process.result = error
+            again_s = self._again_after_s(process, error)
+            process.result = error if again_s is None else None
         if process.dead:
             raise Killed
         self._check_tasks(process)
@@ -451,6 +465,14 @@ class World:
                 self.retired.add(role)
                 self._restart_s[process.name] = None
                 process.context.run(process.main.cancel)
+
+    async def _act(self, process: VirtualProcess) -> object:
+        """Run the actor of a process to its end, and return its result."""
+        return await self._actor_of(process.role)(process)
+
+    def _again_after_s(self, process: VirtualProcess, error: Exception) -> float | None:
+        """Return after how long an actor is started again that has ended with this error; None: it is not."""
+        return None
 
     async def _controller(self, process: VirtualProcess) -> list[int]:
         drawn, sites = self.circumstances, self.rules.sites
@@ -542,8 +564,6 @@ class World:
 
     def run(self) -> str:
         """Run until all actors have ended. Returns the digest of the trace."""
-        from fault_simulation import oracles  # which reads worlds
-
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir(parents=True)
         if self.identities is not None:
@@ -555,19 +575,24 @@ class World:
             for role in self.roles:
                 self.network.at(self.rng.uniform(0, 1.0), self.start, role)
             try:
-                if not self.loop.run_until(
-                    lambda: len(self.ended) == len(self.roles), START_S + ROUND_LIMIT_S * self.rounds
-                ):
-                    self.finding(ENDS, f"{self._missing()} have not ended after {ROUND_LIMIT_S * self.rounds:g} s")
+                limit_s = self.round_limit_s * self.rounds
+                if not self.loop.run_until(lambda: len(self.ended) == len(self.roles), START_S + limit_s):
+                    self.finding(ENDS, f"{self._missing()} have not ended after {limit_s:g} s")
             except (Deadlock, Livelock) as error:
                 self.finding(ENDS, f"{type(error).__name__}, {error}: {self._missing()} have not ended")
             self.virtual_s = now_s() - START_S
-            oracles.judge(self)
+            self._judge()
             return self.trace.digest
         finally:
             self._tear_down()
             CLOCK.now_s = None
             shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _judge(self) -> None:
+        """Note what does not hold at the end of the run."""
+        from fault_simulation import oracles  # which reads worlds
+
+        oracles.judge(self)
 
     def fixed_crc32(self) -> int | None:
         """Return the CRC-32 of the last model, if all clients counted in all rounds; None: not so, or not known."""
