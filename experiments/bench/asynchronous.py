@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import gradbus
 from gradbus import models
-from gradbus.experiments.bench.federation import Opening, Work, controller_of, run_federation, take_part
+from gradbus.experiments.bench.federation import OpenBus, RoleWork, controller_of, run_federation, take_part
 from gradbus.experiments.bench.processes import DOMAIN, LEASE_S, context
 from gradbus.experiments.bench.results import Measurement, measurement
 
@@ -89,12 +89,12 @@ def time_to_target(settings: Mapping[str, Any], timeout_s: float = 400.0) -> Run
         ProcessFailed: a process failed, or it was not there in time.
     """
     job, ended = f"bench-async-{os.getpid()}-{next(_runs)}", context.Event()
-    clients = {"clients": Work(_clients, (job, ended))}
-    found: Run = run_federation(Work(_controller, (job, settings, ended)), clients, timeout_s)[0]
+    clients = {"clients": RoleWork(_clients, (job, ended))}
+    found: Run = run_federation(RoleWork(_controller, (job, settings, ended)), clients, timeout_s)[0]
     return found
 
 
-def _bus(job: str) -> Opening:
+def _bus(job: str) -> OpenBus:
     return gradbus.connect(job, domain=DOMAIN, lease_s=LEASE_S)
 
 

@@ -15,11 +15,11 @@ from gradbus.experiments.bench.processes import Processes
 
 T = TypeVar("T")
 
-Opening = AbstractAsyncContextManager[gradbus.Bus]
+OpenBus = AbstractAsyncContextManager[gradbus.Bus]
 MODELS, UPDATES = "train/model_blob", "train/client_update"
 
 
-class Work(NamedTuple):
+class RoleWork(NamedTuple):
     """What a process does: a function or coroutine function of a module, and its arguments."""
 
     do: Callable[..., Any]
@@ -33,7 +33,7 @@ class Noted(NamedTuple, Generic[T]):
     updates: int
 
 
-def run_federation(controller: Work, clients: Mapping[str, Work], timeout_s: float) -> tuple[Any, list[Any]]:
+def run_federation(controller: RoleWork, clients: Mapping[str, RoleWork], timeout_s: float) -> tuple[Any, list[Any]]:
     """Start a process for the controller and each of ``clients``, by name. Return what they found, in that order.
 
     Raises:
@@ -49,7 +49,7 @@ def run_federation(controller: Work, clients: Mapping[str, Work], timeout_s: flo
 
 @asynccontextmanager
 async def controller_of(
-    opening: Opening, task: Any, rules: Mapping[str, Any]
+    opening: OpenBus, task: Any, rules: Mapping[str, Any]
 ) -> AsyncIterator[tuple[gradbus.Bus, gradbus.Controller]]:
     """Open the bus, and make a controller on it with these settings of a FederatedConfig."""
     async with opening as bus:
@@ -57,7 +57,7 @@ async def controller_of(
 
 
 async def note_rounds(
-    opening: Opening, task: Any, rules: Mapping[str, Any], note: Callable[[gradbus.RoundReport], T]
+    opening: OpenBus, task: Any, rules: Mapping[str, Any], note: Callable[[gradbus.RoundReport], T]
 ) -> Noted[T]:
     """Run the rounds, and call ``note`` with the report of each as it ends."""
     async with controller_of(opening, task, rules) as (bus, controller):
@@ -65,7 +65,7 @@ async def note_rounds(
         return Noted(noted, int(bus.received_bytes[UPDATES]))
 
 
-async def take_part(opening: Opening, task: Any, client_id: int, **options: Any) -> int:
+async def take_part(opening: OpenBus, task: Any, client_id: int, **options: Any) -> int:
     """Be a client until the run ends. Return the bytes of models that it received. ``options``: of the Client."""
     async with opening as bus:
         await gradbus.Client(bus, task, client_id=client_id, **options).run()

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import gradbus
 from gradbus.actors.federated.client_state import OWN_MODEL
-from gradbus.experiments.bench.federation import UPDATES, Opening, Work, controller_of, run_federation, take_part
+from gradbus.experiments.bench.federation import UPDATES, OpenBus, RoleWork, controller_of, run_federation, take_part
 from gradbus.experiments.bench.processes import DOMAIN, LEASE_S
 from gradbus.experiments.bench.results import Measurement, measurement
 from gradbus.models.client_text import ClientTextTask
@@ -40,7 +40,7 @@ class TextRun(NamedTuple):
     task: Mapping[str, Any]
     rules: Mapping[str, Any]
 
-    def connect(self) -> Opening:
+    def connect(self) -> OpenBus:
         """A bus without shared memory, as between machines."""
         return gradbus.connect(self.job, domain=DOMAIN, lease_s=LEASE_S, shared_memory=False)
 
@@ -78,10 +78,10 @@ def count_bytes(
         {"rounds": rounds, "eval_every": rounds, "clients": clients, "training": {"lr": 3e-3}, **rules},
     )  # fmt: skip
     works = {
-        f"client {client_id}": Work(_client, (run, client_id, (other or {}) if client_id == CLIENTS - 1 else {}))
+        f"client {client_id}": RoleWork(_client, (run, client_id, (other or {}) if client_id == CLIENTS - 1 else {}))
         for client_id in range(CLIENTS)
     }
-    (updates, loss), models = run_federation(Work(_controller, (run, to)), works, 600.0)
+    (updates, loss), models = run_federation(RoleWork(_controller, (run, to)), works, 600.0)
     return Received(updates, models, loss)
 
 

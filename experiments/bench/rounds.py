@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import gradbus
-from gradbus.experiments.bench.federation import Opening, Work, run_federation
+from gradbus.experiments.bench.federation import OpenBus, RoleWork, run_federation
 from gradbus.experiments.bench.processes import LEASE_S
 from gradbus.experiments.bench.ticker import loop_gaps
 from gradbus.experiments.bench.timing import cpu_s, memory_bytes, percentile, reset_peak
@@ -96,11 +96,11 @@ def run_rounds(  # noqa: PLR0913 - settings by keyword
     present = {"num": clients, "start_timeout_s": 120.0, "dead_after_s": 20.0, "min": min_clients}
     rules = {"rounds": rounds, "clients": present, "eval_every": 0, **settings}
     shares = {f"clients {index}": range(index, clients, processes) for index in range(processes)}
-    works = {name: Work(_clients, (job, client_ids)) for name, client_ids in shares.items()}
-    return Rounds(*run_federation(Work(_controller, (job, rules)), works, timeout_s))
+    works = {name: RoleWork(_clients, (job, client_ids)) for name, client_ids in shares.items()}
+    return Rounds(*run_federation(RoleWork(_controller, (job, rules)), works, timeout_s))
 
 
-def _connect(job: RoundsJob) -> Opening:
+def _connect(job: RoundsJob) -> OpenBus:
     return gradbus.connect(job.name, domain=DOMAIN, lease_s=LEASE_S, shared_memory=job.shared_memory)
 
 

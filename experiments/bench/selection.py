@@ -23,7 +23,7 @@ from gradbus.actors.virtual.host import ClientHost
 from gradbus.actors.virtual.local_pool import LocalPool
 from gradbus.commands.lab.conditions import LinkConditions
 from gradbus.commands.lab.namespaces import Host, enter_host, hosts_on_a_switch, link_bytes
-from gradbus.experiments.bench.federation import MODELS, Noted, Opening, Work, note_rounds, run_federation, take_part
+from gradbus.experiments.bench.federation import MODELS, Noted, OpenBus, RoleWork, note_rounds, run_federation, take_part
 from gradbus.experiments.bench.processes import DOMAIN
 from gradbus.experiments.bench.results import Measurement, measurement
 from gradbus.models import NoopTask
@@ -45,7 +45,7 @@ class NetworkedProcess(NamedTuple):
     hosts: tuple[Host, ...]
     dim: int
 
-    def connect(self) -> Opening:
+    def connect(self) -> OpenBus:
         """A bus, from inside the host."""
         enter_host(self.host)
         peers = tuple(host.address for host in self.hosts)
@@ -106,15 +106,15 @@ def count_bytes(
     on_a_host = ON_A_HOST if of_each == 1 else of_each
     with hosts_on_a_switch(1 + math.ceil(clients / on_a_host), LinkConditions()) as network:
         first = NetworkedProcess(f"bench-selection-{os.getpid()}", network.hosts[0], network.hosts, dim)
-        works: dict[str, Work] = {}
+        works: dict[str, RoleWork] = {}
         for client_id in range(0, clients, of_each):
             place = first._replace(host=network.hosts[1 + client_id // on_a_host])
             if of_each == 1:
-                works[f"client {client_id}"] = Work(_client, (place, client_id))
+                works[f"client {client_id}"] = RoleWork(_client, (place, client_id))
             else:
                 ids = range(client_id, min(client_id + of_each, clients))
-                works[f"clients from {client_id}"] = Work(_host, (place, ids))
-        (passed, updates), models = run_federation(Work(_controller, (first, rules)), works, 580.0)
+                works[f"clients from {client_id}"] = RoleWork(_host, (place, ids))
+        (passed, updates), models = run_federation(RoleWork(_controller, (first, rules)), works, 580.0)
     # Where all take part, all are sent the model that the run begins with, and that of each round.
     down, up = sum(models) / (rounds + (not selection)), updates / rounds
     link = [after - before for before, after in pairwise(passed)]
