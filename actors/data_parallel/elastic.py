@@ -43,6 +43,7 @@ from torch import Tensor
 from gradbus.actors.data_parallel.algorithm import MakeAlgorithm
 from gradbus.actors.data_parallel.callbacks import StopVotes
 from gradbus.actors.data_parallel.elastic_plan import ElasticPlan
+from gradbus.actors.data_parallel.epoch_plan import EpochPlan
 from gradbus.actors.data_parallel.joining import BrokenCopy, StateTransfer, copied
 from gradbus.actors.data_parallel.joint_checkpoints import held_together
 from gradbus.actors.data_parallel.replicas import (
@@ -64,7 +65,6 @@ from gradbus.actors.data_parallel.state import (
     tensors_with,
 )
 from gradbus.actors.data_parallel.task import DataParallelTask
-from gradbus.actors.data_parallel.training import EpochPlan
 from gradbus.actors.data_parallel.worker import Worker
 from gradbus.runtime.algorithms.base import Step
 from gradbus.runtime.bus.bus import Bus

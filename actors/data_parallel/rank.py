@@ -11,12 +11,13 @@ from typing import Any
 from torch import nn
 
 from gradbus.actors.data_parallel.algorithm import MakeAlgorithm
+from gradbus.actors.data_parallel.epoch_plan import EpochPlan
 from gradbus.actors.data_parallel.evaluation import Evaluation
 from gradbus.actors.data_parallel.metrics import combined, tally
 from gradbus.actors.data_parallel.report import EpochReport, StepProgress, WorkerSummary
 from gradbus.actors.data_parallel.state import Position, check_same_batches
 from gradbus.actors.data_parallel.task import DataParallelTask, ShardCounts
-from gradbus.actors.data_parallel.training import EpochPlan, ShardTraining
+from gradbus.actors.data_parallel.training import ShardTraining
 from gradbus.runtime.callbacks import Callbacks
 from gradbus.runtime.checkpoint import copy_state
 from gradbus.runtime.collectives import Group

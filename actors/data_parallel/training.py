@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
-import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -15,16 +13,18 @@ import torch
 from torch import Tensor, nn
 
 from gradbus.actors.data_parallel.algorithm import AlgorithmLabel, MakeAlgorithm, start_algorithm
-from gradbus.actors.data_parallel.buckets import GradientBuckets, assign_buckets
+from gradbus.actors.data_parallel.buckets import GradientBuckets, Launch, assign_buckets
 from gradbus.actors.data_parallel.callbacks import StepReport
-from gradbus.actors.data_parallel.exchange import StepExchange
+from gradbus.actors.data_parallel.epoch_plan import EpochPlan
 from gradbus.actors.data_parallel.metrics import MetricSums, combined
+from gradbus.actors.data_parallel.module_buffers import ModuleBuffers
 from gradbus.actors.data_parallel.optimization import RunOptimizer
 from gradbus.actors.data_parallel.replicas import model_tensors
 from gradbus.actors.data_parallel.state import Position, restore_model, tensors_below
+from gradbus.actors.data_parallel.step import TrainingStep
 from gradbus.actors.data_parallel.task import DataParallelTask, ShardCounts
 from gradbus.codecs.base import are_finite
-from gradbus.runtime.algorithms.base import Algorithm, Place, Step, TensorBucket, bucket_of
+from gradbus.runtime.algorithms.base import Algorithm, Place, TensorBucket, bucket_of
 from gradbus.runtime.algorithms.live_weights import write_weights
 from gradbus.runtime.algorithms.prediction import check_prediction, weights_ahead
 from gradbus.runtime.built_model import build_model
@@ -35,99 +35,7 @@ from gradbus.runtime.config.data_parallel import DataParallelConfig
 from gradbus.runtime.errors import CheckpointError, ConfigError
 from gradbus.runtime.profiling.profile import Profile, StepProfile
 
-
-@dataclass(frozen=True, slots=True)
-class EpochPlan:
-    """Steps of an epoch on ranks that need not have equally many batches.
-
-    A rank that has run out of data goes on exchanging, with gradients of zero, until the last one has (a join). The
-    mean is then over those that have data.
-
-    Attributes:
-        batches: of each rank. accumulation_steps: batches that make a step; a rank's last one may have fewer.
-    """
-
-    batches: tuple[int, ...]
-    accumulation_steps: int = 1
-
-    @classmethod
-    def of(cls, batches: Sequence[int], accumulation_steps: int) -> EpochPlan:
-        """Raises ValueError: no rank has data, or a number of batches is negative."""
-        if any(count < 0 for count in batches) or not any(batches):
-            raise ValueError(f"an epoch needs at least one batch on some rank, got {list(batches)} on ranks 0..")
-        return cls(tuple(batches), accumulation_steps)
-
-    @property
-    def steps(self) -> int:
-        """Steps of the epoch, for all ranks."""
-        return max(map(self._steps_of, range(len(self.batches))))
-
-    def active(self, step: int) -> int:
-        """Ranks that have data in this step, >= 1. ``step`` counts from 0 within the epoch."""
-        return sum(self._steps_of(rank) > step for rank in range(len(self.batches)))
-
-    def weight(self, rank: int, step: int) -> float:
-        """Return what a rank's mean gradient of this step is multiplied by, before the mean over those that have
-        data."""
-        return 1.0
-
-    def pick(self, batches: Callable[[int, int], Iterator[Any]], rank: int, step: int) -> Iterator[Any]:
-        """The batches of a rank from this step on. ``batches``: gives those of one of so many ranks."""
-        return itertools.islice(batches(rank, len(self.batches)), step * self.accumulation_steps, None)
-
-    def batches_in(self, rank: int, step: int) -> int:
-        """Batches of a rank in this step, 0 if it has run out."""
-        return min(self.accumulation_steps, max(0, self.batches[rank] - step * self.accumulation_steps))
-
-    def _steps_of(self, rank: int) -> int:
-        return -(-self.batches[rank] // self.accumulation_steps)
-
-
-class _Buffers:
-    """A model's buffers as they were before a step: running means of batch norm, for example, which a forward pass
-    with NaN in it spoils. They are put back when the step is skipped.
-
-    Which modules have buffers is looked up once. A copy of all costs less than finding out which have changed: code
-    that writes through ``.data`` leaves no trace in a tensor's version.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._places = [
-            (module, name) for module in model.modules() for name, buffer in module.named_buffers(recurse=False)
-        ]
-        self._kept: list[Tensor | None] = [None] * len(self._places)
-
-    @torch.no_grad()
-    def keep(self) -> None:
-        """Remember what they are now."""
-        for index, (module, name) in enumerate(self._places):
-            live, kept = _buffers_of(module).get(name), self._kept[index]
-            if live is not None and kept is not None and _alike(live, kept):
-                kept.copy_(live)
-            else:
-                self._kept[index] = None if live is None else live.clone()
-
-    @torch.no_grad()
-    def put_back(self) -> None:
-        """Make them what they were."""
-        for (module, name), kept in zip(self._places, self._kept, strict=True):
-            live = _buffers_of(module).get(name)
-            if live is not None and kept is not None and _alike(live, kept):
-                live.copy_(kept)
-            else:
-                _buffers_of(module)[name] = None if kept is None else kept.clone()
-
-
-def _buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
-    return module._buffers  # noqa: SLF001 - register_buffer would also decide anew whether it is saved
-
-
-def _alike(one: Tensor, other: Tensor) -> bool:
-    return (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
-
-
 _NO_MORE: Any = object()  # batches() ended; None may be a batch
-OnBucket = Callable[[TensorBucket], object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,62 +49,6 @@ class _RecordedStep:
 
 class StepCancelled(Exception):
     """The worker was cancelled, so the step gives up."""
-
-
-@dataclass(slots=True, eq=False)
-class TrainingStep:
-    """A step from its forward pass until it is applied.
-
-    Attributes:
-        number, epoch: count from 0. active: ranks with data. batches: of this rank. memory: which set of it is used.
-        exchange: its programs.
-        own: where weights are predicted, the gradients of this rank by parameter, before they are exchanged; None: they
-            are not finite, or there are none. late: those of steps that are still to be applied when the gradients of
-            this one are computed, oldest first.
-        loss: sum over this rank's batches, on the device of the model. weight: of this rank's mean gradient.
-        gradients: the buckets.
-        is_finite: whether loss and gradients of this rank are, as far as is known.
-        skipped_by: None: the step counts. Else it was skipped, for these ranks were not finite; empty: it is not known
-            which.
-        skipped_in_row: the steps that this rank has skipped by itself, up to this one.
-        status: of all ranks, float64, shape (3,): how many were not finite, the sum of the mean losses of those whose
-            loss is finite, and how many these are.
-        as_begun: the step as the algorithm sees it, where that must not change until its programs start.
-        metrics: of this rank's batches.
-        weights: a copy of them, which is exchanged; before: as they were. change: of the weights, by the result.
-        staged: what the algorithm has staged in its memory, where it is committed when the result is applied.
-        has_finite_result: whether weights that were exchanged are finite on this rank. has_result: when that is known,
-            or the exchange has ended; on_result: called when it is known.
-        verdict: of all ranks, shape (2,): how many had a result that is not finite, and how many have skipped too many
-            steps in a row. counts: whether the exchange counts.
-    """
-
-    number: int
-    epoch: int
-    active: int
-    batches: int
-    memory: int
-    exchange: StepExchange
-    loss: Tensor
-    weight: float = 1.0
-    gradients: Sequence[TensorBucket] = ()
-    own: Mapping[Tensor, Tensor] | None = None
-    late: Sequence[Mapping[Tensor, Tensor]] = ()
-    is_finite: bool = True
-    skipped_by: tuple[int, ...] | None = None
-    skipped_in_row: int = 0
-    status: Tensor | None = None
-    metrics: MetricSums = field(default_factory=MetricSums)
-    weights: TensorBucket | None = None
-    before: Tensor | None = None
-    change: Tensor | None = None
-    staged: Mapping[tuple[str, str], Tensor] | None = None
-    as_begun: Step | None = None
-    has_finite_result: bool = False
-    has_result: asyncio.Event = field(default_factory=asyncio.Event)
-    on_result: Callable[[], object] = lambda: None
-    verdict: Tensor | None = None
-    counts: bool = False
 
 
 class ShardTraining:
@@ -262,13 +114,13 @@ class ShardTraining:
         ]  # fmt: skip
         sets = 1 if self.algorithm.scope == "weights" else self.delay_steps + 1
         self._gradients = GradientBuckets(
-            self.trained, self._launch, sets=sets,
+            self.trained, sets=sets,
             assignment=[range(len(self.trained))] if self.algorithm.scope == "step" else assign_buckets(
                 list(self.trained.values()), bucket_bytes=config.bucket_bytes,
                 first_bucket_bytes=config.first_bucket_bytes,
             ),
         )  # fmt: skip
-        self._buffers = [_Buffers(self.model) for _ in range(sets)]
+        self._buffers = [ModuleBuffers(self.model) for _ in range(sets)]
         device = next(iter(self.trained.values())).device
         self._loss_sum = self._loss_sum.to(device)
         if config.autocast is not None:
@@ -323,40 +175,36 @@ class ShardTraining:
         self._metrics = MetricSums(position.metrics)
         self.model.train()
 
-    def new_exchange(self, number: int) -> StepExchange:
-        """For programs of a step, with nothing started."""
-        return StepExchange(self._group, round_id=number, timeout_s=self._config.timeouts.collective_s)
-
     def new_step(self, plan: EpochPlan, position: Position) -> TrainingStep:
         """The next one, with nothing computed."""
         return TrainingStep(
             number=position.step, epoch=position.epoch, active=plan.active(position.epoch_step),
             batches=plan.batches_in(self._group.rank, position.epoch_step), memory=position.step % len(self._buffers),
-            exchange=self.new_exchange(position.step), loss=torch.zeros_like(self._loss_sum),
-            weight=plan.weight(self._group.rank, position.epoch_step),
+            loss=torch.zeros_like(self._loss_sum), weight=plan.weight(self._group.rank, position.epoch_step),
         )  # fmt: skip
 
     def compute(
-        self, step: TrainingStep, profile: Profile | StepProfile, on_bucket: OnBucket, *, overlaps: bool
-    ) -> None:
+        self, step: TrainingStep, profile: Profile | StepProfile, launch: Launch | None = None, *,
+        overlaps: bool = False, late: Sequence[Mapping[Tensor, Tensor]] = (),
+    ) -> None:  # fmt: skip
         """Forward and backward over the batches of a step.
 
         Where the loss is not finite, NaN is put into each bucket, so that what all ranks make of it is not finite.
 
         Args:
-            on_bucket: called with each bucket that is complete, at the latest at the end.
+            launch: called with each bucket that is complete, at the latest at the end; None: nothing is.
             overlaps: call it in the midst of the last backward pass already.
+            late: own gradients of steps that are still to be applied, oldest first, where weights are predicted.
 
         Raises:
             StepCancelled: the worker was cancelled.
             ValueError: the task gave fewer batches than it had announced.
             ConfigError: a parameter that build_model froze is not frozen any more.
         """
-        self._on_bucket, self._step = on_bucket, step
         self._unfinished = step
-        self._loss_is_finite: Tensor | None = None
-        with profile.span("compute"), weights_ahead(self.optimizer.optimizer, step.late):
-            step.gradients = self._gradients.begin(step.memory)
+        ahead = weights_ahead(self.optimizer.optimizer, late) if late else nullcontext()
+        with profile.span("compute"), ahead:
+            step.gradients = self._gradients.begin(step.memory, launch, looks=self._looks)
             self._buffers[step.memory].keep()
             for number in range(step.batches):
                 if self._should_stop():
@@ -373,7 +221,7 @@ class ShardTraining:
                 step.metrics.add(reported, "loss() of the task")
                 step.loss += loss.detach()
                 if number == step.batches - 1:
-                    self._loss_is_finite = step.loss.isfinite()
+                    self._gradients.mark_unless(step.loss.isfinite())
                     if overlaps:
                         self._gradients.enable_overlap()
                 divisor = step.batches / step.weight
@@ -381,7 +229,8 @@ class ShardTraining:
             self._check_frozen(step)
         with profile.span("encode"):
             self._gradients.flush()
-            if self._config.predicts_weights and step.batches and self.own_is_finite(step):
+            step.is_finite = self._gradients.are_finite
+            if self._config.predicts_weights and step.batches and step.own_is_finite():
                 step.own = self._own_gradients()
 
     def _check_frozen(self, step: TrainingStep) -> None:
@@ -400,18 +249,6 @@ class ShardTraining:
         if self.optimizer.clip_norm is not None and not self.algorithm.clips:
             _clip(list(own.values()), self.optimizer.clip_norm)
         return own
-
-    def _launch(self, bucket: TensorBucket) -> None:
-        if self._looks:
-            self._step.is_finite = are_finite([bucket.flat]) and self._step.is_finite
-        if self._loss_is_finite is not None:  # it is not read, which would wait for the device
-            not_finite = ~self._loss_is_finite.to(bucket.flat.device)  # a model may lie on several
-            bucket.flat[:1].masked_fill_(not_finite, math.nan)
-        self._on_bucket(bucket)
-
-    def gradients_are_finite(self, step: TrainingStep) -> bool:
-        """Whether those of its buckets are, as they are now."""
-        return are_finite([bucket.flat for bucket in step.gradients])
 
     def count(self, step: TrainingStep) -> None:
         """Add its losses and metrics to those of the epoch; of one that is skipped put back what it has changed."""
@@ -495,12 +332,8 @@ class ShardTraining:
         if self.algorithm.scope == "weights":
             write_weights(self.trained, self.algorithm.weights_of_joiner(bucket_of(self.trained).flat))
 
-    def own_is_finite(self, step: TrainingStep) -> bool:
-        """Whether this rank's losses and gradients of the step were finite, as far as is known."""
-        return step.is_finite and bool(step.loss.isfinite())
-
     def model_is_finite(self, tensors: Mapping[str, Tensor]) -> bool:
-        """Return the same of a model's :func:`model_tensors`, and whether the buffers are that were at the start."""
+        """Return whether all that is finite in a model at the start is so in these :func:`model_tensors`."""
         return are_finite([tensors[name] for name in self._finite_names])
 
     def loss_sum(self) -> float:

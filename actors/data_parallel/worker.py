@@ -15,12 +15,15 @@ import os
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from gradbus.actors.data_parallel.algorithm import MakeAlgorithm
 from gradbus.actors.data_parallel.callbacks import StopVotes
+from gradbus.actors.data_parallel.epoch_plan import EpochPlan
+from gradbus.actors.data_parallel.late_stepping import LateGradientStepper
 from gradbus.actors.data_parallel.rank import Rank
 from gradbus.actors.data_parallel.replicas import (
     Replicas,
@@ -37,9 +40,9 @@ from gradbus.actors.data_parallel.state import (
     find_checkpoint,
     position_of,
 )
-from gradbus.actors.data_parallel.stepping import GradientStepper, Stepper
+from gradbus.actors.data_parallel.step import TrainingStep
+from gradbus.actors.data_parallel.stepping import GradientStepper, Stepper, StepperParts
 from gradbus.actors.data_parallel.task import DataParallelTask
-from gradbus.actors.data_parallel.training import EpochPlan, TrainingStep
 from gradbus.actors.data_parallel.weights import WeightStepper
 from gradbus.runtime.checkpoint import Checkpoint, copy_state
 from gradbus.runtime.collectives import Group
@@ -240,23 +243,19 @@ class Worker(Rank):
             await self._aggregator.enter_async_context(joining)
 
     def _make_stepper(self) -> Stepper:
-        training = self._training
+        config, training = self._config, self._training
+        parts = StepperParts(
+            self._group, config.timeouts.collective_s, training, self._compute, self.profile,
+            on_sent=partial(self._probe.reached, "after_send"),
+        )  # fmt: skip
         if training.algorithm.scope == "weights":
-            stepper: Stepper = WeightStepper(
-                training, self._compute, self.profile, on_sent=self._note_sent,
-                waits_for_all=self._config.elastic.is_on, max_nonfinite_steps=self._config.max_nonfinite_steps,
+            return WeightStepper(
+                parts, self._position, waits_for_all=config.elastic.is_on,
+                max_nonfinite_steps=config.max_nonfinite_steps,
             )  # fmt: skip
-        else:
-            stepper = GradientStepper(
-                training, self._compute, self.profile, on_sent=self._note_sent, overlap=self._config.overlap
-            )
-        if self._position.mean_loss is not None:
-            stepper.mean_loss = self._position.mean_loss
-        stepper.ended_exchanges = self._position.ended_exchanges
-        return stepper
-
-    def _note_sent(self, step: TrainingStep) -> None:
-        self._probe.reached("after_send", step.number + 1)
+        if training.delay_steps:
+            return LateGradientStepper(parts, self._position)
+        return GradientStepper(parts, self._position, overlap=config.overlap)
 
     @property
     def _are_equal(self) -> bool:
@@ -423,7 +422,7 @@ class Worker(Rank):
         in_a_row = position.skipped_in_row
         is_own = bool(ranks) and not self._are_equal  # of this rank alone: the others learn of it when the epoch ends
         if not ranks:  # the sum does not tell; this exchange is made in steps that are skipped only
-            is_finite = await self._compute.run(self._training.own_is_finite, step)
+            is_finite = await self._compute.run(step.own_is_finite)
             of_ranks = await self._group.all_gather_object(
                 "worker/finite", [is_finite, in_a_row], round_id=position.step, timeout_s=config.timeouts.collective_s
             )
@@ -577,7 +576,7 @@ class Worker(Rank):
     def _note_mean_loss(self) -> None:
         """Note the newest loss where the algorithm goes by it, for who goes on from this position."""
         if self._training.algorithm.needs_loss:
-            loss = self._stepper.mean_loss
+            loss = self._stepper.loss.value
             self._position.mean_loss = None if math.isnan(loss) else loss
 
     async def _barrier(self, name: str) -> None:

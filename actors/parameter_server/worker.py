@@ -22,12 +22,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from gradbus.actors.data_parallel.epoch_plan import EpochPlan
 from gradbus.actors.data_parallel.rank import Rank
 from gradbus.actors.data_parallel.replicas import describe_layout
 from gradbus.actors.data_parallel.report import EpochReport
 from gradbus.actors.data_parallel.state import Position
+from gradbus.actors.data_parallel.step import TrainingStep
 from gradbus.actors.data_parallel.task import DataParallelTask
-from gradbus.actors.data_parallel.training import EpochPlan, TrainingStep
 from gradbus.actors.parameter_server.agreement import Introduction, Roles, agree, find_version
 from gradbus.actors.parameter_server.assignment import TensorPart, assign, put
 from gradbus.actors.parameter_server.clocks import Kind
@@ -340,10 +341,10 @@ class ParameterServerWorker(Rank):
     def _compute_gradients(self, step: TrainingStep, profile: StepProfile) -> dict[str, Tensor] | None:
         """The gradients by name; None if there are none to push, as there are no data, or they are not finite."""
         training = self._training
-        training.compute(step, profile, lambda bucket: None, overlaps=False)
+        training.compute(step, profile)
         if not step.batches:
             return None
-        if not training.gradients_are_finite(step):
+        if not step.gradients_are_finite():
             step.is_finite, step.skipped_by = False, (self._rank,)
             return None
         gradients = {name: tensor for bucket in step.gradients for name, tensor in bucket.tensors.items()}

@@ -9,11 +9,15 @@ import torch
 from settings import nested
 from torch import Tensor, nn
 
+from gradbus.actors.data_parallel.epoch_plan import EpochPlan
+from gradbus.actors.data_parallel.exchange import GradientExchange, StepExchange
+from gradbus.actors.data_parallel.mean_loss import MeanLoss
 from gradbus.actors.data_parallel.replicas import model_tensors
 from gradbus.actors.data_parallel.report import EpochReport
 from gradbus.actors.data_parallel.state import Position, RunTensors, WorkerState
-from gradbus.actors.data_parallel.stepping import GradientStepper
-from gradbus.actors.data_parallel.training import EpochPlan, ShardTraining, TrainingStep
+from gradbus.actors.data_parallel.step import TrainingStep
+from gradbus.actors.data_parallel.stepping import GradientStepper, StepperParts
+from gradbus.actors.data_parallel.training import ShardTraining
 from gradbus.experiments.simulate.lockstep import Lockstep
 from gradbus.runtime.algorithms.base import Step
 from gradbus.runtime.compute import ComputeThread
@@ -78,18 +82,26 @@ class Scene:
 
     def send(self, *, active: int | None = None) -> TrainingStep:
         """Compute a step's gradients, and start its programs."""
-        stepper = GradientStepper(
-            self.training, ComputeThread("scene"), Profile(0), on_sent=print, overlap=self.config.overlap
-        )
-        step = stepper._newest = self._next()  # noqa: SLF001 - a step that goes no further than this
+        parts = StepperParts(
+            self.group, self.config.timeouts.collective_s, self.training, ComputeThread("scene"), Profile(0), print  # type: ignore[arg-type]
+        )  # fmt: skip
+        stepper = GradientStepper(parts, Position(), overlap=self.config.overlap)
+        step = self._next()
         step.active = self.group.world if active is None else active
-        stepper._compute_gradients(step, Profile(0))  # type: ignore[arg-type]  # noqa: SLF001 - likewise
+        exchange = GradientExchange(
+            step, self.exchange(step.number), self.training.algorithm, MeanLoss(None, is_needed=False)
+        )  # fmt: skip
+        stepper._compute_gradients(exchange, Profile(0))  # type: ignore[arg-type]  # noqa: SLF001 - a step that goes no further than this
         return step
+
+    def exchange(self, number: int) -> StepExchange:
+        """For programs of a step."""
+        return StepExchange(self.group, round_id=number, timeout_s=self.config.timeouts.collective_s)  # type: ignore[arg-type]
 
     def step(self) -> None:
         """Make a step whose programs run alone."""
         step, algorithm = self._next(), self.training.algorithm
-        self.training.compute(step, Profile(0), lambda bucket: None, overlaps=False)
+        self.training.compute(step, Profile(0))
         for bucket in step.gradients:
             Lockstep(1).run([algorithm.exchange(bucket, Step(step.number, step.epoch))])
         algorithm.commit()

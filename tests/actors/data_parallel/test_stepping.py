@@ -6,7 +6,7 @@ import pytest
 import torch
 from training_scene import Scene
 
-from gradbus.actors.data_parallel.stepping import summed
+from gradbus.actors.data_parallel.mean_loss import summed
 from gradbus.runtime.errors import CheckpointError
 
 
@@ -73,7 +73,7 @@ def test_after_closing_nothing_is_sent_any_more() -> None:
 
 def test_a_program_that_is_started_after_its_exchange_was_cancelled_sends_nothing() -> None:
     scene = Scene()
-    exchange = scene.training.new_exchange(0)
+    exchange = scene.exchange(0)
     exchange.cancel()
     exchange.start("late", summed(torch.zeros(3)))
     assert (scene.group.sent, exchange.goes_on) == ([], False)
