@@ -60,6 +60,11 @@ def assign_buckets(
     return buckets
 
 
+def gradients_are_finite(buckets: Sequence[TensorBucket]) -> bool:
+    """Return whether the gradients in these buckets are finite, as they are now."""
+    return are_finite([bucket.flat for bucket in buckets])
+
+
 @dataclass(slots=True, eq=False)
 class Bucket:
     """Gradients that travel together.

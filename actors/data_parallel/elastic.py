@@ -40,7 +40,7 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from gradbus.actors.data_parallel.algorithm import MakeAlgorithm
+from gradbus.actors.data_parallel.algorithm import MakeAlgorithm, place_in
 from gradbus.actors.data_parallel.callbacks import StopVotes
 from gradbus.actors.data_parallel.elastic_plan import ElasticPlan
 from gradbus.actors.data_parallel.epoch_plan import EpochPlan
@@ -66,7 +66,7 @@ from gradbus.actors.data_parallel.state import (
 )
 from gradbus.actors.data_parallel.task import DataParallelTask
 from gradbus.actors.data_parallel.worker import Worker
-from gradbus.runtime.algorithms.base import Step
+from gradbus.runtime.algorithms.base import Place, Step
 from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.checkpoint import Checkpoint
 from gradbus.runtime.collectives import Group
@@ -300,8 +300,7 @@ class ElasticWorker(Worker):
 
     async def _prepare(self) -> dict[str, int]:
         """Load everything. Returns what must be equal on all members, as hashes."""
-        config, training = self._config, self._training
-        bus = self._place.bus
+        config, bus = self._config, self._place.bus
         log_timeouts(self._log, parallel_timeouts(config, lease_s=bus.remote_lease_s))
         if bus.remote_lease_s is not None and bus.has_default_lease:
             self._log.warning(
@@ -309,7 +308,7 @@ class ElasticWorker(Worker):
                 effect="when another machine is lost, all stand still for so long",
                 do=f"open the bus with lease_s={ELASTIC_LEASE_S:g}, or with another one that you choose",
             )  # fmt: skip
-        await self._compute.run(training.open)
+        training = await self._load(Place(self._place.number, self._place.number + 1))
         if config.checkpoint.dir is not None and self._place.number == 0 and self._place.founders:
             await self._compute.run(self._hold_directory, True)
             self._saved = await self._compute.run(self._find_checkpoint)
@@ -367,7 +366,7 @@ class ElasticWorker(Worker):
         self._waits = 0
         self._votes = StopVotes(group, timeout_s=config.timeouts.collective_s)
         self._replicas = Replicas(group, compute, self.model, timeout_s=config.timeouts.collective_s, probe=self._probe)
-        await compute.run(training.regroup, group)
+        await compute.run(training.regroup, place_in(group))
         stands = self._position if self._saved is None else position_of(self._saved)
         hello = {
             "settings": config.shared({"name": training.label.name, **training.label.options}),
@@ -447,7 +446,7 @@ class ElasticWorker(Worker):
         training.optimizer.start_schedule(schedule_steps)
         if self._saved is not None:
             saved = SavedRank.of(self._saved)
-            training.restore(self._saved)
+            training.state.restore(self._saved, self._group.rank)
             self._position = position_of(self._saved)
             if self._position.epoch_step and not self._position.epoch_batches:  # saved by a run of a fixed world
                 steps = self._position.epoch_step * config.accumulation_steps * saved.world
@@ -515,7 +514,7 @@ class ElasticWorker(Worker):
             transfer.send(tensors, sends_to[group.rank])
         elif source is not None:
             if self._are_equal:
-                await self._compute.run(self._training.load_algorithm, shared)
+                await self._compute.run(self._training.state.load_algorithm, shared)
                 await self._compute.run(self._training.follow)
             self._arriving = transfer.receive(source)
 
@@ -557,7 +556,7 @@ class ElasticWorker(Worker):
 
     def _run_state(self) -> dict[str, Tensor]:
         """Return what a rank that joins gets, by name, not copied."""
-        return model_tensors(self.model) | self._training.joiner_state()
+        return model_tensors(self.model) | self._training.state.of_joiner()
 
     def _take_state(self, tensors: Mapping[str, Tensor]) -> None:
         live = model_tensors(self.model)
@@ -572,7 +571,7 @@ class ElasticWorker(Worker):
         if self._held is not None and self._are_equal:
             training.optimizer.load(beside)  # the algorithm has gone on with the others since the copy was made
         else:
-            training.load_joiner_state(beside)
+            training.state.load_joiner(beside)
 
     # Steps
 
@@ -786,7 +785,7 @@ class ElasticWorker(Worker):
         with contextlib.closing(WorkerState(config, 0, 1, label=training.label)) as state:
             size = state.save(
                 self._run_id, position, self.model,
-                RunTensors({} if self._are_equal else training.own_state(), training.shared_state(), model),
+                RunTensors({} if self._are_equal else training.state.own(), training.state.shared(), model),
                 # Between two epochs it means nothing, and there may be no next one.
                 num_batches=training.num_batches(position.epoch) if position.epoch_step else 0, report=self._report,
             )  # fmt: skip

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from gradbus.actors.data_parallel.buckets import gradients_are_finite
 from gradbus.actors.data_parallel.mean_loss import MeanLoss, summed
 from gradbus.actors.data_parallel.step import TrainingStep
 from gradbus.runtime.algorithms.base import Algorithm, TensorBucket
@@ -110,7 +111,7 @@ class GradientExchange:
         step: whose gradients they are. programs: those of its buckets, and of the loss.
     """
 
-    __slots__ = ("_algorithm", "_loss", "_status", "programs", "step")
+    __slots__ = ("_algorithm", "_as_begun", "_loss", "_status", "programs", "step")
 
     def __init__(self, step: TrainingStep, programs: StepExchange, algorithm: Algorithm, loss: MeanLoss) -> None:
         """``loss``: of the steps before, which this one replaces if it counts."""
@@ -118,11 +119,12 @@ class GradientExchange:
         self.programs = programs
         self._algorithm = algorithm
         self._loss = loss
+        self._as_begun = loss.step_with(step)
         self._status: Tensor | None = None
 
     def start_bucket(self, bucket: TensorBucket) -> None:
         """Start the exchange of a bucket. A hook may call this, in the midst of the backward pass."""
-        algorithm, step = self._algorithm, self._loss.step_with(self.step)
+        algorithm, step = self._algorithm, self._as_begun
         is_here = bucket.flat.is_cpu  # else perhaps in a copy on the CPU
         program = algorithm.exchange(bucket, step) if is_here else exchange_of(algorithm, bucket, step)
         self.programs.start(f"grad/{bucket.index}", program)
@@ -135,7 +137,8 @@ class GradientExchange:
         self.programs.all_sent()
 
     def start(self) -> bool:
-        """Start the exchange of all buckets at once. Returns whether it goes on."""
+        """Start the exchange of all buckets at once, with the loss as it is by now. Returns whether it goes on."""
+        self._as_begun = self._loss.step_with(self.step)
         for bucket in self.step.gradients:
             self.start_bucket(bucket)
         self.all_started()
@@ -153,7 +156,7 @@ class GradientExchange:
     def conclude(self) -> None:
         """End the exchange, all of whose programs have ended: the step counts, or not, as follows from gradients that
         are equal on all ranks."""
-        if self.step.gradients_are_finite():
+        if gradients_are_finite(self.step.gradients):
             self._algorithm.commit()
             if self._status is not None:
                 self._loss.note(self._status)

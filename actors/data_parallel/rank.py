@@ -18,6 +18,7 @@ from gradbus.actors.data_parallel.report import EpochReport, StepProgress, Worke
 from gradbus.actors.data_parallel.state import Position, check_same_batches
 from gradbus.actors.data_parallel.task import DataParallelTask, ShardCounts
 from gradbus.actors.data_parallel.training import ShardTraining
+from gradbus.runtime.algorithms.base import Place, algorithm_maker
 from gradbus.runtime.callbacks import Callbacks
 from gradbus.runtime.checkpoint import copy_state
 from gradbus.runtime.collectives import Group
@@ -58,7 +59,9 @@ class Rank(ABC):
         self._wants_end = False  # a callback of this rank, since the others were told last
         self._is_stopped = False  # callbacks want it
         self._is_resting = False  # the ranks stop between two steps, as others want to join or to leave
-        self._training = ShardTraining(config, group, task, self._compute.should_stop, make_algorithm=make_algorithm)
+        self._task = task
+        self._make_algorithm = make_algorithm or algorithm_maker(config.algorithm)  # a wrong one is an error by now
+        self._loaded: ShardTraining | None = None
         jsonl = None if config.profile.dir is None else config.profile.dir / f"profile-rank-{rank}.jsonl"
         self.profile = Profile(rank, window_steps=config.profile.window_steps, jsonl=jsonl, traffic=group.bus.traffic)
         self.skipped_steps = 0
@@ -69,6 +72,22 @@ class Rank(ABC):
         self._restored_batches: int | None = None  # of this rank in the epoch that a resume goes on with
         self._has_started = False
         self._seconds = self._started_s = 0.0
+
+    async def _load(self, place: Place) -> ShardTraining:
+        """Load the data and build the model, for a rank at this place. Raises as :class:`ShardTraining` does."""
+        self._loaded = await self._compute.run(
+            ShardTraining, self._config, place, self._task, self._make_algorithm, should_stop=self._compute.should_stop
+        )
+        return self._loaded
+
+    @property
+    def _training(self) -> ShardTraining:
+        """Return model, data and algorithm. Raises RuntimeError: they are not loaded yet."""
+        if self._loaded is None:
+            raise RuntimeError(
+                "this worker has no model yet: it is built when run() or epochs() begins, see on_open of the worker"
+            )
+        return self._loaded
 
     @property
     def model(self) -> nn.Module:

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from gradbus.actors.data_parallel.metrics import MetricSums
-from gradbus.codecs.base import are_finite
 from gradbus.runtime.algorithms.base import TensorBucket
 
 
@@ -45,7 +44,3 @@ class TrainingStep:
     def own_is_finite(self) -> bool:
         """Return whether this rank's losses and gradients were finite, as far as is known. Waits for the device."""
         return self.is_finite and bool(self.loss.isfinite())
-
-    def gradients_are_finite(self) -> bool:
-        """Return whether the gradients in its buckets are finite, as they are now."""
-        return are_finite([bucket.flat for bucket in self.gradients])

@@ -31,6 +31,7 @@ from collections import deque
 
 import torch
 
+from gradbus.actors.data_parallel.buckets import gradients_are_finite
 from gradbus.actors.data_parallel.epoch_plan import EpochPlan
 from gradbus.actors.data_parallel.late_stepping import LateStepper
 from gradbus.actors.data_parallel.mean_loss import summed
@@ -197,7 +198,7 @@ class WeightStepper(LateStepper[WeightExchange]):
 
     def _compute_gradients(self, step: TrainingStep, profile: StepProfile) -> None:
         self._training.compute(step, profile)
-        step.is_finite = step.gradients_are_finite()
+        step.is_finite = gradients_are_finite(step.gradients)
         if not step.is_finite:
             step.skipped_by = (self._algorithm.place.rank,)
 

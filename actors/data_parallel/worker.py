@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import Tensor
 
-from gradbus.actors.data_parallel.algorithm import MakeAlgorithm
+from gradbus.actors.data_parallel.algorithm import MakeAlgorithm, place_in
 from gradbus.actors.data_parallel.callbacks import StopVotes
 from gradbus.actors.data_parallel.epoch_plan import EpochPlan
 from gradbus.actors.data_parallel.late_stepping import LateGradientStepper
@@ -115,8 +115,7 @@ class Worker(Rank):
     @property
     def algorithm(self) -> str:
         """Name of what the ranks exchange, its own once the run has started."""
-        label = getattr(self._training, "label", None)
-        return self._config.algorithm.name if label is None else label.name
+        return self._config.algorithm.name if self._loaded is None else self._loaded.label.name
 
     @property
     def _group_and_world(self) -> tuple[Group, int]:
@@ -169,7 +168,8 @@ class Worker(Rank):
                 await self._stepper.close()
             await self._aggregator.aclose()
             self._compute.close()
-            self._training.close()
+            if self._loaded is not None:
+                self._loaded.close()
             self.profile.close()
             self._probe.end(step=self.step, done=self._is_done)
             if self._state is not None:
@@ -181,15 +181,12 @@ class Worker(Rank):
         """Agree with the others, and become a copy of rank 0."""
         config, group = self._config, self._group
         log_timeouts(self._log, parallel_timeouts(config, lease_s=group.bus.remote_lease_s))
-        await self._compute.run(self._training.open)
+        training = await self._load(place_in(group))
         if config.checkpoint.dir is not None:
-            self._state = await self._compute.run(
-                WorkerState, config, group.rank, group.world, label=self._training.label
-            )
-        label = self._training.label
+            self._state = await self._compute.run(WorkerState, config, group.rank, group.world, label=training.label)
         hello = {
             "settings": self._shared_settings(),
-            "batches": await self._compute.run(self._training.num_batches, 0),
+            "batches": await self._compute.run(training.num_batches, 0),
             "callbacks": [bool(self._callbacks), self._callbacks.follow("on_step")],
             "layout": describe_layout(self.model),
             "run_id": int.from_bytes(os.urandom(8), "little"),
@@ -205,7 +202,7 @@ class Worker(Rank):
         )
         first = EpochPlan.of([hello["batches"] for hello in hellos], config.accumulation_steps)
         steps = min(first.steps * config.epochs, config.max_steps or first.steps * config.epochs)
-        await self._compute.run(self._training.optimizer.start_schedule, steps)
+        await self._compute.run(training.optimizer.start_schedule, steps)
         self._replicas = Replicas(
             group, self._compute, self.model, timeout_s=config.timeouts.collective_s, probe=self._probe
         )
@@ -221,12 +218,12 @@ class Worker(Rank):
         if checkpoint is None or self._are_equal:
             await self._replicas.broadcast_model()
         await self._compute.run(self.profile.begin_run, f"{self._run_id:016x}")
-        shared = await self._replicas.broadcast_named("worker/shared", self._training.shared_state())
-        await self._compute.run(self._training.load_shared_state, shared)
-        await self._compute.run(self._training.begin)
+        shared = await self._replicas.broadcast_named("worker/shared", training.state.shared())
+        await self._compute.run(training.state.load_shared, shared)
+        await self._compute.run(training.begin)
         self._stepper = self._make_stepper()
         self._probe.note("started", run=f"{self._run_id:016x}", rank=group.rank, world=group.world, step=self.step)
-        self._log.info("started", world=group.world, step=self.step, algorithm=str(label))
+        self._log.info("started", world=group.world, step=self.step, algorithm=str(training.label))
 
     def _shared_settings(self) -> dict[str, Any]:
         """Return what must be equal on all ranks."""
@@ -293,7 +290,7 @@ class Worker(Rank):
                 f"run, with {saved.epoch_batches} batches in {saved.epoch_step} steps; of one rank they would be "
                 f"{own}. Go on with elastic.min_world, or choose another checkpoint.dir"
             )
-        self._training.restore(checkpoint)
+        self._training.state.restore(checkpoint, self._group.rank)
         self._position = position_of(checkpoint)
         self._position.epoch_batches = 0
         self._run_id = int(saved.run_id, 16)
@@ -548,7 +545,7 @@ class Worker(Rank):
         self._probe.reached("before_save", position.step)
         size = await self._compute.run(
             state.save, self._run_id, position, self.model,
-            RunTensors(self._training.own_state(), self._training.shared_state(), model),
+            RunTensors(self._training.state.own(), self._training.state.shared(), model),
             num_batches=num_batches, report=self._report,
         )  # fmt: skip
         self._probe.note("saved", step=position.step)

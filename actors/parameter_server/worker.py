@@ -22,6 +22,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from gradbus.actors.data_parallel.algorithm import place_in
+from gradbus.actors.data_parallel.buckets import gradients_are_finite
 from gradbus.actors.data_parallel.epoch_plan import EpochPlan
 from gradbus.actors.data_parallel.rank import Rank
 from gradbus.actors.data_parallel.replicas import describe_layout
@@ -81,6 +83,7 @@ class ParameterServerWorker(Rank):
             callbacks: as of a :class:`~gradbus.Worker`.
         """
         super().__init__(workers, task, config, callbacks)
+        self._place = place_in(workers)
         self._network = network
         self._settings = settings
         self._on_open = on_open
@@ -138,15 +141,16 @@ class ParameterServerWorker(Rank):
         finally:
             self._seconds = time.perf_counter() - self._started_s
             self._compute.close()
-            self._training.close()
+            if self._loaded is not None:
+                self._loaded.close()
             self.profile.close()
 
     # The start
 
     async def _open(self) -> None:
-        config, settings, training = self._config, self._settings, self._training
+        config, settings = self._config, self._settings
         check_config(config)
-        await self._compute.run(training.open)
+        training = await self._load(self._place)
         self._pieces = assign(training.trained, self._roles.servers, settings.cut_bytes)
         held = max(sum(piece.nbytes for piece in own) for own in self._pieces)
         self._max_bytes = largest(held, state_bytes_of(self.model))
@@ -344,7 +348,7 @@ class ParameterServerWorker(Rank):
         training.compute(step, profile)
         if not step.batches:
             return None
-        if not step.gradients_are_finite():
+        if not gradients_are_finite(step.gradients):
             step.is_finite, step.skipped_by = False, (self._rank,)
             return None
         gradients = {name: tensor for bucket in step.gradients for name, tensor in bucket.tensors.items()}

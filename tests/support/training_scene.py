@@ -19,7 +19,7 @@ from gradbus.actors.data_parallel.step import TrainingStep
 from gradbus.actors.data_parallel.stepping import GradientStepper, StepperParts
 from gradbus.actors.data_parallel.training import ShardTraining
 from gradbus.experiments.simulate.lockstep import Lockstep
-from gradbus.runtime.algorithms.base import Step
+from gradbus.runtime.algorithms.base import Place, Step, algorithm_maker
 from gradbus.runtime.compute import ComputeThread
 from gradbus.runtime.config.data_parallel import DataParallelConfig
 from gradbus.runtime.profiling.profile import Profile
@@ -74,8 +74,8 @@ class Scene:
     def __init__(self, world: int = 1, **settings: Any) -> None:
         self.config = DataParallelConfig(**nested(settings))
         self.group = Calls(world)
-        self.training = ShardTraining(self.config, self.group, Task(), lambda: False)  # type: ignore[arg-type]
-        self.training.open()
+        make = algorithm_maker(self.config.algorithm)
+        self.training = ShardTraining(self.config, Place(0, world), Task(), make, should_stop=lambda: False)
         self.training.start_epoch(EpochPlan((100,)), Position())
         self.net = self.training.model
         self.done = 0
@@ -114,7 +114,7 @@ class Scene:
     def save(self, state: WorkerState, position: Position, *, num_batches: int, report: EpochReport | None) -> None:
         """What rank 0 saves."""
         training = self.training
-        tensors = RunTensors(training.own_state(), training.shared_state(), model_tensors(self.net))
+        tensors = RunTensors(training.state.own(), training.state.shared(), model_tensors(self.net))
         state.save(9, position, self.net, tensors, num_batches=num_batches, report=report)
 
     @property

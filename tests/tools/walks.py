@@ -12,16 +12,16 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import dis
 import functools
 import multiprocessing
 import os
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -97,7 +97,7 @@ class Tracer:
     def __call__(self, frame: FrameType, event: str, _: object) -> None:
         """For :func:`sys.setprofile`."""
         walk = self._open
-        if walk is None or event != "call":
+        if walk is None or event != "call" or frame.f_lasti > _first_of(frame.f_code):
             return
         if file := _file_of(frame):
             caller = "" if frame.f_back is None else _file_of(frame.f_back)
@@ -113,6 +113,12 @@ class Tracer:
     def __exit__(self, *_: object) -> None:
         sys.setprofile(None)
         threading.setprofile(None)  # type: ignore[arg-type]  # as sys.setprofile takes it
+
+
+@functools.cache
+def _first_of(code: CodeType) -> int:
+    """Where a function begins. One that waits for something, or yields, goes on behind it: it was entered before."""
+    return next((one.offset for one in dis.get_instructions(code) if one.opname == "RESUME"), 0)
 
 
 def _file_of(frame: FrameType) -> str:

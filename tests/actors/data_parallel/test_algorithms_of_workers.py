@@ -49,7 +49,7 @@ CASES: dict[str, dict[str, Any]] = {
 def state_of(outcome: Outcome) -> dict[str, torch.Tensor]:
     """All that a rank would save."""
     training = training_of(outcome.worker)
-    return {**training.own_state(), **training.shared_state()}
+    return {**training.state.own(), **training.state.shared()}
 
 
 class Double(nn.Module):
