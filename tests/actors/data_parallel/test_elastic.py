@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 import gradbus
 from gradbus.actors import ElasticPlace, ElasticWorker, EpochReport
-from gradbus.actors.data_parallel import elastic, joining
+from gradbus.actors.data_parallel import elastic, joining, state_copies
 from gradbus.actors.data_parallel.callbacks import StopVotes
 from gradbus.actors.data_parallel.joining import StateTransfer
 from gradbus.actors.data_parallel.replicas import Replicas
@@ -771,7 +771,7 @@ def test_a_broken_copy_is_taken_again_from_another_process(
     if where == "on its way":
         change_pieces(monkeypatch, break_piece)
     else:
-        monkeypatch.setattr(elastic, "copied", copied)
+        monkeypatch.setattr(state_copies, "copied", copied)
 
     ranks = play(place, one_joins_and_trains(at=3, steps=3), epochs=LONG)
     assert ranks[0].error is ranks[1].error is ranks[4].error is None
@@ -849,7 +849,7 @@ class SharedStates:
             algorithm = training_of(worker).algorithm
             groups[algorithm] = group.name
             await begin(worker, group, generation)
-            self._note(group.name, worker._stepper.ended_exchanges, algorithm)  # noqa: SLF001 - no report has them
+            self._note(group.name, worker._part.stepper.ended_exchanges, algorithm)  # noqa: SLF001 - no report has them
             state = algorithm.shared_state() | algorithm.own_state()
             kept = {name: tensor.clone() for name, tensor in state.items()}
             self.begun.setdefault(generation, {})[group.rank] = kept
