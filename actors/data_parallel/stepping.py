@@ -30,7 +30,7 @@ class StepperParts:
         group: of the ranks that make the steps. timeout_s: of each request.
         training: model, data and algorithm. compute: the thread of ``training``. profile: of this process.
         on_sent: called with the number of a step, from 1 on, when its gradients are computed, and on their way if there
-            is no delay.
+            is no delay; None: nothing is.
     """
 
     group: Group
@@ -38,7 +38,7 @@ class StepperParts:
     training: ShardTraining
     compute: ComputeThread
     profile: Profile
-    on_sent: Callable[[int], object]
+    on_sent: Callable[[int], object] | None = None
 
 
 class Stepper(ABC):
@@ -61,7 +61,7 @@ class Stepper(ABC):
         self._algorithm = parts.training.algorithm
         self._compute = parts.compute
         self._profile = parts.profile
-        self._on_sent = parts.on_sent
+        self._on_sent = parts.on_sent or (lambda number: None)
         self._exchanges: list[StepExchange] = []  # that have not ended
         self.loss = MeanLoss(position.mean_loss, is_needed=self._algorithm.needs_loss)
         self.ended_exchanges = position.ended_exchanges

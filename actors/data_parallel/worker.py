@@ -263,7 +263,7 @@ class Worker(Rank):
         config, training = self._config, self._training
         parts = StepperParts(
             self._group, config.timeouts.collective_s, training, self._compute, self.profile,
-            on_sent=partial(self._probe.reached, "after_send"),
+            on_sent=partial(self._probe.reached, "after_send") if self._probe.fail.is_armed else None,
         )  # fmt: skip
         if training.algorithm.scope == "weights":
             return WeightStepper(

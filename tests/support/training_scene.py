@@ -83,7 +83,7 @@ class Scene:
     def send(self, *, active: int | None = None) -> TrainingStep:
         """Compute a step's gradients, and start its programs."""
         parts = StepperParts(
-            self.group, self.config.timeouts.collective_s, self.training, ComputeThread("scene"), Profile(0), print  # type: ignore[arg-type]
+            self.group, self.config.timeouts.collective_s, self.training, ComputeThread("scene"), Profile(0)  # type: ignore[arg-type]
         )  # fmt: skip
         stepper = GradientStepper(parts, Position(), overlap=self.config.overlap)
         step = self._next()

@@ -1,10 +1,9 @@
 """The files of gradbus that a run enters on one way, such as that of a bucket of gradients: traced in a real run.
 
-    make walks                                                       # all ways
-    PYTHONPATH=tests/tools .venv/bin/python -P -m walks bucket       # one of them, file by file
+    PYTHONPATH=tests/tools .venv/bin/python -P -m walks bucket             # or client, controller, command
 
 A file is entered when one of its functions is called, on any thread of the process that is traced. What modules do when
-they are imported does not count.
+they are imported does not count, nor does a coroutine that goes on after an await.
 """
 
 from __future__ import annotations
@@ -14,11 +13,13 @@ import asyncio
 import contextlib
 import dis
 import functools
+import json
 import multiprocessing
 import os
 import sys
+import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType, FrameType
@@ -35,6 +36,8 @@ from gradbus.runtime import logs
 
 PACKAGES = ("actors", "codecs", "experiments", "models", "runtime")
 BUCKET_STEPS = 6
+ROUNDS = 3
+START_S = 60.0  # for the other process to end
 _ROOT = f"{Path(gradbus.actors.__file__).resolve().parents[1]}/"
 
 
@@ -112,7 +115,7 @@ class Tracer:
 
     def __exit__(self, *_: object) -> None:
         sys.setprofile(None)
-        threading.setprofile(None)  # type: ignore[arg-type]  # as sys.setprofile takes it
+        threading.setprofile(None)
 
 
 @functools.cache
@@ -150,55 +153,169 @@ def _preceded(method: Callable[..., Any], call: Callable[[], None]) -> Callable[
     return preceded
 
 
+@contextlib.contextmanager
+def _beside(function: Callable[..., None], *arguments: Any) -> Iterator[None]:
+    """Run a function in a process of its own until it returns, beside the block."""
+    other = multiprocessing.get_context("spawn").Process(target=function, args=arguments, daemon=True)
+    other.start()
+    try:
+        yield
+        other.join(START_S)
+    finally:
+        if other.is_alive():
+            other.kill()
+
+
+def _run(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    torch.set_num_threads(1)
+    logs.configure(level="error")
+    asyncio.run(work())
+
+
 # A bucket
 
 
 def bucket(domain: int) -> list[Walk]:
     """The steps of rank 0 of two, each a process: from the first bucket that is complete until the mean gradients are
     in all buckets, and the optimizer takes them."""
-    job = f"walks-{os.getpid()}"
-    other = multiprocessing.get_context("spawn").Process(target=_run_rank, args=(job, domain, 1))
-    other.start()
-    tracer = Tracer()
-    try:
-        # torch keeps the buckets' hooks, so the moment is a method that they call.
-        with moments((GradientBuckets, "_complete", tracer.begin), (RunOptimizer, "step", tracer.end)), tracer:
-            _run_rank(job, domain, 0)
-    finally:
-        other.join(60.0)
-        if other.is_alive():
-            other.kill()
+    job, tracer = f"walks-{os.getpid()}", Tracer()
+    # The hooks of a model hold the buckets, so the moment is a method that they call.
+    begins, ends = (GradientBuckets, "_complete", tracer.begin), (RunOptimizer, "step", tracer.end)
+    with _beside(_run_rank, job, domain, 1), moments(begins, ends), tracer:
+        _run_rank(job, domain, 0)
     return tracer.walks[1:]  # some things are made in the first step
 
 
 def _run_rank(job: str, domain: int, rank: int) -> None:
-    torch.set_num_threads(1)
-    logs.configure(level="error")
-
     async def train() -> None:
-        task = ClassificationTask(
-            functools.partial(mnist_mlp, hidden=600), lambda: glyphs(train=32 * BUCKET_STEPS, test=16), batch_size=16
-        )
+        data = functools.partial(glyphs, train=32 * BUCKET_STEPS, test=16)
+        task = ClassificationTask(functools.partial(mnist_mlp, hidden=600), data, batch_size=16)
         async with (
             gradbus.connect(job, domain=domain, load_actors=False) as bus,
             gradbus.join_group(bus, rank=rank, world=2) as group,
         ):
             await gradbus.Worker(group, task, gradbus.DataParallelConfig()).run()
 
-    asyncio.run(train())
+    _run(train)
+
+
+# An update
+
+
+def client(domain: int) -> list[Walk]:
+    """The rounds of a client: from the end of its training until the controller has its update."""
+    job, tracer = f"walks-{os.getpid()}", Tracer()
+    with _beside(_run_controller, job, domain), tracer:
+        _run_client(job, domain, tracer)
+    return tracer.walks[1:]
+
+
+def controller(domain: int) -> list[Walk]:
+    """The rounds of a controller with one client: from the request of the update until the next model is computed."""
+    from gradbus.actors.federated.updates_in import UpdateReceiver  # a rank loads nothing of federated learning
+
+    job, tracer = f"walks-{os.getpid()}", Tracer()
+    with _beside(_run_client, job, domain), moments((UpdateReceiver, "on_request", tracer.begin)), tracer:
+        _run_controller(job, domain, tracer)
+    return tracer.walks[1:]
+
+
+class _Ends:
+    """A callback that ends a walk: at a client with the report of a round, at a controller with the new model."""
+
+    def __init__(self, tracer: Tracer) -> None:
+        self._tracer = tracer
+
+    def on_report(self, _report: Any) -> None:
+        self._tracer.end()
+
+    def on_aggregate(self, _report: Any) -> None:
+        self._tracer.end()
+
+
+class SmallTask(ClassificationTask):
+    """A small task. The end of its training begins a walk."""
+
+    def __init__(self, tracer: Tracer | None = None) -> None:
+        super().__init__(mnist_mlp, functools.partial(glyphs, train=64, test=16), batch_size=16)
+        self._tracer = tracer
+
+    def train(self, *arguments: Any, **keywords: Any) -> Any:
+        outcome = super().train(*arguments, **keywords)
+        if self._tracer is not None:
+            self._tracer.begin()
+        return outcome
+
+
+def _run_controller(job: str, domain: int, tracer: Tracer | None = None) -> None:
+    async def lead() -> None:
+        config = gradbus.FederatedConfig.model_validate({"rounds": ROUNDS, "clients": {"num": 1, "min": 1}})
+        callbacks = [] if tracer is None else [_Ends(tracer)]
+        async with gradbus.connect(job, domain=domain) as bus:
+            await gradbus.Controller(bus, SmallTask(), config, callbacks=callbacks).run()
+
+    _run(lead)
+
+
+def _run_client(job: str, domain: int, tracer: Tracer | None = None) -> None:
+    async def follow() -> None:
+        callbacks = [] if tracer is None else [_Ends(tracer)]
+        async with gradbus.connect(job, domain=domain) as bus:
+            await gradbus.Client(bus, SmallTask(tracer), client_id=0, callbacks=callbacks).run()
+
+    _run(follow)
+
+
+# A command
+
+
+def command(domain: int) -> list[Walk]:
+    """From the command ``gradbus controller FILE`` until its first round opens."""
+    from gradbus.__main__ import main as gradbus_command
+    from gradbus.actors.federated.updates_in import UpdateReceiver
+
+    job, tracer = f"walks-{os.getpid()}", Tracer()
+    with tempfile.TemporaryDirectory(prefix="gradbus-walks-") as folder:
+        settings = {
+            "bus": {"job": job, "domain": domain}, "task": {"task": "walks:SmallTask"}, "run_dir": f"{folder}/run",
+            "federated": {"rounds": 1, "clients": {"num": 1, "min": 1}},
+        }  # fmt: skip
+        file = Path(folder, "controller.json")
+        file.write_text(json.dumps(settings))
+        with (
+            _beside(_run_client, job, domain), moments((UpdateReceiver, "open", tracer.end)), tracer,
+            _command_line("gradbus", "controller", str(file)),
+        ):  # fmt: skip
+            tracer.begin()
+            gradbus_command()
+    return tracer.walks
+
+
+@contextlib.contextmanager
+def _command_line(*arguments: str) -> Iterator[None]:
+    """Run the block as a command with these arguments; its exit ends the block."""
+    before, sys.argv = sys.argv, list(arguments)
+    try:
+        with contextlib.suppress(SystemExit):
+            yield
+    finally:
+        sys.argv = before
+
+
+WALKS: dict[str, Callable[[int], list[Walk]]] = {
+    "bucket": bucket, "client": client, "controller": controller, "command": command
+}  # fmt: skip
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--domain", type=int, default=72)
+    parser.add_argument("walk", choices=WALKS, help="the way whose files are printed")
+    parser.add_argument("--domain", type=int, default=72, help="DDS domain of the run")
     options = parser.parse_args(arguments)
-    walks = bucket(options.domain)
-    for number, walk in enumerate(walks):
-        print(number, len(walk.files))
-    print(walks[2].text("bucket"))
-    print(len(set.intersection(*(set(w.files) for w in walks))), len(set.union(*(set(w.files) for w in walks))))
-    once = set.union(*(set(w.files) for w in walks)) - set.intersection(*(set(w.files) for w in walks))
-    print("not always", once)
+    walks = WALKS[options.walk](options.domain)
+    counts = sorted(len(walk.files) for walk in walks)
+    print(walks[len(walks) // 2].text(options.walk))
+    print(f"{options.walk}: {counts[len(counts) // 2]} files, the median of {len(counts)} walks: {counts}", flush=True)
 
 
 if __name__ == "__main__":
