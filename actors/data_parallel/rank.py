@@ -82,16 +82,14 @@ class Rank(ABC):
 
     @property
     def _training(self) -> ShardTraining:
-        """Return model, data and algorithm. Raises RuntimeError: they are not loaded yet."""
+        """Return model, data and algorithm. Raises AttributeError: they are not loaded yet."""
         if self._loaded is None:
-            raise RuntimeError(
-                "this worker has no model yet: it is built when run() or epochs() begins, see on_open of the worker"
-            )
+            raise AttributeError("this worker has no model yet: it is built when run() or epochs() begins")
         return self._loaded
 
     @property
     def model(self) -> nn.Module:
-        """The live module, once the run has started. It is changed by every step."""
+        """The live module, changed by every step. Raises AttributeError: the run has not started."""
         return self._training.model
 
     async def state_dict(self) -> dict[str, Any]:
