@@ -35,10 +35,10 @@ from gradbus.actors.data_parallel.buckets import gradients_are_finite
 from gradbus.actors.data_parallel.epoch_plan import EpochPlan
 from gradbus.actors.data_parallel.late_stepping import LateStepper
 from gradbus.actors.data_parallel.mean_loss import summed
+from gradbus.actors.data_parallel.parameter_exchange import ExchangeRules, ParameterExchange, WeightCopy
 from gradbus.actors.data_parallel.state import Position
 from gradbus.actors.data_parallel.step import TrainingStep
 from gradbus.actors.data_parallel.stepping import StepperParts
-from gradbus.actors.data_parallel.weight_exchange import ExchangeRules, WeightCopy, WeightExchange
 from gradbus.codecs.base import are_finite
 from gradbus.runtime.algorithms.base import Step, bucket_of
 from gradbus.runtime.algorithms.live_weights import restart
@@ -46,7 +46,7 @@ from gradbus.runtime.logs import get_logger
 from gradbus.runtime.profiling.profile import Profile, StepProfile
 
 
-class WeightStepper(LateStepper[WeightExchange]):
+class WeightStepper(LateStepper[ParameterExchange]):
     """Steps whose weights are exchanged, in some of them or in all."""
 
     def __init__(
@@ -65,7 +65,9 @@ class WeightStepper(LateStepper[WeightExchange]):
             waits_for_all=waits_for_all or algorithm.overlaps, commits_late=waits_for_all and self._delay > 0,
         )  # fmt: skip
         self._max_nonfinite_steps = max_nonfinite_steps
-        self._unsettled: deque[tuple[WeightExchange, asyncio.Task[None]]] = deque()  # applied, perhaps to be taken back
+        self._unsettled: deque[tuple[ParameterExchange, asyncio.Task[None]]] = (
+            deque()
+        )  # applied, perhaps to be taken back
         self._log = get_logger("worker", rank=algorithm.place.rank)
 
     async def step(self, plan: EpochPlan, position: Position, profile: StepProfile) -> list[TrainingStep]:
@@ -123,7 +125,7 @@ class WeightStepper(LateStepper[WeightExchange]):
         await self._settle(profile)
         programs = self._open_exchange(step.number)
         copy = await self._compute.run(self._copy_weights)
-        exchange = WeightExchange(
+        exchange = ParameterExchange(
             step, programs, self._rules, copy, as_begun=as_begun,
             is_diverging=0 < self._max_nonfinite_steps <= skipped_in_row,
         )  # fmt: skip
@@ -137,13 +139,13 @@ class WeightStepper(LateStepper[WeightExchange]):
                 await self._result_of(exchange, task)
         self._waited(started_s, time.perf_counter(), profile)
 
-    async def _result_of(self, exchange: WeightExchange, task: asyncio.Task[None]) -> None:
+    async def _result_of(self, exchange: ParameterExchange, task: asyncio.Task[None]) -> None:
         await exchange.has_result.wait()
         if task.done():
             await task
 
     def _arrived(
-        self, exchange: WeightExchange, task: asyncio.Task[None], profile: Profile | StepProfile, *,
+        self, exchange: ParameterExchange, task: asyncio.Task[None], profile: Profile | StepProfile, *,
         waited_since_s: float,
     ) -> None:  # fmt: skip
         if self._delay:
@@ -202,12 +204,12 @@ class WeightStepper(LateStepper[WeightExchange]):
         if not step.is_finite:
             step.skipped_by = (self._algorithm.place.rank,)
 
-    def _apply_late(self, exchange: WeightExchange, profile: Profile | StepProfile) -> None:
+    def _apply_late(self, exchange: ParameterExchange, profile: Profile | StepProfile) -> None:
         self.ended_exchanges += 1
         if not exchange.apply(self._training.trained):
             self._restart()
 
-    def _take_back(self, exchange: WeightExchange) -> None:
+    def _take_back(self, exchange: ParameterExchange) -> None:
         self.skipped_exchanges += 1
         self._log.warning("exchange skipped: NaN or infinity", step=exchange.step.number + 1)
         exchange.take_back(self._training.trained)

@@ -29,11 +29,11 @@ from gradbus.actors import ElasticPlace, ElasticWorker, EpochReport
 from gradbus.actors.data_parallel import elastic, joining, state_copies
 from gradbus.actors.data_parallel.callbacks import StopVotes
 from gradbus.actors.data_parallel.joining import StateTransfer
+from gradbus.actors.data_parallel.parameter_exchange import ParameterExchange
 from gradbus.actors.data_parallel.replicas import Replicas
 from gradbus.actors.data_parallel.state import WorkerState
 from gradbus.actors.data_parallel.step import TrainingStep
 from gradbus.actors.data_parallel.training import ShardTraining
-from gradbus.actors.data_parallel.weight_exchange import WeightExchange
 from gradbus.actors.data_parallel.weights import WeightStepper
 from gradbus.models import ClassificationTask, Metric, glyphs
 from gradbus.runtime.algorithms.base import Algorithm, Step, TensorBucket
@@ -854,7 +854,7 @@ class SharedStates:
             kept = {name: tensor.clone() for name, tensor in state.items()}
             self.begun.setdefault(generation, {})[group.rank] = kept
 
-        def apply_and_note(stepper: WeightStepper, exchange: WeightExchange, profile: Any) -> None:
+        def apply_and_note(stepper: WeightStepper, exchange: ParameterExchange, profile: Any) -> None:
             apply(stepper, exchange, profile)
             self._note(groups[algorithm_of(stepper)], stepper.ended_exchanges, algorithm_of(stepper))
 
@@ -930,7 +930,7 @@ def test_a_late_result_that_no_rank_has_applied_when_the_group_is_lost_leaves_no
     place: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     states = SharedStates(monkeypatch)
-    wait, conclude = WeightStepper._wait_before, WeightExchange.conclude  # noqa: SLF001 - it is lost between the two
+    wait, conclude = WeightStepper._wait_before, ParameterExchange.conclude  # noqa: SLF001 - it is lost between the two
     before: dict[int, dict[str, Tensor]] = {}  # of each rank, when the first exchange was applied
     lost: set[int] = set()
 
@@ -944,13 +944,13 @@ def test_a_late_result_that_no_rank_has_applied_when_the_group_is_lost_leaves_no
             before[rank] = algorithm.shared_state() | algorithm.own_state()
             raise PeerLost("world_1", {1 - rank: "has gone"})
 
-    def conclude_on_rank_0(exchange: WeightExchange) -> None:
+    def conclude_on_rank_0(exchange: ParameterExchange) -> None:
         """The result has come to rank 0 alone."""
         if exchange.step.number != 7 or exchange.algorithm.place.rank != 1 or lost:
             conclude(exchange)
 
     monkeypatch.setattr(WeightStepper, "_wait_before", wait_and_lose)
-    monkeypatch.setattr(WeightExchange, "conclude", conclude_on_rank_0)
+    monkeypatch.setattr(ParameterExchange, "conclude", conclude_on_rank_0)
 
     def scene(cast: Cast) -> None:
         for number in range(2):

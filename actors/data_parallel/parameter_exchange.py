@@ -49,7 +49,7 @@ class WeightCopy:
     before: Tensor | None
 
 
-class WeightExchange:
+class ParameterExchange:
     """The exchange of the weights of one step.
 
     Attributes:
