@@ -307,7 +307,7 @@ class ShardTraining:
         self._recorded = None
 
     def model_is_finite(self, tensors: Mapping[str, Tensor]) -> bool:
-        """Return whether all that is finite in a model at the start is so in these :func:`model_tensors`."""
+        """Return whether all that was finite in the model at the start is so in these tensors, by name."""
         return are_finite([tensors[name] for name in self._finite_names])
 
     def loss_sum(self) -> float:
