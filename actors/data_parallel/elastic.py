@@ -41,6 +41,7 @@ from torch import Tensor
 from gradbus.actors.data_parallel.algorithm import MakeAlgorithm, place_in
 from gradbus.actors.data_parallel.callbacks import StopVotes
 from gradbus.actors.data_parallel.elastic_plan import ElasticPlan
+from gradbus.actors.data_parallel.elastic_start import elastic_position, newest_checkpoint, steps_of_run
 from gradbus.actors.data_parallel.epoch_plan import EpochPlan
 from gradbus.actors.data_parallel.joining import BrokenCopy
 from gradbus.actors.data_parallel.joint_checkpoints import HeldDirectory
@@ -56,7 +57,6 @@ from gradbus.actors.data_parallel.state import (
     RunTensors,
     SavedRank,
     WorkerState,
-    check_same_batches,
     position_of,
 )
 from gradbus.actors.data_parallel.state_copies import StateCopies, assign_donors
@@ -303,8 +303,7 @@ class ElasticWorker(Worker):
         training = await self._load(Place(self._place.number, self._place.number + 1))
         if config.checkpoint.dir is not None and self._place.number == 0 and self._place.founders:
             await self._compute.run(self._directory.hold, begins=True)
-            self._saved = await self._compute.run(self._find_checkpoint)
-            await self._compute.run(self._check_data)
+            self._saved = await self._compute.run(newest_checkpoint, config, training)
         self._data = await self._compute.run(training.data_facts)
         return {
             "model": _hash(describe_layout(self.model)), "settings": _hash(self._shared_settings()),
@@ -312,34 +311,6 @@ class ElasticWorker(Worker):
             # added would fail all ranks that look for it.
             "data": _hash(self._data), "version": _hash([PROTOCOL, VERSION, POSITION_FIELDS]),
         }  # fmt: skip
-
-    def _find_checkpoint(self) -> Checkpoint | None:
-        """The newest one that is whole. Raises CheckpointError: there are some, but none is."""
-        faults = []
-        with contextlib.closing(WorkerState(self._config, 0, 1, label=self._training.label)) as state:
-            for step in reversed(state.steps()):
-                try:
-                    checkpoint = state.load(step)
-                except CheckpointError as error:
-                    faults.append(str(error))
-                else:
-                    state.delete_later(step)
-                    return checkpoint
-        if faults:
-            raise CheckpointError(f"all checkpoints are damaged or of another run: {'; '.join(faults)}")
-        return None
-
-    def _check_data(self) -> None:
-        """Before there is a group: so this founder ends by itself. Raises CheckpointError: the place in the epoch that
-        was saved means other batches now."""
-        if self._saved is None:
-            return
-        saved = SavedRank.of(self._saved)
-        if saved.epoch_step:
-            # Of a fixed world they are rank 0's alone. Of elastic ranks they are of all together: its world is 1.
-            now = self._training.num_batches(saved.epoch, (0, saved.world))
-            of = "of all ranks" if saved.epoch_batches else f"on rank 0 of {saved.world}"
-            check_same_batches(saved.epoch, saved.num_batches, now, of=of)
 
     # The beginning of a generation
 
@@ -423,19 +394,13 @@ class ElasticWorker(Worker):
             return
         config, training = self._config, self._training
         if not schedule_steps:
-            in_epoch = ElasticPlan.rest_of(
-                training.num_batches(0), world, config.accumulation_steps, done=0, first_step=0
-            ).steps
-            schedule_steps = min(in_epoch * config.epochs, config.max_steps or in_epoch * config.epochs)
+            schedule_steps = steps_of_run(config, training, world)
         self._schedule_steps = schedule_steps
         training.optimizer.start_schedule(schedule_steps)
         if self._saved is not None:
             saved = SavedRank.of(self._saved)
             training.state.restore(self._saved, self._group.rank)
-            self._position = position_of(self._saved)
-            if self._position.epoch_step and not self._position.epoch_batches:  # saved by a run of a fixed world
-                steps = self._position.epoch_step * config.accumulation_steps * saved.world
-                self._position.epoch_batches = min(steps, training.num_batches(self._position.epoch))
+            self._position = elastic_position(self._saved, config, training)
             self._run_id = int(saved.run_id, 16)
             self._report = saved.report
             self._saved = None
