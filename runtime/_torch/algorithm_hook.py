@@ -111,8 +111,7 @@ def with_algorithm(
         hook.close()
         raise ConfigError(f"{name}: {fault}")
     if ddp is not None:
-        hook.leaves_out_unused = ddp.find_unused_parameters or ddp.static_graph
-        ddp.register_comm_hook(hook, exchange)
+        hook.attach(ddp)
     if hook.algorithm.scope == "weights":
         hook.call_before_forward(model)
     return hook
@@ -316,6 +315,12 @@ class AlgorithmHook:
         """The gradients of the last exchange were not used, as when a loss scaler has left the step out. Call it on all
         ranks, before the next one. Without effect with a delay, or after the optimizers' step."""
         self._programs.call(self._conclude, self._runs.newest, True)
+
+    def attach(self, ddp: DistributedDataParallel) -> None:
+        """Have a model exchange its gradients by this hook. What its steps may leave unused is left out, if it looks
+        for that."""
+        self.leaves_out_unused = ddp.find_unused_parameters or ddp.static_graph
+        ddp.register_comm_hook(self, exchange)
 
     def call_before_forward(self, model: nn.Module) -> None:
         """Have :meth:`start_forward` called before each forward pass of a model."""
