@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from torch import Tensor
 
-from gradbus.runtime.algorithms.base import ALGORITHMS, Algorithm, Place, make_algorithm
+from gradbus.runtime.algorithms.base import ALGORITHMS, Algorithm, Place
 from gradbus.runtime.collectives import Group
 from gradbus.runtime.collectives.staging import check_devices
 from gradbus.runtime.config.data_parallel import DataParallelConfig
@@ -73,20 +73,21 @@ class AlgorithmLabel:
         return f"{self.name} {json.dumps(self.changed, sort_keys=True)}" if self.changed else self.name
 
 
+def place_in(group: Group) -> Place:
+    """Return where this rank is among those of a group, and on which hosts they are."""
+    return Place(group.rank, group.world, tuple(member.node for member in group.members))
+
+
 def start_algorithm(
-    config: DataParallelConfig, group: Group, trained: Mapping[str, Tensor], make: MakeAlgorithm | None = None
+    config: DataParallelConfig, place: Place, trained: Mapping[str, Tensor], make: MakeAlgorithm
 ) -> tuple[Algorithm, AlgorithmLabel]:
     """An algorithm that can work with these parameters, and its label.
-
-    Args:
-        make: makes it, in place of what the configuration names.
 
     Raises:
         ConfigError: it cannot, with the reason.
     """
-    place = Place(group.rank, group.world, tuple(member.node for member in group.members))
-    chosen = config.algorithm
-    algorithm = make_algorithm(chosen.name, place, chosen.options) if make is None else make(place)
+    algorithm = make(place)
+    algorithm.may_give_up = config.elastic.is_on
     label = AlgorithmLabel.of(algorithm)
     check_devices(label.name, trained)
     if algorithm.scope == "step" and len({(p.dtype, p.device) for p in trained.values()}) > 1:

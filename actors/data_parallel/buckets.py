@@ -7,13 +7,17 @@ are filled in reverse order of the parameters. The gradients *are* the buckets: 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from gradbus.codecs.base import are_finite
 from gradbus.runtime.algorithms.base import TensorBucket, views_of
+
+Launch = Callable[[TensorBucket], object]
 
 
 def assign_buckets(
@@ -56,6 +60,11 @@ def assign_buckets(
     return buckets
 
 
+def gradients_are_finite(buckets: Sequence[TensorBucket]) -> bool:
+    """Return whether the gradients in these buckets are finite, as they are now."""
+    return are_finite([bucket.flat for bucket in buckets])
+
+
 @dataclass(slots=True, eq=False)
 class Bucket:
     """Gradients that travel together.
@@ -76,29 +85,31 @@ class Bucket:
 class GradientBuckets:
     """The buckets of one model. All methods but :meth:`close` are for the thread that computes.
 
-        buckets.begin()                     # gradients are zero
+        buckets.begin(launch=...)           # gradients are zero
         backward of all batches but the last
+        buckets.mark_unless(finite)         # a bucket of a loss that is not finite says so to all ranks
         buckets.enable_overlap()            # from here on a bucket that is full is launched at once
         backward of the last one
         buckets.flush()                     # a parameter without a gradient counts as zeros
 
     A step that ends in an exception needs no cleanup: the next :meth:`begin` starts afresh.
+
+    Attributes:
+        are_finite: whether all buckets of this step were, as far as somebody has looked.
     """
 
-    def __init__(
-        self, parameters: Mapping[str, Tensor], launch: Callable[[TensorBucket], object], *,
-        assignment: Sequence[Sequence[int]], sets: int = 1,
-    ) -> None:  # fmt: skip
+    def __init__(self, parameters: Mapping[str, Tensor], *, assignment: Sequence[Sequence[int]], sets: int = 1) -> None:
         """Make the buckets and put hooks on the parameters.
 
         Args:
             parameters: those that are trained, by name, in the order of the model, the same on all ranks.
-            launch: starts the exchange of a bucket. It may be called by a hook, in the midst of the backward pass, and
-                must not wait.
             assignment: positions of the parameters in each bucket, as :func:`assign_buckets` gives them.
             sets: of memory.
         """
-        self._launch = launch
+        self._launch: Launch | None = None  # of this step, as the next three
+        self._looks = False
+        self._loss_is_finite: Tensor | None = None
+        self.are_finite = True
         self._overlaps = False
         names, tensors = list(parameters), list(parameters.values())
         self._buckets = [
@@ -126,15 +137,20 @@ class GradientBuckets:
             hook.remove()
         self._hooks = []
 
-    def begin(self, number: int = 0) -> list[TensorBucket]:
+    def begin(self, number: int = 0, launch: Launch | None = None, *, looks: bool = False) -> list[TensorBucket]:
         """Start a step: every gradient is zero, and lies in its bucket whatever was done to ``p.grad`` meanwhile.
 
         Args:
             number: of the set of memory to use.
+            launch: starts the exchange of a bucket. It may be called by a hook, in the midst of the backward pass, and
+                must not wait. None: buckets are not launched.
+            looks: find out whether each bucket is finite before it is launched, see ``are_finite``.
 
         Returns:
             The buckets in it.
         """
+        self._launch, self._looks = launch, looks
+        self._loss_is_finite, self.are_finite = None, True
         self._overlaps = False
         for bucket in self._buckets:
             bucket.current = bucket.sets[number]
@@ -149,6 +165,11 @@ class GradientBuckets:
         for bucket in self._buckets:
             for parameter, view in zip(bucket.parameters, bucket.sets[number].tensors.values(), strict=True):
                 parameter.grad = view
+
+    def mark_unless(self, is_finite: Tensor) -> None:
+        """Have NaN put into each bucket that is launched from now on, if this is False: bool, shape (). What all ranks
+        make of it is not finite then."""
+        self._loss_is_finite = is_finite
 
     def enable_overlap(self) -> None:
         """The next backward pass is the last one of this step."""
@@ -186,4 +207,11 @@ class GradientBuckets:
                 view.copy_(parameter.grad)
             parameter.grad = view
         bucket.is_launched = True
-        self._launch(bucket.current)
+        flat = bucket.current.flat
+        if self._looks:
+            self.are_finite = are_finite([flat]) and self.are_finite
+        if self._loss_is_finite is not None:  # it is not read, which would wait for the device
+            not_finite = ~self._loss_is_finite.to(flat.device)  # a model may lie on several
+            flat[:1].masked_fill_(not_finite, math.nan)
+        if self._launch is not None:
+            self._launch(bucket.current)

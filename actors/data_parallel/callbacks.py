@@ -14,6 +14,7 @@ them.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -56,18 +57,25 @@ class StopVotes:
     steps it would vote again, and the fewest count for all.
 
     Attributes:
+        after_steps, after_epochs: whether the ranks vote then.
         every: steps from the newest vote that was counted to the next one, equal on all ranks.
         ranks: that have voted for the end, in the newest vote.
         rest: whether a rank has voted for a rest, in any vote.
         ready: the ranks that have said that they are, in any vote.
+        newest_at, newest_s: the step of this rank's newest vote, or from which on it votes, and when that was, by
+            ``time.perf_counter``.
     """
 
-    def __init__(self, group: Group, *, timeout_s: float) -> None:
+    def __init__(self, group: Group, *, timeout_s: float, after_steps: bool, after_epochs: bool) -> None:
+        """``after_steps``, ``after_epochs``: whether the ranks vote then, equal on all of them."""
+        self.after_steps = after_steps
+        self.after_epochs = after_epochs
         self._group = group
         self._timeout_s = timeout_s
         self._handle: CollectiveHandle[list[bytes]] | None = None
         self._wanted_end = False  # this rank, in a vote that is not counted yet
         self.every = 1
+        self.newest_at, self.newest_s = 0, 0.0
         self.ranks: list[int] = []
         self.ready: set[int] = set()
         self.rest = False
@@ -87,7 +95,12 @@ class StopVotes:
         exponent = max(1, min(every, MAX_STEPS_BETWEEN_VOTES)).bit_length() - 1
         vote = bytes([_END * wants_end + _REST * wants_rest + _READY * is_ready + (exponent << _EVERY_SHIFT)])
         self._wanted_end = wants_end
+        self.begin_at(step)
         self._handle = self._group.all_gather(f"worker/stop/{name}", vote, round_id=step, timeout_s=self._timeout_s)
+
+    def begin_at(self, step: int) -> None:
+        """Count steps and time until the next vote from this step on."""
+        self.newest_at, self.newest_s = step, time.perf_counter()
 
     @property
     def is_pending(self) -> bool:

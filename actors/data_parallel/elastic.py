@@ -26,7 +26,6 @@ their number that tells who has the newest state. What none has applied is dropp
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import hashlib
 import json
@@ -35,23 +34,22 @@ import os
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, cast
 
 from torch import Tensor
 
-from gradbus.actors.data_parallel.algorithm import MakeAlgorithm
+from gradbus.actors.data_parallel.algorithm import MakeAlgorithm, place_in
 from gradbus.actors.data_parallel.callbacks import StopVotes
 from gradbus.actors.data_parallel.elastic_plan import ElasticPlan
-from gradbus.actors.data_parallel.joining import BrokenCopy, StateTransfer, copied
-from gradbus.actors.data_parallel.joint_checkpoints import held_together
+from gradbus.actors.data_parallel.elastic_start import elastic_position, newest_checkpoint, steps_of_run
+from gradbus.actors.data_parallel.epoch_plan import EpochPlan
+from gradbus.actors.data_parallel.joining import BrokenCopy
+from gradbus.actors.data_parallel.joint_checkpoints import HeldDirectory
 from gradbus.actors.data_parallel.replicas import (
     Replicas,
     check_equal,
     check_equal_layouts,
     describe_layout,
-    max_state_bytes,
-    model_tensors,
 )
 from gradbus.actors.data_parallel.report import EpochReport
 from gradbus.actors.data_parallel.state import (
@@ -59,14 +57,12 @@ from gradbus.actors.data_parallel.state import (
     RunTensors,
     SavedRank,
     WorkerState,
-    check_same_batches,
     position_of,
-    tensors_with,
 )
+from gradbus.actors.data_parallel.state_copies import StateCopies, assign_donors
 from gradbus.actors.data_parallel.task import DataParallelTask
-from gradbus.actors.data_parallel.training import EpochPlan
-from gradbus.actors.data_parallel.worker import Worker
-from gradbus.runtime.algorithms.base import Step
+from gradbus.actors.data_parallel.worker import GroupPart, Worker
+from gradbus.runtime.algorithms.base import Place, Step
 from gradbus.runtime.bus.bus import Bus, check_bus
 from gradbus.runtime.checkpoint import Checkpoint
 from gradbus.runtime.collectives import Group
@@ -167,22 +163,18 @@ class ElasticWorker(Worker):
         self._saved: Checkpoint | None = None
         self._unsaved: CheckpointError | None = None  # why this rank could not write the newest one
         self._plan: ElasticPlan | None = None
-        self._held_directory = contextlib.ExitStack()
-        self._holds_directory = False
-        self._follows: frozenset[int] = frozenset()  # ranks whose copy of the state is on its way: they get no data
-        self._held: Position | None = None  # where the tensors of this rank are, while it is one of these
-        self._transfer: StateTransfer | None = None
-        self._arriving: asyncio.Task[dict[str, Tensor]] | None = None
+        self._directory = HeldDirectory(config.checkpoint.dir)
+        self._of_generation: StateCopies | None = None
         self._generation = 0  # that this rank is in
         self._numbers: list[int] = []  # of its members
-        self._source = 0  # the rank whose copy this rank has, where it began without a state
-        self._joined: frozenset[int] = frozenset()  # ranks that did, until all have compared their parameters
         self._broken: list[int] = []  # numbers of the processes that have sent a broken copy
-        self._waits = 0  # how often ranks of this generation have told that they wait for copies
         self._generations: Generations | None = None
-        self._plan_began = 0  # the first step by the plan
-        self._voted_at = 0  # the step of the newest vote, or at which the generation has begun
-        self._voted_s = 0.0  # when that was
+
+    @property
+    def _copies(self) -> StateCopies:
+        """Return the copies of the state that are on their way in this generation."""
+        assert self._of_generation is not None, "no generation has begun"
+        return self._of_generation
 
     def _check_group(self, group: Group) -> None:
         """There is none yet: the constructor checks the place."""
@@ -241,7 +233,7 @@ class ElasticWorker(Worker):
             And as those of a Worker.
         """
         async with contextlib.AsyncExitStack() as stack:
-            stack.enter_context(self._held_directory)
+            stack.enter_context(self._directory)
             await stack.enter_async_context(self._running())
             traits = await self._prepare()
             elastic, timeouts = self._config.elastic, self._config.timeouts
@@ -306,14 +298,13 @@ class ElasticWorker(Worker):
             await self._give_up_step()
             generations.rest()
         finally:
-            await self._end_transfers()
+            await self._close_copies()
 
     # The start
 
     async def _prepare(self) -> dict[str, int]:
         """Load everything. Returns what must be equal on all members, as hashes."""
-        config, training = self._config, self._training
-        bus = self._place.bus
+        config, bus = self._config, self._place.bus
         log_timeouts(self._log, parallel_timeouts(config, lease_s=bus.remote_lease_s))
         if bus.remote_lease_s is not None and bus.has_default_lease:
             self._log.warning(
@@ -321,11 +312,10 @@ class ElasticWorker(Worker):
                 effect="when another machine is lost, all stand still for so long",
                 do=f"open the bus with lease_s={ELASTIC_LEASE_S:g}, or with another one that you choose",
             )  # fmt: skip
-        await self._compute.run(training.open)
+        training = await self._load(Place(self._place.number, self._place.number + 1))
         if config.checkpoint.dir is not None and self._place.number == 0 and self._place.founders:
-            await self._compute.run(self._hold_directory, True)
-            self._saved = await self._compute.run(self._find_checkpoint)
-            await self._compute.run(self._check_data)
+            await self._compute.run(self._directory.hold, begins=True)
+            self._saved = await self._compute.run(newest_checkpoint, config, training)
         self._data = await self._compute.run(training.data_facts)
         return {
             "model": _hash(describe_layout(self.model)), "settings": _hash(self._shared_settings()),
@@ -334,52 +324,16 @@ class ElasticWorker(Worker):
             "data": _hash(self._data), "version": _hash([PROTOCOL, VERSION, POSITION_FIELDS]),
         }  # fmt: skip
 
-    def _hold_directory(self, begins: bool) -> None:
-        """So that no second run goes on from the checkpoints of this one. Raises CheckpointError: another one does."""
-        folder = self._config.checkpoint.dir
-        if folder is not None and not self._holds_directory:
-            self._held_directory.enter_context(held_together(Path(folder), begins=begins))
-            self._holds_directory = True
-
-    def _find_checkpoint(self) -> Checkpoint | None:
-        """The newest one that is whole. Raises CheckpointError: there are some, but none is."""
-        faults = []
-        with contextlib.closing(WorkerState(self._config, 0, 1, label=self._training.label)) as state:
-            for step in reversed(state.steps()):
-                try:
-                    checkpoint = state.load(step)
-                except CheckpointError as error:
-                    faults.append(str(error))
-                else:
-                    state.delete_later(step)
-                    return checkpoint
-        if faults:
-            raise CheckpointError(f"all checkpoints are damaged or of another run: {'; '.join(faults)}")
-        return None
-
-    def _check_data(self) -> None:
-        """Before there is a group: so this founder ends by itself. Raises CheckpointError: the place in the epoch that
-        was saved means other batches now."""
-        if self._saved is None:
-            return
-        saved = SavedRank.of(self._saved)
-        if saved.epoch_step:
-            # Of a fixed world they are rank 0's alone. Of elastic ranks they are of all together: its world is 1.
-            now = self._training.num_batches(saved.epoch, (0, saved.world))
-            of = "of all ranks" if saved.epoch_batches else f"on rank 0 of {saved.world}"
-            check_same_batches(saved.epoch, saved.num_batches, now, of=of)
-
     # The beginning of a generation
 
     async def _begin(self, group: Group, generation: int) -> None:
         """Become a rank of this group, and have the newest state that one of its ranks has."""
         config, compute, training = self._config, self._compute, self._training
         self._group, self._generation = group, generation
-        self._is_resting = self._checked = False
-        self._waits = 0
-        self._votes = StopVotes(group, timeout_s=config.timeouts.collective_s)
-        self._replicas = Replicas(group, compute, self.model, timeout_s=config.timeouts.collective_s, probe=self._probe)
-        await compute.run(training.regroup, group)
+        self._is_resting, self._in_group = False, None
+        timeout_s = config.timeouts.collective_s
+        replicas = Replicas(group, compute, self.model, timeout_s=timeout_s, probe=self._probe)
+        await compute.run(training.regroup, place_in(group))
         stands = self._position if self._saved is None else position_of(self._saved)
         hello = {
             "settings": config.shared({"name": training.label.name, **training.label.options}),
@@ -390,12 +344,7 @@ class ElasticWorker(Worker):
             "callbacks": bool(self._callbacks), "layout": describe_layout(self.model) if generation == 1 else [],
         }  # fmt: skip
         hellos = await group.all_gather_object("elastic/hello", hello, timeout_s=config.timeouts.join_s)
-        check_equal("settings", [hello["settings"] for hello in hellos])
-        check_equal(
-            "data", [hello["data"] for hello in hellos],
-            hint="Start all processes with the same data set, its options included, and the same batch size",
-        )  # fmt: skip
-        check_equal_layouts([hello["layout"] for hello in hellos])
+        _check_equal_hellos(hellos)
         # Ranks that were lost at the end of an epoch may stand at one step, but in two epochs, with the same state.
         places = [tuple(hello[name] for name in ("synced", "step", "ended_exchanges", "epoch")) for hello in hellos]
         newest = max(places)
@@ -408,39 +357,45 @@ class ElasticWorker(Worker):
             raise CollectiveError(
                 f"no rank of generation {generation} has the state of the run: go on from a checkpoint, all ranks anew"
             )
-        self._votes_after_steps = True  # not only for callbacks
-        self._votes_after_epochs = any(hello["callbacks"] for hello in hellos)
         await compute.run(self._start, hellos[source]["schedule_steps"], group.world)
         await compute.run(training.begin)
-        if newest[0] < 0:
+        before = self._position
+        if newest[0] < 0 or any(place != newest for place in places):
             await self._share_position(source)
-            await self._get_state(source)
-        else:
-            before = self._position
-            if any(place != newest for place in places):
-                await self._share_position(source)
-            behind = [rank for rank, place in enumerate(places) if place[:-1] != newest[:-1]]
-            await self._begin_transfers(behind, [hello["broken"] for hello in hellos], before)
-        if group.rank not in self._follows:
+        behind = [rank for rank, place in enumerate(places) if place[:-1] != newest[:-1]] if newest[0] >= 0 else []
+        sends_to = assign_donors(group.world, behind, [hello["broken"] for hello in hellos], self._numbers)
+        copies = self._of_generation = StateCopies(
+            group, compute, training, timeout_s=timeout_s, sends_to=sends_to, stood=before
+        )
+        if copies.source is not None and training.algorithm.shared:
+            self._synced = -1  # what is left of its state is not of one step
+        if newest[0] < 0:
+            await self._get_state(source, replicas)
+        await copies.begin()
+        if group.rank not in copies.follows:
             self._synced = generation
             await compute.run(training.begin)  # what was loaded may lack it
         await compute.run(self.profile.begin_run, f"{self._run_id:016x}")
-        self._stepper = self._make_stepper()
+        votes = StopVotes(
+            group, timeout_s=timeout_s, after_steps=True,  # not only for callbacks
+            after_epochs=any(hello["callbacks"] for hello in hellos),
+        )  # fmt: skip
+        self._in_group = GroupPart(votes, replicas, self._make_stepper())
         self._probe.note(
             "started", run=f"{self._run_id:016x}", rank=group.rank, world=group.world, step=self.step,
             generation=generation,
         )  # fmt: skip
         self._log.info(
             "generation begins", generation=generation, rank=group.rank, world=group.world, step=self.step,
-            state_of=source, without_state=sorted(self._follows),
+            state_of=source, without_state=sorted(copies.follows),
         )  # fmt: skip
-        if not self._are_equal and group.rank in self._follows:
+        if not self._are_equal and group.rank in copies.follows:
             await self._catch_up()  # it trains by itself from there on; the others meet it in their next exchange
         if not self._are_equal:
-            self._follows = frozenset()
+            copies.start_data(set(copies.follows))
         with contextlib.suppress(CheckpointError):  # it is said when a checkpoint cannot be written
-            await self._compute.run(self._hold_directory, False)
-        self._voted_at, self._voted_s = self.step, time.perf_counter()
+            await compute.run(self._directory.hold, begins=False)
+        votes.begin_at(self.step)
         if not self._has_opened:
             self._has_opened = True
             self._on_open()
@@ -451,19 +406,13 @@ class ElasticWorker(Worker):
             return
         config, training = self._config, self._training
         if not schedule_steps:
-            in_epoch = ElasticPlan.rest_of(
-                training.num_batches(0), world, config.accumulation_steps, done=0, first_step=0
-            ).steps
-            schedule_steps = min(in_epoch * config.epochs, config.max_steps or in_epoch * config.epochs)
+            schedule_steps = steps_of_run(config, training, world)
         self._schedule_steps = schedule_steps
         training.optimizer.start_schedule(schedule_steps)
         if self._saved is not None:
             saved = SavedRank.of(self._saved)
-            training.restore(self._saved)
-            self._position = position_of(self._saved)
-            if self._position.epoch_step and not self._position.epoch_batches:  # saved by a run of a fixed world
-                steps = self._position.epoch_step * config.accumulation_steps * saved.world
-                self._position.epoch_batches = min(steps, training.num_batches(self._position.epoch))
+            training.state.restore(self._saved, self._group.rank)
+            self._position = elastic_position(self._saved, config, training)
             self._run_id = int(saved.run_id, 16)
             self._report = saved.report
             self._saved = None
@@ -481,110 +430,19 @@ class ElasticWorker(Worker):
         kept = asdict(position) if common["epoch"] == position.epoch else {}
         self._position = Position(**(kept | common))
 
-    async def _get_state(self, source: int) -> None:
+    async def _get_state(self, source: int, replicas: Replicas) -> None:
         """All ranks get the state of rank ``source`` at once: nobody else has one to go on with."""
-        tensors = await self._compute.run(self._run_state)
-        tensors = await self._replicas.broadcast_named("elastic/state", tensors, root=source)
+        tensors = await self._compute.run(self._copies.state)
+        tensors = await replicas.broadcast_named("elastic/state", tensors, root=source)
         if self._group.rank != source:
-            await self._compute.run(self._take_state, tensors)
-
-    async def _begin_transfers(
-        self, behind: Sequence[int], broken: Sequence[Sequence[int]], before: Position
-    ) -> None:  # fmt: skip
-        """Ranks that lack the newest state get it while the others go on: each from another rank, as far as there are.
-
-        Args:
-            behind: these ranks.
-            broken: of each rank the numbers of processes whose copies were broken: others are asked first.
-            before: where this rank has stood.
-        """
-        group = self._group
-        self._follows = self._joined = frozenset(behind)
-        if not behind:
-            return
-        numbers = self._numbers
-        donors = [rank for rank in range(group.world) if rank not in self._follows]
-        sends_to: dict[int, list[int]] = {}
-        for index, rank in enumerate(behind):
-            order = donors[index % len(donors) :] + donors[: index % len(donors)]
-            sends_to.setdefault(min(order, key=lambda donor: broken[rank].count(numbers[donor])), []).append(rank)
-        limits: dict[str, Any] = {
-            "timeout_s": self._config.timeouts.collective_s, "max_bytes": max_state_bytes(self.model)
-        }  # fmt: skip
-        self._transfer = transfer = StateTransfer(group, **limits)
-        source = next((donor for donor, to in sends_to.items() if group.rank in to), None)
-        tensors: dict[str, Tensor] = {}
-        if group.rank in sends_to:
-            tensors = await self._compute.run(lambda: copied(self._run_state()))
-        elif source is not None:
-            self._held, self._source = before, source
-            if self._training.algorithm.shared:
-                self._synced = -1  # what is left of its state is not of one step
-        shared: dict[str, Tensor] = {}
-        if self._are_equal and self._training.algorithm.shared:
-            shared = await self._shared_state(sends_to.get(group.rank, ()), source, tensors, limits)
-        if group.rank in sends_to:
-            transfer.send(tensors, sends_to[group.rank])
-        elif source is not None:
-            if self._are_equal:
-                await self._compute.run(self._training.load_algorithm, shared)
-                await self._compute.run(self._training.follow)
-            self._arriving = transfer.receive(source)
-
-    async def _shared_state(
-        self, to: Sequence[int], source: int | None, tensors: Mapping[str, Tensor], limits: Mapping[str, Any]
-    ) -> dict[str, Tensor]:
-        """Return what the algorithm shares, to a rank that lacks it: exchanges of gradients need it from the first one
-        on. All ranks wait for it, for as long as it takes.
-
-        Args:
-            to: ranks that get it from this one, of ``tensors``. source: of whom this one gets it; None: it has it.
-
-        Raises:
-            BrokenCopy: it is not what was sent.
-        """
-        transfer = StateTransfer(self._group, name="elastic/shared", **limits)
-        try:
-            if to:
-                transfer.send(tensors_with("algorithm/", tensors), to)
-            arriving = None if source is None else transfer.receive(source)
-            await self._wait_for_copies(transfer)
-            await transfer.ended()
-            return {} if arriving is None else arriving.result()
-        finally:
-            await transfer.close()
+            await self._compute.run(self._copies.take, tensors)
 
     async def _catch_up(self) -> None:
         """Wait for the copy of the state, and apply to it what the others have applied since."""
-        arriving, self._arriving = self._arriving, None
-        if arriving is None:
-            return
-        started_s, step = time.perf_counter(), self.step
-        tensors = await arriving
-        await self._compute.run(self._take_state, tensors)
-        await self._compute.run(self._training.catch_up)
-        await self._compute.run(self._training.begin)
-        self._synced, self._held = self._generation, None
-        self._log.info("state is there", step=step, waited_s=round(time.perf_counter() - started_s, 3))
-
-    def _run_state(self) -> dict[str, Tensor]:
-        """Return what a rank that joins gets, by name, not copied."""
-        return model_tensors(self.model) | self._training.joiner_state()
-
-    def _take_state(self, tensors: Mapping[str, Tensor]) -> None:
-        live = model_tensors(self.model)
-        if set(live) - set(tensors) or any(
-            (live[name].shape, live[name].dtype) != (tensors[name].shape, tensors[name].dtype) for name in live
-        ):
-            raise CollectiveError("the state of the run is of another model")
-        for name, tensor in live.items():
-            tensor.copy_(tensors[name])
-        beside = {name: tensor for name, tensor in tensors.items() if name not in live}
-        training = self._training
-        if self._held is not None and self._are_equal:
-            training.optimizer.load(beside)  # the algorithm has gone on with the others since the copy was made
-        else:
-            training.load_joiner_state(beside)
+        step, waited_s = self.step, await self._copies.load()
+        if waited_s is not None:
+            self._synced = self._generation
+            self._log.info("state is there", step=step, waited_s=round(waited_s, 3))
 
     # Steps
 
@@ -596,37 +454,35 @@ class ElasticWorker(Worker):
 
     async def _make_plan(self) -> EpochPlan:
         position = self._position
-        self._plan_began = position.step + 1
         total = await self._compute.run(self._training.num_batches, position.epoch)
         self._plan = ElasticPlan.rest_of(
             total, self._group.world, self._config.accumulation_steps, done=position.epoch_batches,
-            first_step=position.epoch_step, follows=self._follows,
+            first_step=position.epoch_step, follows=self._copies.follows,
         )  # fmt: skip
         return self._plan
 
     async def _one_step(self, plan: EpochPlan) -> None:
         await super()._one_step(plan)
-        if self._arriving is not None and self._arriving.done():
+        if self._copies.is_there:
             await self._catch_up()
         elif not self._are_equal and not self._training.delay_steps:
             await self._count_votes()  # at once: so they come and go where the exchange has made weights equal
 
     def _note_step(self) -> None:
         """As a Worker does. A rank that gets no data yet is in no step: so observers tell it from the others."""
-        if self._group.rank not in self._follows:
+        if self._group.rank not in self._copies.follows:
             super()._note_step()
 
     def _vote(self, name: str, step: int) -> None:
         if name == "step" and not self._is_vote_due(step):
             return
-        now_s, every = time.perf_counter(), 1
-        if self._are_equal and not self._votes_after_epochs:  # what a callback wants, the run does one step later
-            every = int(VOTE_EVERY_S * (step - self._voted_at) / max(now_s - self._voted_s, 1e-6))
-        self._votes.cast(
+        votes, copies, every = self._part.votes, self._copies, 1
+        if self._are_equal and not votes.after_epochs:  # what a callback wants, the run does one step later
+            every = int(VOTE_EVERY_S * (step - votes.newest_at) / max(time.perf_counter() - votes.newest_s, 1e-6))
+        votes.cast(
             self._wants_end, name, step=step, wants_rest=self._wants_rest,
-            is_ready=self._group.rank in self._follows and self._held is None, every=every,
+            is_ready=self._group.rank in copies.follows and copies.held is None, every=every,
         )  # fmt: skip
-        self._voted_at, self._voted_s = step, now_s
         self._wants_end = False
 
     def _is_vote_due(self, step: int) -> bool:
@@ -634,28 +490,30 @@ class ElasticWorker(Worker):
         epoch, so that what takes time in between makes nobody wait longer, and after each step while a copy is on its
         way, as so many steps are kept. Between two exchanges of weights ranks are on their own. A vote whose exchange
         is not applied yet is not counted: the next one waits for that, as a rank has one vote on its way."""
+        votes, plan, epoch_step = self._part.votes, self._plan, self._position.epoch_step
         if not self._are_equal:
             alone = self._group.world == 1
             is_due = alone or self._training.algorithm.is_due(Step(step - 1, self._position.epoch))
-            return is_due and not self._votes.is_pending
-        is_last = self._plan is not None and self._position.epoch_step >= self._plan.steps
-        return is_last or step <= self._plan_began or bool(self._follows) or step - self._voted_at >= self._votes.every
+            return is_due and not votes.is_pending
+        is_at_end = plan is not None and (epoch_step >= plan.steps or epoch_step <= plan.first_step + 1)
+        return is_at_end or bool(self._copies.follows) or step - votes.newest_at >= votes.every
 
     async def _count_votes_if_due(self) -> None:
         """As a Worker does. With a delay nobody waits for a vote before the exchange of its step is applied."""
-        if self.step - self._voted_at >= self._training.delay_steps:
+        if self.step - self._part.votes.newest_at >= self._training.delay_steps:
             await self._count_votes()
 
     async def _count_votes(self) -> None:
         await super()._count_votes()
-        self._is_resting |= not self._follows.isdisjoint(self._votes.ready)
+        self._is_resting |= not self._copies.follows.isdisjoint(self._part.votes.ready)
 
     async def _divide_anew(self) -> None:
         """Ranks that have got their copy have said so, after the same step on all ranks: from here on they get data."""
-        if self._follows.isdisjoint(self._votes.ready):
+        votes, copies = self._part.votes, self._copies
+        if copies.follows.isdisjoint(votes.ready):
             return
-        self._follows -= self._votes.ready
-        self._is_resting = self._votes.rest
+        copies.start_data(votes.ready)
+        self._is_resting = votes.rest
         await self._compute.run(self._note_place)
         if self._config.hash_every:
             await self._compare()
@@ -667,35 +525,35 @@ class ElasticWorker(Worker):
         Raises:
             BrokenCopy: on that rank alone: the others learn that it has left the generation.
         """
-        rank = self._group.rank
+        rank, copies = self._group.rank, self._copies
         try:
             found = await super()._compare()
         except ReplicasDiverged as error:
             found = error.hashes[rank]
-            usual = {value for other, value in enumerate(error.hashes) if other not in self._joined}
+            usual = {value for other, value in enumerate(error.hashes) if other not in copies.joined}
             if len(usual) > 1:
                 raise
-            broken = {other for other in self._joined - self._follows if error.hashes[other] not in usual}
+            broken = {other for other in copies.joined - copies.follows if error.hashes[other] not in usual}
             if rank in broken:
                 self._synced = -1
-                raise BrokenCopy(str(error), source=self._source) from error
+                raise BrokenCopy(str(error), source=copies.source or 0) from error
             if broken:
                 return found
-        self._joined &= self._follows
-        if rank not in self._follows:
+        copies.note_equal()
+        if rank not in copies.follows:
             self._broken.clear()
         return found
 
     @property
     def _hash_every(self) -> int:
-        return 0 if self._follows else super()._hash_every
+        return 0 if self._copies.follows else super()._hash_every
 
     async def _drain(self) -> None:
         """As a Worker does. All get the state, too, but where the ranks only divide the data anew and go on."""
         if self._is_resting:
             await self._count_votes()  # the newest one may want more
         is_done = self._plan is None or self._position.epoch_step >= self._plan.steps or self._ends_early
-        if self._is_resting and not (is_done or self._votes.rest):
+        if self._is_resting and not (is_done or self._part.votes.rest):
             await super()._drain()
         else:
             await self._drain_all()
@@ -703,34 +561,17 @@ class ElasticWorker(Worker):
     async def _drain_all(self) -> None:
         """Wait for what is on its way: what is to come is of ranks that all have the state."""
         await super()._drain()
-        if self._follows:
-            await self._wait_for_copies(self._transfer)
+        await self._copies.wait_for_all()
         await self._catch_up()
-        if self._transfer is not None:
-            await self._transfer.ended()
-
-    async def _wait_for_copies(self, transfer: StateTransfer | None) -> None:
-        """All wait for all copies, which may take longer than a collective may: so ranks tell one another from time to
-        time that they do. Each piece has a deadline. Raises what went wrong on this rank."""
-        timeout_s = self._config.timeouts.collective_s
-        are_there = False
-        while not are_there:
-            self._waits += 1
-            is_there = transfer is None or await transfer.is_over_within(timeout_s / 4)
-            if transfer is not None and is_there:
-                await transfer.ended()  # who sends a copy that is broken would wait for its receiver, and all for both
-            of_ranks = await self._group.all_gather(
-                "elastic/copies", bytes([is_there]), round_id=self._waits, timeout_s=timeout_s
-            )
-            are_there = all(map(any, of_ranks))
+        await self._copies.all_sent()
 
     def _note_place(self) -> None:
         """Note where the epoch stands, for ranks of another number, and the loss, for other steppers. On the compute
         thread."""
         position, plan = self._position, self._plan
-        if hasattr(self, "_stepper"):  # else somebody was lost before the first step
+        if self._in_group is not None:  # else a rank was lost before the first step of the generation
             self._note_mean_loss()
-            position.ended_exchanges = self._stepper.ended_exchanges
+            position.ended_exchanges = self._in_group.stepper.ended_exchanges
         if plan is not None and position.epoch_step:
             position.epoch_batches = plan.batches_done(position.epoch_step)
             position.skipped_exchanges = self._skipped_exchanges
@@ -739,28 +580,27 @@ class ElasticWorker(Worker):
 
     async def _stand_still(self) -> None:
         """Between two steps, with nothing on its way."""
-        self._votes.cancel()
-        await self._stepper.close()
-        await self._end_transfers()
+        await self._part.close()
+        await self._copies.close()
         await self._compute.run(self._note_place)
 
-    async def _end_transfers(self) -> None:
-        transfer, self._transfer, self._arriving = self._transfer, None, None
-        if transfer is not None:
-            await transfer.close()
-        self._follows = frozenset()
+    async def _close_copies(self) -> None:
+        """Give up what is on its way, if a generation has begun."""
+        if self._of_generation is not None:
+            await self._of_generation.close()
 
     async def _give_up_step(self) -> None:
         """Somebody was lost: what is not applied yet leaves no trace, and is computed anew."""
-        self._wants_end |= self._votes.cancel()  # said again in the next vote
-        if hasattr(self, "_stepper"):
-            await self._stepper.close()
+        if self._in_group is not None:
+            self._wants_end |= self._in_group.votes.cancel()  # said again in the next vote
+            await self._in_group.stepper.close()
         await self._compute.run(self._show, None)
         await self._compute.run(self._training.give_up_step, self.step)
-        await self._end_transfers()
+        await self._close_copies()
         await self._compute.run(self._note_place)
-        if self._held is not None:  # the copy has not come: what this rank has is of there
-            self._position, self._held = self._held, None
+        copies = self._of_generation
+        if copies is not None and copies.held is not None:  # the copy has not come: what this rank has is of there
+            self._position, copies.held = copies.held, None
             await self._compute.run(self._training.stop_following)
 
     # Checkpoints
@@ -798,12 +638,22 @@ class ElasticWorker(Worker):
         with contextlib.closing(WorkerState(config, 0, 1, label=training.label)) as state:
             size = state.save(
                 self._run_id, position, self.model,
-                RunTensors({} if self._are_equal else training.own_state(), training.shared_state(), model),
+                RunTensors({} if self._are_equal else training.state.own(), training.state.shared(), model),
                 # Between two epochs it means nothing, and there may be no next one.
                 num_batches=training.num_batches(position.epoch) if position.epoch_step else 0, report=self._report,
             )  # fmt: skip
             state.prune()
         return size
+
+
+def _check_equal_hellos(hellos: Sequence[Mapping[str, Any]]) -> None:
+    """Raises ConfigError: processes of a generation do not fit together."""
+    check_equal("settings", [hello["settings"] for hello in hellos])
+    check_equal(
+        "data", [hello["data"] for hello in hellos],
+        hint="Start all processes with the same data set, its options included, and the same batch size",
+    )  # fmt: skip
+    check_equal_layouts([hello["layout"] for hello in hellos])
 
 
 def _hash(value: Any) -> int:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gradbus.actors.data_parallel.training import EpochPlan
+from gradbus.actors.data_parallel.epoch_plan import EpochPlan
 
 
 @dataclass(frozen=True, slots=True)

@@ -105,6 +105,23 @@ def held_together(directory: Path, *, begins: bool) -> Iterator[None]:
         os.close(lock)
 
 
+class HeldDirectory(contextlib.ExitStack):
+    """The directory of a run's checkpoints, held from :meth:`hold` until the end of the block, so that no second run
+    goes on from the checkpoints of this one."""
+
+    def __init__(self, directory: Path | str | None) -> None:
+        """``directory``: None: the run has none."""
+        super().__init__()
+        self._directory = directory
+        self._is_held = False
+
+    def hold(self, *, begins: bool) -> None:
+        """Hold the directory, once. Raises CheckpointError: as :func:`held_together`."""
+        if self._directory is not None and not self._is_held:
+            self.enter_context(held_together(Path(self._directory), begins=begins))
+            self._is_held = True
+
+
 def separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """On the CPU, no two in one storage: safetensors refuses those."""
     apart: dict[str, Tensor] = {}

@@ -11,12 +11,14 @@ from typing import Any, ClassVar
 from torch import nn
 
 from gradbus.actors.data_parallel.algorithm import MakeAlgorithm
+from gradbus.actors.data_parallel.epoch_plan import EpochPlan
 from gradbus.actors.data_parallel.evaluation import Evaluation
 from gradbus.actors.data_parallel.metrics import combined, tally
 from gradbus.actors.data_parallel.report import EpochReport, StepProgress, WorkerSummary
 from gradbus.actors.data_parallel.state import Position, check_same_batches
 from gradbus.actors.data_parallel.task import DataParallelTask, ShardCounts
-from gradbus.actors.data_parallel.training import EpochPlan, ShardTraining
+from gradbus.actors.data_parallel.training import ShardTraining
+from gradbus.runtime.algorithms.base import Place, algorithm_maker
 from gradbus.runtime.callbacks import Callbacks, CallbackWait
 from gradbus.runtime.checkpoint import copy_state
 from gradbus.runtime.collectives import Group, check_group
@@ -70,7 +72,9 @@ class Rank(ABC):
         self._wants_end = False  # a callback of this rank, since the others were told last
         self._is_stopped = False  # callbacks want it
         self._is_resting = False  # the ranks stop between two steps, as others want to join or to leave
-        self._training = ShardTraining(config, group, task, self._compute.should_stop, make_algorithm=make_algorithm)
+        self._task = task
+        self._make_algorithm = make_algorithm or algorithm_maker(config.algorithm)  # a wrong one is an error by now
+        self._loaded: ShardTraining | None = None
         jsonl = None if config.profile.dir is None else config.profile.dir / f"profile-rank-{rank}.jsonl"
         self.profile = Profile(rank, window_steps=config.profile.window_steps, jsonl=jsonl, traffic=group.bus.traffic)
         self.skipped_steps = 0
@@ -86,9 +90,23 @@ class Rank(ABC):
         """Raises ConfigError: it is none, or this rank has left it."""
         check_group(self._call, "group", group)
 
+    async def _load(self, place: Place) -> ShardTraining:
+        """Load the data and build the model, for a rank at this place. Raises as :class:`ShardTraining` does."""
+        self._loaded = await self._compute.run(
+            ShardTraining, self._config, place, self._task, self._make_algorithm, should_stop=self._compute.should_stop
+        )
+        return self._loaded
+
+    @property
+    def _training(self) -> ShardTraining:
+        """Return model, data and algorithm. Raises AttributeError: they are not loaded yet."""
+        if self._loaded is None:
+            raise AttributeError("this worker has no model yet: it is built when run() or epochs() begins")
+        return self._loaded
+
     @property
     def model(self) -> nn.Module:
-        """The live module, once the run has started. It is changed by every step."""
+        """The live module, changed by every step. Raises AttributeError: the run has not started."""
         return self._training.model
 
     async def state_dict(self) -> dict[str, Any]:

@@ -2,277 +2,125 @@
 
 from __future__ import annotations
 
-import asyncio
-import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from gradbus.actors.data_parallel.algorithm import AlgorithmLabel, MakeAlgorithm, start_algorithm
-from gradbus.actors.data_parallel.buckets import GradientBuckets, assign_buckets
+from gradbus.actors.data_parallel.algorithm import MakeAlgorithm, start_algorithm
+from gradbus.actors.data_parallel.buckets import GradientBuckets, Launch, assign_buckets
 from gradbus.actors.data_parallel.callbacks import StepReport
-from gradbus.actors.data_parallel.exchange import StepExchange
+from gradbus.actors.data_parallel.epoch_plan import EpochPlan
 from gradbus.actors.data_parallel.metrics import MetricSums, combined
+from gradbus.actors.data_parallel.module_buffers import ModuleBuffers
 from gradbus.actors.data_parallel.optimization import RunOptimizer
-from gradbus.actors.data_parallel.replicas import model_tensors
-from gradbus.actors.data_parallel.state import Position, restore_model, tensors_below
+from gradbus.actors.data_parallel.recorded_steps import RecordedSteps
+from gradbus.actors.data_parallel.state import Position
+from gradbus.actors.data_parallel.step import TrainingStep
 from gradbus.actors.data_parallel.task import DataParallelTask, ShardCounts
+from gradbus.actors.data_parallel.training_state import TrainingState
 from gradbus.codecs.base import are_finite
-from gradbus.runtime.algorithms.base import Algorithm, Place, Step, TensorBucket, bucket_of
-from gradbus.runtime.algorithms.live_weights import write_weights
+from gradbus.runtime.algorithms.base import Place, TensorBucket, bucket_of
 from gradbus.runtime.algorithms.prediction import check_prediction, weights_ahead
 from gradbus.runtime.built_model import build_model
-from gradbus.runtime.checkpoint import Checkpoint, restore_random_numbers
-from gradbus.runtime.choices import ALGORITHMS
-from gradbus.runtime.collectives import Group
 from gradbus.runtime.config.data_parallel import DataParallelConfig
-from gradbus.runtime.errors import CheckpointError, ConfigError
+from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.profiling.profile import Profile, StepProfile
 
-
-@dataclass(frozen=True, slots=True)
-class EpochPlan:
-    """Steps of an epoch on ranks that need not have equally many batches.
-
-    A rank that has run out of data goes on exchanging, with gradients of zero, until the last one has (a join). The
-    mean is then over those that have data.
-
-    Attributes:
-        batches: of each rank. accumulation_steps: batches that make a step; a rank's last one may have fewer.
-    """
-
-    batches: tuple[int, ...]
-    accumulation_steps: int = 1
-
-    @classmethod
-    def of(cls, batches: Sequence[int], accumulation_steps: int) -> EpochPlan:
-        """Raises ValueError: no rank has data, or a number of batches is negative."""
-        if any(count < 0 for count in batches) or not any(batches):
-            raise ValueError(f"an epoch needs at least one batch on some rank, got {list(batches)} on ranks 0..")
-        return cls(tuple(batches), accumulation_steps)
-
-    @property
-    def steps(self) -> int:
-        """Steps of the epoch, for all ranks."""
-        return max(map(self._steps_of, range(len(self.batches))))
-
-    def active(self, step: int) -> int:
-        """Ranks that have data in this step, >= 1. ``step`` counts from 0 within the epoch."""
-        return sum(self._steps_of(rank) > step for rank in range(len(self.batches)))
-
-    def weight(self, rank: int, step: int) -> float:
-        """Return what a rank's mean gradient of this step is multiplied by, before the mean over those that have
-        data."""
-        return 1.0
-
-    def pick(self, batches: Callable[[int, int], Iterator[Any]], rank: int, step: int) -> Iterator[Any]:
-        """The batches of a rank from this step on. ``batches``: gives those of one of so many ranks."""
-        return itertools.islice(batches(rank, len(self.batches)), step * self.accumulation_steps, None)
-
-    def batches_in(self, rank: int, step: int) -> int:
-        """Batches of a rank in this step, 0 if it has run out."""
-        return min(self.accumulation_steps, max(0, self.batches[rank] - step * self.accumulation_steps))
-
-    def _steps_of(self, rank: int) -> int:
-        return -(-self.batches[rank] // self.accumulation_steps)
-
-
-class _Buffers:
-    """A model's buffers as they were before a step: running means of batch norm, for example, which a forward pass
-    with NaN in it spoils. They are put back when the step is skipped.
-
-    Which modules have buffers is looked up once. A copy of all costs less than finding out which have changed: code
-    that writes through ``.data`` leaves no trace in a tensor's version.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._places = [
-            (module, name) for module in model.modules() for name, buffer in module.named_buffers(recurse=False)
-        ]
-        self._kept: list[Tensor | None] = [None] * len(self._places)
-
-    @torch.no_grad()
-    def keep(self) -> None:
-        """Remember what they are now."""
-        for index, (module, name) in enumerate(self._places):
-            live, kept = _buffers_of(module).get(name), self._kept[index]
-            if live is not None and kept is not None and _alike(live, kept):
-                kept.copy_(live)
-            else:
-                self._kept[index] = None if live is None else live.clone()
-
-    @torch.no_grad()
-    def put_back(self) -> None:
-        """Make them what they were."""
-        for (module, name), kept in zip(self._places, self._kept, strict=True):
-            live = _buffers_of(module).get(name)
-            if live is not None and kept is not None and _alike(live, kept):
-                live.copy_(kept)
-            else:
-                _buffers_of(module)[name] = None if kept is None else kept.clone()
-
-
-def _buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
-    return module._buffers  # noqa: SLF001 - register_buffer would also decide anew whether it is saved
-
-
-def _alike(one: Tensor, other: Tensor) -> bool:
-    return (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
-
-
 _NO_MORE: Any = object()  # batches() ended; None may be a batch
-OnBucket = Callable[[TensorBucket], object]
-
-
-@dataclass(frozen=True, slots=True)
-class _RecordedStep:
-    """A step of the other ranks. ``flats``: gradients that all have applied, of each bucket; None: it was skipped."""
-
-    number: int
-    epoch: int
-    flats: list[Tensor] | None
 
 
 class StepCancelled(Exception):
     """The worker was cancelled, so the step gives up."""
 
 
-@dataclass(slots=True, eq=False)
-class TrainingStep:
-    """A step from its forward pass until it is applied.
+@dataclass(frozen=True, slots=True)
+class _EpochSums:
+    """Sums over this rank's batches of an epoch, without those of steps that were skipped.
 
     Attributes:
-        number, epoch: count from 0. active: ranks with data. batches: of this rank. memory: which set of it is used.
-        exchange: its programs.
-        own: where weights are predicted, the gradients of this rank by parameter, before they are exchanged; None: they
-            are not finite, or there are none. late: those of steps that are still to be applied when the gradients of
-            this one are computed, oldest first.
-        loss: sum over this rank's batches, on the device of the model. weight: of this rank's mean gradient.
-        gradients: the buckets.
-        is_finite: whether loss and gradients of this rank are, as far as is known.
-        skipped_by: None: the step counts. Else it was skipped, for these ranks were not finite; empty: it is not known
-            which.
-        skipped_in_row: the steps that this rank has skipped by itself, up to this one.
-        status: of all ranks, float64, shape (3,): how many were not finite, the sum of the mean losses of those whose
-            loss is finite, and how many these are.
-        as_begun: the step as the algorithm sees it, where that must not change until its programs start.
-        metrics: of this rank's batches.
-        weights: a copy of them, which is exchanged; before: as they were. change: of the weights, by the result.
-        staged: what the algorithm has staged in its memory, where it is committed when the result is applied.
-        has_finite_result: whether weights that were exchanged are finite on this rank. has_result: when that is known,
-            or the exchange has ended; on_result: called when it is known.
-        verdict: of all ranks, shape (2,): how many had a result that is not finite, and how many have skipped too many
-            steps in a row. counts: whether the exchange counts.
+        loss: float64, shape (), on the device of the model: reading it would wait for the step.
     """
 
-    number: int
-    epoch: int
-    active: int
-    batches: int
-    memory: int
-    exchange: StepExchange
     loss: Tensor
-    weight: float = 1.0
-    gradients: Sequence[TensorBucket] = ()
-    own: Mapping[Tensor, Tensor] | None = None
-    late: Sequence[Mapping[Tensor, Tensor]] = ()
-    is_finite: bool = True
-    skipped_by: tuple[int, ...] | None = None
-    skipped_in_row: int = 0
-    status: Tensor | None = None
-    metrics: MetricSums = field(default_factory=MetricSums)
-    weights: TensorBucket | None = None
-    before: Tensor | None = None
-    change: Tensor | None = None
-    staged: Mapping[tuple[str, str], Tensor] | None = None
-    as_begun: Step | None = None
-    has_finite_result: bool = False
-    has_result: asyncio.Event = field(default_factory=asyncio.Event)
-    on_result: Callable[[], object] = lambda: None
-    verdict: Tensor | None = None
-    counts: bool = False
+    metrics: MetricSums
+
+    def with_step(self, step: TrainingStep) -> _EpochSums:
+        return _EpochSums(self.loss + step.loss, self.metrics.merged(step.metrics))
 
 
 class ShardTraining:
-    """One rank's model, data, algorithm and optimizer. Every method is for the compute thread.
+    """One rank's model, data, algorithm and optimizer. It is made, and every method is called, on the compute thread.
 
     Attributes:
         model: the live module. trained: its parameters that are trained, by name. algorithm: what the ranks do
-            together. label: its name and options. optimizer: what changes the model.
-        options: all that the configuration gives the algorithm, with their defaults.
+            together. label: its name and options. optimizer: what changes the model. state: what is saved of them.
         delay_steps: number of steps after which results are applied.
     """
 
-    model: nn.Module
-    trained: dict[str, Tensor]
-    algorithm: Algorithm
-    label: AlgorithmLabel
-    optimizer: RunOptimizer
-    delay_steps: int
-
     def __init__(
-        self, config: DataParallelConfig, group: Group, task: DataParallelTask, should_stop: Callable[[], bool], *,
-        make_algorithm: MakeAlgorithm | None = None,
+        self, config: DataParallelConfig, place: Place, task: DataParallelTask, make_algorithm: MakeAlgorithm, *,
+        should_stop: Callable[[], bool],
     ) -> None:  # fmt: skip
-        """``make_algorithm``: in place of the one that ``config.algorithm`` names."""
-        self._make_algorithm = make_algorithm
-        self.options = ALGORITHMS.options(config.algorithm)  # what is wrong in them is found before anything is loaded
-        self._config = config
-        self._group = group
-        self._task = task
-        self._should_stop = should_stop
-        self._batches: Iterator[Any] = iter(())
-        self._metrics = MetricSums()
-        self._loss_sum = torch.zeros((), dtype=torch.float64)  # stays on the device: reading it would wait for the step
-        self._autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
-        self._unfinished: TrainingStep | None = None  # computed, but not applied yet
-        self._before: tuple[int, Tensor, MetricSums] | None = None  # the step counted last, and the sums without it
-        self._recorded: list[_RecordedStep] | None = None  # of a rank that has not the state of the run yet
-        self._looks = False  # at the own gradients, before they are exchanged: from the first step on that was skipped
-
-    def open(self) -> None:
         """Load the data, build the model.
+
+        Args:
+            place: of this rank among the others.
+            make_algorithm: makes what the ranks do together.
+            should_stop: whether a step is no longer wanted.
 
         Raises:
             ValueError: nothing in the model is trained.
             ConfigError: the algorithm cannot work with the model or the optimizer. And as the task does.
         """
-        config = self._config
-        self._task.prepare_shard(*self._data_place)
-        self.model = build_model(self._task)
-        self.trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
-        self._frozen = {name: p for name, p in self.model.named_parameters() if not p.requires_grad}
+        self._config = config
+        self._place = place
+        self._task = task
+        self._should_stop = should_stop
+        task.prepare_shard(*self._data_place)
+        self.model = build_model(task)
+        named = dict(self.model.named_parameters())
+        self.trained: dict[str, Tensor] = {name: one for name, one in named.items() if one.requires_grad}
+        self._frozen = {name: one for name, one in named.items() if not one.requires_grad}
         if not self.trained:
             raise ValueError("the model has no parameter that requires a gradient: there is nothing to train")
-        self.algorithm, self.label = start_algorithm(config, self._group, self.trained, self._make_algorithm)
-        self.algorithm.may_give_up = config.elastic.is_on
-        self.optimizer = RunOptimizer(config, self._task, self.model, self.trained, self.algorithm)
+        self.algorithm, self.label = start_algorithm(config, place, self.trained, make_algorithm)
+        self.optimizer = RunOptimizer(config, task, self.model, self.trained, self.algorithm)
         self.delay_steps = self.algorithm.check_delay(config.delay_steps)
         if config.predicts_weights:
             check_prediction(self.optimizer.optimizer, self.algorithm, self.delay_steps)
+        self.state = TrainingState(self.model, self.trained, self.optimizer, self.algorithm, self.label)
         self._finite_names = [f"parameter/{name}" for name in self.trained] + [
             f"buffer/{name}" for name, buffer in self.model.named_buffers()
             if buffer.is_floating_point() and are_finite([buffer])
         ]  # fmt: skip
         sets = 1 if self.algorithm.scope == "weights" else self.delay_steps + 1
-        self._gradients = GradientBuckets(
-            self.trained, self._launch, sets=sets,
-            assignment=[range(len(self.trained))] if self.algorithm.scope == "step" else assign_buckets(
-                list(self.trained.values()), bucket_bytes=config.bucket_bytes,
-                first_bucket_bytes=config.first_bucket_bytes,
-            ),
-        )  # fmt: skip
-        self._buffers = [_Buffers(self.model) for _ in range(sets)]
+        self._gradients = GradientBuckets(self.trained, sets=sets, assignment=self._assignment())
+        self._buffers = [ModuleBuffers(self.model) for _ in range(sets)]
         device = next(iter(self.trained.values())).device
-        self._loss_sum = self._loss_sum.to(device)
-        if config.autocast is not None:
-            self._autocast = partial(torch.autocast, device.type, dtype=torch.bfloat16)
+        self._autocast: Callable[[], AbstractContextManager[Any]] = (
+            nullcontext if config.autocast is None else partial(torch.autocast, device.type, dtype=torch.bfloat16)
+        )
+        self._batches: Iterator[Any] = iter(())
+        self._sums = _EpochSums(torch.zeros((), dtype=torch.float64, device=device), MetricSums())
+        self._sums_before: tuple[int, _EpochSums] | None = None  # the step counted last, and the sums without it
+        self._unfinished: TrainingStep | None = None  # computed, but not applied yet
+        self._recorded: RecordedSteps | None = None  # of a rank that has not the state of the run yet
+        self._looks = False  # at the own gradients, before they are exchanged: from the first step on that was skipped
+
+    def _assignment(self) -> Sequence[Sequence[int]]:
+        """The parameters of each bucket."""
+        config, parameters = self._config, list(self.trained.values())
+        if self.algorithm.scope == "step":
+            return [range(len(parameters))]
+        return assign_buckets(
+            parameters, bucket_bytes=config.bucket_bytes, first_bucket_bytes=config.first_bucket_bytes
+        )  # fmt: skip
 
     def begin(self) -> None:
         """Show the algorithm the weights that all ranks begin with, or go on with."""
@@ -282,19 +130,19 @@ class ShardTraining:
     @property
     def _data_place(self) -> tuple[int, int]:
         """Rank and world of the data that this process needs: all of it, where ranks come and go."""
-        return (0, 1) if self._config.elastic.is_on else (self._group.rank, self._group.world)
+        return (0, 1) if self._config.elastic.is_on else (self._place.rank, self._place.world)
 
-    def regroup(self, group: Group) -> None:
-        """Go on as a rank of another group, between two steps."""
-        self._group = group
-        self.algorithm.regroup(Place(group.rank, group.world, tuple(member.node for member in group.members)))
+    def regroup(self, place: Place) -> None:
+        """Go on among other ranks, between two steps."""
+        self._place = place
+        self.algorithm.regroup(place)
 
     def give_up_step(self, number: int) -> None:
         """Step ``number``, which has not ended, is made again: what of it was computed and not applied leaves no trace,
         nor does it count in the sums where the optimizer had stepped before the exchange of its weights."""
         self.algorithm.give_up()
-        if self._before is not None and self._before[0] == number:
-            _, self._loss_sum, self._metrics = self._before
+        if self._sums_before is not None and self._sums_before[0] == number:
+            _, self._sums = self._sums_before
         if self._unfinished is not None:
             self._buffers[self._unfinished.memory].put_back()
             self._unfinished = None
@@ -317,46 +165,42 @@ class ShardTraining:
         def batches(rank: int, world: int) -> Iterator[Any]:
             return self._task.batches(rank=rank, world=world, epoch=position.epoch, seed=self._config.seed)
 
-        self._batches = plan.pick(batches, self._group.rank, position.epoch_step)
-        self._before = None
-        self._loss_sum = torch.full_like(self._loss_sum, position.loss_sum)
-        self._metrics = MetricSums(position.metrics)
+        self._batches = plan.pick(batches, self._place.rank, position.epoch_step)
+        self._sums_before = None
+        loss = torch.full_like(self._sums.loss, position.loss_sum)
+        self._sums = _EpochSums(loss, MetricSums(position.metrics))
         self.model.train()
-
-    def new_exchange(self, number: int) -> StepExchange:
-        """For programs of a step, with nothing started."""
-        return StepExchange(self._group, round_id=number, timeout_s=self._config.timeouts.collective_s)
 
     def new_step(self, plan: EpochPlan, position: Position) -> TrainingStep:
         """The next one, with nothing computed."""
         return TrainingStep(
             number=position.step, epoch=position.epoch, active=plan.active(position.epoch_step),
-            batches=plan.batches_in(self._group.rank, position.epoch_step), memory=position.step % len(self._buffers),
-            exchange=self.new_exchange(position.step), loss=torch.zeros_like(self._loss_sum),
-            weight=plan.weight(self._group.rank, position.epoch_step),
+            batches=plan.batches_in(self._place.rank, position.epoch_step), memory=position.step % len(self._buffers),
+            loss=torch.zeros_like(self._sums.loss), weight=plan.weight(self._place.rank, position.epoch_step),
         )  # fmt: skip
 
     def compute(
-        self, step: TrainingStep, profile: Profile | StepProfile, on_bucket: OnBucket, *, overlaps: bool
-    ) -> None:
+        self, step: TrainingStep, profile: Profile | StepProfile, launch: Launch | None = None, *,
+        overlaps: bool = False, late: Sequence[Mapping[Tensor, Tensor]] = (),
+    ) -> None:  # fmt: skip
         """Forward and backward over the batches of a step.
 
         Where the loss is not finite, NaN is put into each bucket, so that what all ranks make of it is not finite.
 
         Args:
-            on_bucket: called with each bucket that is complete, at the latest at the end.
+            launch: called with each bucket that is complete, at the latest at the end; None: nothing is.
             overlaps: call it in the midst of the last backward pass already.
+            late: own gradients of steps that are still to be applied, oldest first, where weights are predicted.
 
         Raises:
             StepCancelled: the worker was cancelled.
             ValueError: the task gave fewer batches than it had announced.
             ConfigError: a parameter that build_model froze is not frozen any more.
         """
-        self._on_bucket, self._step = on_bucket, step
         self._unfinished = step
-        self._loss_is_finite: Tensor | None = None
-        with profile.span("compute"), weights_ahead(self.optimizer.optimizer, step.late):
-            step.gradients = self._gradients.begin(step.memory)
+        ahead = weights_ahead(self.optimizer.optimizer, late) if late else nullcontext()
+        with profile.span("compute"), ahead:
+            step.gradients = self._gradients.begin(step.memory, launch, looks=self._looks)
             self._buffers[step.memory].keep()
             for number in range(step.batches):
                 if self._should_stop():
@@ -365,7 +209,7 @@ class ShardTraining:
                 if batch is _NO_MORE:
                     raise ValueError(
                         f"epoch {step.epoch}: num_batches said {self.num_batches(step.epoch)} batches for rank "
-                        f"{self._group.rank}, but batches() ended earlier"
+                        f"{self._place.rank}, but batches() ended earlier"
                     )
                 with self._autocast():
                     outcome = self._task.loss(self.model, batch)
@@ -373,7 +217,7 @@ class ShardTraining:
                 step.metrics.add(reported, "loss() of the task")
                 step.loss += loss.detach()
                 if number == step.batches - 1:
-                    self._loss_is_finite = step.loss.isfinite()
+                    self._gradients.mark_unless(step.loss.isfinite())
                     if overlaps:
                         self._gradients.enable_overlap()
                 divisor = step.batches / step.weight
@@ -381,7 +225,8 @@ class ShardTraining:
             self._check_frozen(step)
         with profile.span("encode"):
             self._gradients.flush()
-            if self._config.predicts_weights and step.batches and self.own_is_finite(step):
+            step.is_finite = self._gradients.are_finite
+            if self._config.predicts_weights and step.batches and step.own_is_finite():
                 step.own = self._own_gradients()
 
     def _check_frozen(self, step: TrainingStep) -> None:
@@ -389,7 +234,7 @@ class ShardTraining:
         unfrozen = next((name for name, parameter in self._frozen.items() if parameter.requires_grad), None)
         if unfrozen is not None:
             raise ConfigError(
-                f"rank {self._group.rank}, step {step.number + 1}: parameter {unfrozen!r} was frozen "
+                f"rank {self._place.rank}, step {step.number + 1}: parameter {unfrozen!r} was frozen "
                 f"(requires_grad=False) in build_model and is not any more. Ranks exchange what is trained then, so "
                 f"this one would differ between them: freeze it in build_model only if it stays so"
             )
@@ -401,25 +246,12 @@ class ShardTraining:
             _clip(list(own.values()), self.optimizer.clip_norm)
         return own
 
-    def _launch(self, bucket: TensorBucket) -> None:
-        if self._looks:
-            self._step.is_finite = are_finite([bucket.flat]) and self._step.is_finite
-        if self._loss_is_finite is not None:  # it is not read, which would wait for the device
-            not_finite = ~self._loss_is_finite.to(bucket.flat.device)  # a model may lie on several
-            bucket.flat[:1].masked_fill_(not_finite, math.nan)
-        self._on_bucket(bucket)
-
-    def gradients_are_finite(self, step: TrainingStep) -> bool:
-        """Whether those of its buckets are, as they are now."""
-        return are_finite([bucket.flat for bucket in step.gradients])
-
     def count(self, step: TrainingStep) -> None:
         """Add its losses and metrics to those of the epoch; of one that is skipped put back what it has changed."""
         self._unfinished = None
-        self._before = step.number, self._loss_sum, self._metrics
+        self._sums_before = step.number, self._sums
         if step.skipped_by is None:
-            self._loss_sum = self._loss_sum + step.loss
-            self._metrics = self._metrics.merged(step.metrics)
+            self._sums = self._sums.with_step(step)
             return
         self._looks = True
         self._buffers[step.memory].put_back()
@@ -430,16 +262,16 @@ class ShardTraining:
     def apply(self, step: TrainingStep, profile: Profile | StepProfile) -> None:
         """Count a step, and change the model by its gradients, unless it is skipped. Where weights are exchanged, the
         step has not ended by that: a schedule goes on when the exchange has ended."""
-        self.count(step)
         if self._recorded is not None:
-            flats = None if step.skipped_by is not None else [bucket.flat.clone() for bucket in step.gradients]
-            self._recorded.append(_RecordedStep(step.number, step.epoch, flats))
+            self.count(step)
+            self._recorded.add(step)
             return
         if step.skipped_by is None:
             with profile.span("apply"):
                 if len(self._buffers) > 1:
                     self._gradients.use(step.memory)
                 self._change_model(step.number, step.epoch, step.gradients)
+        self.count(step)
         if self.algorithm.scope != "weights":
             self.optimizer.step_has_ended()
 
@@ -452,19 +284,17 @@ class ShardTraining:
 
     def follow(self) -> None:
         """From now on record the steps that all ranks make, and change nothing: the state is still to come."""
-        self._recorded = []
+        self._recorded = RecordedSteps()
 
     @property
     def recorded_bytes(self) -> int:
-        """Return the bytes of the gradients that are recorded, and those of two steps more: so many are made before all
-        ranks rest where this rank asks for it."""
-        sizes = [sum(flat.numel() * flat.element_size() for flat in step.flats or ()) for step in self._recorded or ()]
-        return sum(sizes) + 2 * max(sizes, default=0)
+        """Return the bytes that recorded steps take, see :attr:`RecordedSteps.nbytes`."""
+        return 0 if self._recorded is None else self._recorded.nbytes
 
     def catch_up(self) -> None:
         """Apply the steps that were recorded to the state that is there now, as the other ranks have done."""
-        recorded, self._recorded = self._recorded or [], None
-        for step in recorded:
+        recorded, self._recorded = self._recorded, None
+        for step in () if recorded is None else recorded.steps:
             if step.flats is not None:
                 gradients = self._gradients.begin()
                 for bucket, flat in zip(gradients, step.flats, strict=True):
@@ -476,113 +306,33 @@ class ShardTraining:
         """Drop what was recorded: it is of no use any more."""
         self._recorded = None
 
-    def joiner_state(self) -> dict[str, Tensor]:
-        """Return what a rank that joins gets beside the model, by name, not copied: also where replicas differ."""
-        return _named("algorithm/", self.algorithm.shared_state()) | self.optimizer.tensors()
-
-    def load_joiner_state(self, tensors: Mapping[str, Tensor], *, keeps_own: bool = False) -> None:
-        """The inverse. ``keeps_own``: what the algorithm keeps of this rank alone is of the same step.
-
-        Raises:
-            CheckpointError: it does not fit.
-        """
-        self.optimizer.load(tensors)
-        self.load_algorithm(tensors, keeps_own=keeps_own)
-
-    def load_algorithm(self, tensors: Mapping[str, Tensor], *, keeps_own: bool = False) -> None:
-        """Load the algorithm's part of the state that a joiner receives, and, where it says so, weights that follow."""
-        self._load(self.algorithm.own_state() if keeps_own else {}, tensors_below("algorithm/", tensors))
-        if self.algorithm.scope == "weights":
-            write_weights(self.trained, self.algorithm.weights_of_joiner(bucket_of(self.trained).flat))
-
-    def own_is_finite(self, step: TrainingStep) -> bool:
-        """Whether this rank's losses and gradients of the step were finite, as far as is known."""
-        return step.is_finite and bool(step.loss.isfinite())
-
     def model_is_finite(self, tensors: Mapping[str, Tensor]) -> bool:
-        """Return the same of a model's :func:`model_tensors`, and whether the buffers are that were at the start."""
+        """Return whether all that was finite in the model at the start is so in these tensors, by name."""
         return are_finite([tensors[name] for name in self._finite_names])
 
     def loss_sum(self) -> float:
         """Return the sum over this rank's batches of this epoch, without those of steps that were skipped."""
-        return self._loss_sum.item()
+        return self._sums.loss.item()
 
     def note_sums(self, position: Position) -> None:
         """Put the losses and metrics of this rank's batches of this epoch there, without those of skipped steps."""
-        position.loss_sum, position.metrics = self.loss_sum(), self._metrics.plain()
+        position.loss_sum, position.metrics = self.loss_sum(), self._sums.metrics.plain()
 
     def evaluate(self) -> ShardCounts | None:
         """On this rank's part of the test set."""
-        return self._task.evaluate_shard(self.model, rank=self._group.rank, world=self._group.world)
+        return self._task.evaluate_shard(self.model, rank=self._place.rank, world=self._place.world)
 
     def report_of(self, step: TrainingStep) -> StepReport:
         """A step as callbacks get it. Waits for the device."""
         return StepReport(
-            step=step.number + 1, epoch=step.epoch, rank=self._group.rank, world=self._group.world,
+            step=step.number + 1, epoch=step.epoch, rank=self._place.rank, world=self._place.world,
             loss=float(step.loss) / step.batches if step.batches else math.nan, skipped=step.skipped_by is not None,
             lr=self.optimizer.lr, metrics=combined([step.metrics.plain()]),
         )  # fmt: skip
 
-    # What is kept of it
-
-    def own_state(self) -> dict[str, Tensor]:
-        """Return what is this rank's alone, by name, not copied: with replicas that differ also model and optimizer."""
-        state = _named("algorithm/", self.algorithm.own_state())
-        if not self.algorithm.equal_replicas:
-            state |= model_tensors(self.model) | self.optimizer.tensors()
-        return state
-
-    def shared_state(self) -> dict[str, Tensor]:
-        """Return what is equal on all ranks beside the model, by name, not copied."""
-        state = _named("algorithm/", self.algorithm.shared_state())
-        if self.algorithm.equal_replicas:
-            state |= self.optimizer.tensors()
-        return state
-
-    def load_shared_state(self, tensors: Mapping[str, Tensor]) -> None:
-        """The inverse. Raises CheckpointError: it does not fit."""
-        if self.algorithm.equal_replicas:
-            self.optimizer.load(tensors)
-        self._load(self.algorithm.own_state(), tensors_below("algorithm/", tensors))
-
-    def restore(self, checkpoint: Checkpoint) -> None:
-        """Restore what this rank has saved: rank 0 the model and what is equal on all ranks, every rank its own, and
-        the state of torch's random numbers.
-
-        Raises:
-            CheckpointError: something does not fit.
-        """
-        own = tensors_below("own/", checkpoint.tensors)
-        try:
-            self._load(tensors_below("algorithm/", own), self.algorithm.shared_state())
-            if not self.algorithm.equal_replicas:
-                restore_model(self.model, checkpoint, "own/")
-                self.optimizer.load(own)
-            elif self._group.rank == 0:
-                restore_model(self.model, checkpoint)
-            if self._group.rank == 0:
-                self.load_shared_state(tensors_below("shared/", checkpoint.tensors))
-        except CheckpointError as error:
-            raise CheckpointError(
-                f"checkpoint of step {checkpoint.round_id}: {error}. If the model is the same, it is damaged: restore "
-                f"it from a backup, or choose another checkpoint.dir"
-            ) from None
-        restore_random_numbers(checkpoint)
-
-    def _load(self, own: Mapping[str, Tensor], shared: Mapping[str, Tensor]) -> None:
-        try:
-            self.algorithm.load_state(own, shared)
-        except ValueError as error:
-            raise CheckpointError(f"state of {self.label.name}: {error}") from None
-
     def close(self) -> None:
         """Let go of the model."""
-        if hasattr(self, "_gradients"):
-            self._gradients.close()
-
-
-def _named(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {f"{prefix}{name}": tensor for name, tensor in tensors.items()}
+        self._gradients.close()
 
 
 @torch.no_grad()

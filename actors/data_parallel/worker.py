@@ -15,12 +15,15 @@ import os
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
-from gradbus.actors.data_parallel.algorithm import MakeAlgorithm
+from gradbus.actors.data_parallel.algorithm import MakeAlgorithm, place_in
 from gradbus.actors.data_parallel.callbacks import StopVotes
+from gradbus.actors.data_parallel.epoch_plan import EpochPlan
+from gradbus.actors.data_parallel.late_stepping import LateGradientStepper
 from gradbus.actors.data_parallel.rank import Rank
 from gradbus.actors.data_parallel.replicas import (
     Replicas,
@@ -37,9 +40,9 @@ from gradbus.actors.data_parallel.state import (
     find_checkpoint,
     position_of,
 )
-from gradbus.actors.data_parallel.stepping import GradientStepper, Stepper
+from gradbus.actors.data_parallel.step import TrainingStep
+from gradbus.actors.data_parallel.stepping import GradientStepper, Stepper, StepperParts
 from gradbus.actors.data_parallel.task import DataParallelTask
-from gradbus.actors.data_parallel.training import EpochPlan, TrainingStep
 from gradbus.actors.data_parallel.weights import WeightStepper
 from gradbus.runtime.checkpoint import Checkpoint, copy_state
 from gradbus.runtime.collectives import Group
@@ -60,6 +63,26 @@ class EpochClock:
     started_s: float = field(default_factory=time.perf_counter)
     steps: int = 0
     step_s: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class GroupPart:
+    """What a rank has of the group that it trains in, once its ranks fit together.
+
+    Attributes:
+        votes: on when the run ends. replicas: compares the models. stepper: makes the steps.
+        is_compared: the parameters have been compared in this group.
+    """
+
+    votes: StopVotes
+    replicas: Replicas
+    stepper: Stepper
+    is_compared: bool = False
+
+    async def close(self) -> None:
+        """Cancel what is on its way."""
+        self.votes.cancel()
+        await self.stepper.close()
 
 
 class Worker(Rank):
@@ -93,33 +116,34 @@ class Worker(Rank):
         self._group = group
         self._on_open = on_open
         self._probe = Probe(f"rank-{group.rank}", config.history.dir, fail_at=fail_at)
-        self._votes = StopVotes(group, timeout_s=config.timeouts.collective_s)
-        self._votes_after_steps = self._votes_after_epochs = False  # some rank has callbacks
+        self._in_group: GroupPart | None = None
         self._clock = EpochClock()
         self._run_id = 0
         self._state: WorkerState | None = None
-        self._checked = False  # the parameters have been compared in this process
         self._aggregator = contextlib.AsyncExitStack()
         self._set_aside: Mapping[str, Tensor] | None = None  # this rank's model, while the mean is evaluated in it
         self._skipped_before = 0  # exchanges, in the epochs before this one
-        # Made by _open:
-        self._replicas: Replicas
-        self._stepper: Stepper
+
+    @property
+    def _part(self) -> GroupPart:
+        """Return what this rank has of its group. Raises RuntimeError: it is in none yet."""
+        if self._in_group is None:
+            raise RuntimeError("this worker is in no group yet: it is when run() or epochs() has met the other ranks")
+        return self._in_group
 
     def _copy_state(self) -> dict[str, Any]:
         if self._set_aside is None:
             return copy_state(self.model)
-        mean = self._replicas.exchange_with(self._set_aside)
+        mean = self._part.replicas.exchange_with(self._set_aside)
         try:
             return copy_state(self.model)
         finally:
-            self._replicas.exchange_with(mean)
+            self._part.replicas.exchange_with(mean)
 
     @property
     def algorithm(self) -> str:
         """Name of what the ranks exchange, its own once the run has started."""
-        label = getattr(self._training, "label", None)
-        return self._config.algorithm.name if label is None else label.name
+        return self._config.algorithm.name if self._loaded is None else self._loaded.label.name
 
     @property
     def _group_and_world(self) -> tuple[Group, int]:
@@ -152,7 +176,7 @@ class Worker(Rank):
                     yield report
             if not self._are_equal:
                 await self._end_as_mean()
-            elif not self._checked:
+            elif not self._part.is_compared:
                 self._params_hash = await self._compare()  # resumed at the end: nothing was left to do
             await self._call_at_end()
 
@@ -167,12 +191,12 @@ class Worker(Rank):
             raise
         finally:
             self._seconds = time.perf_counter() - self._started_s
-            self._votes.cancel()
-            if hasattr(self, "_stepper"):
-                await self._stepper.close()
+            if self._in_group is not None:
+                await self._in_group.close()
             await self._aggregator.aclose()
             self._compute.close()
-            self._training.close()
+            if self._loaded is not None:
+                self._loaded.close()
             self.profile.close()
             self._probe.end(step=self.step, done=self._is_done)
             if self._state is not None:
@@ -184,15 +208,12 @@ class Worker(Rank):
         """Agree with the others, and become a copy of rank 0."""
         config, group = self._config, self._group
         log_timeouts(self._log, parallel_timeouts(config, lease_s=group.bus.remote_lease_s))
-        await self._compute.run(self._training.open)
+        training = await self._load(place_in(group))
         if config.checkpoint.dir is not None:
-            self._state = await self._compute.run(
-                WorkerState, config, group.rank, group.world, label=self._training.label
-            )
-        label = self._training.label
+            self._state = await self._compute.run(WorkerState, config, group.rank, group.world, label=training.label)
         hello = {
             "settings": self._shared_settings(),
-            "batches": await self._compute.run(self._training.num_batches, 0),
+            "batches": await self._compute.run(training.num_batches, 0),
             "callbacks": [bool(self._callbacks), self._callbacks.follow("on_step")],
             "layout": describe_layout(self.model),
             "run_id": int.from_bytes(os.urandom(8), "little"),
@@ -203,15 +224,14 @@ class Worker(Rank):
         check_equal("settings", [hello["settings"] for hello in hellos])
         check_equal_layouts([hello["layout"] for hello in hellos])
         self._run_id = hellos[0]["run_id"]
-        self._votes_after_epochs, self._votes_after_steps = (
-            any(column) for column in zip(*(hello["callbacks"] for hello in hellos), strict=True)
+        after_epochs, after_steps = map(any, zip(*(hello["callbacks"] for hello in hellos), strict=True))
+        votes = StopVotes(
+            group, timeout_s=config.timeouts.collective_s, after_steps=after_steps, after_epochs=after_epochs
         )
         first = EpochPlan.of([hello["batches"] for hello in hellos], config.accumulation_steps)
         steps = min(first.steps * config.epochs, config.max_steps or first.steps * config.epochs)
-        await self._compute.run(self._training.optimizer.start_schedule, steps)
-        self._replicas = Replicas(
-            group, self._compute, self.model, timeout_s=config.timeouts.collective_s, probe=self._probe
-        )
+        await self._compute.run(training.optimizer.start_schedule, steps)
+        replicas = Replicas(group, self._compute, self.model, timeout_s=config.timeouts.collective_s, probe=self._probe)
         checkpoint = None
         if self._state is not None:
             checkpoint = await find_checkpoint(
@@ -222,14 +242,14 @@ class Worker(Rank):
         if checkpoint is not None:
             await self._restore(checkpoint)
         if checkpoint is None or self._are_equal:
-            await self._replicas.broadcast_model()
+            await replicas.broadcast_model()
         await self._compute.run(self.profile.begin_run, f"{self._run_id:016x}")
-        shared = await self._replicas.broadcast_named("worker/shared", self._training.shared_state())
-        await self._compute.run(self._training.load_shared_state, shared)
-        await self._compute.run(self._training.begin)
-        self._stepper = self._make_stepper()
+        shared = await replicas.broadcast_named("worker/shared", training.state.shared())
+        await self._compute.run(training.state.load_shared, shared)
+        await self._compute.run(training.begin)
+        self._in_group = GroupPart(votes, replicas, self._make_stepper())
         self._probe.note("started", run=f"{self._run_id:016x}", rank=group.rank, world=group.world, step=self.step)
-        self._log.info("started", world=group.world, step=self.step, algorithm=str(label))
+        self._log.info("started", world=group.world, step=self.step, algorithm=str(training.label))
 
     def _shared_settings(self) -> dict[str, Any]:
         """Return what must be equal on all ranks."""
@@ -246,23 +266,19 @@ class Worker(Rank):
             await self._aggregator.enter_async_context(joining)
 
     def _make_stepper(self) -> Stepper:
-        training = self._training
+        config, training = self._config, self._training
+        parts = StepperParts(
+            self._group, config.timeouts.collective_s, training, self._compute, self.profile,
+            on_sent=partial(self._probe.reached, "after_send") if self._probe.fail.is_armed else None,
+        )  # fmt: skip
         if training.algorithm.scope == "weights":
-            stepper: Stepper = WeightStepper(
-                training, self._compute, self.profile, on_sent=self._note_sent,
-                waits_for_all=self._config.elastic.is_on, max_nonfinite_steps=self._config.max_nonfinite_steps,
+            return WeightStepper(
+                parts, self._position, waits_for_all=config.elastic.is_on,
+                max_nonfinite_steps=config.max_nonfinite_steps,
             )  # fmt: skip
-        else:
-            stepper = GradientStepper(
-                training, self._compute, self.profile, on_sent=self._note_sent, overlap=self._config.overlap
-            )
-        if self._position.mean_loss is not None:
-            stepper.mean_loss = self._position.mean_loss
-        stepper.ended_exchanges = self._position.ended_exchanges
-        return stepper
-
-    def _note_sent(self, step: TrainingStep) -> None:
-        self._probe.reached("after_send", step.number + 1)
+        if training.delay_steps:
+            return LateGradientStepper(parts, self._position)
+        return GradientStepper(parts, self._position, overlap=config.overlap)
 
     @property
     def _are_equal(self) -> bool:
@@ -300,7 +316,7 @@ class Worker(Rank):
                 f"run, with {saved.epoch_batches} batches in {saved.epoch_step} steps; of one rank they would be "
                 f"{own}. Go on with elastic.min_world, or choose another checkpoint.dir"
             )
-        self._training.restore(checkpoint)
+        self._training.state.restore(checkpoint, self._group.rank)
         self._position = position_of(checkpoint)
         self._position.epoch_batches = 0
         self._run_id = int(saved.run_id, 16)
@@ -310,7 +326,7 @@ class Worker(Rank):
     # An epoch
 
     async def _begin_epoch(self) -> EpochPlan:
-        stepper = self._stepper
+        stepper = self._part.stepper
         self._clock = EpochClock(wait_before_s=stepper.wait_s)
         self._skipped_before = stepper.skipped_exchanges - self._position.skipped_exchanges
         return await self._make_plan()
@@ -327,22 +343,22 @@ class Worker(Rank):
         self._probe.reached("before_step", position.step + 1)
         self._note_step()
         with self.profile.step(position.step) as measured:
-            applied = await self._stepper.step(plan, position, measured)
+            applied = await self._part.stepper.step(plan, position, measured)
         position.step += 1
         self._probe.reached("after_step", position.step)
         position.epoch_step += 1
         await self._count(applied)
         await self._count_votes_if_due()
         await self._after_steps(applied)
-        if self._votes_after_steps:
+        if self._part.votes.after_steps:
             self._vote("step", position.step)
         clock.steps += 1
         clock.sent_bytes += measured.sent_bytes
         clock.step_s += time.perf_counter() - started_s
         every = self._hash_every
-        if every and (not self._checked or position.step % every == 0):
+        if every and (not self._part.is_compared or position.step % every == 0):
             await self._compare()
-        wait_s = self._stepper.wait_s - clock.wait_before_s
+        wait_s = self._part.stepper.wait_s - clock.wait_before_s
         await self._report_progress_if_due(
             steps=clock.steps, seconds=clock.step_s, wait_s=wait_s, bytes_out=clock.sent_bytes
         )
@@ -358,7 +374,7 @@ class Worker(Rank):
     async def _drain(self) -> None:
         """Apply what is on its way."""
         started_s, (sent_before, _) = time.perf_counter(), self.profile.exchanged
-        applied = await self._stepper.drain()
+        applied = await self._part.stepper.drain()
         self._clock.sent_bytes += self.profile.exchanged[0] - sent_before
         await self._count(applied)
         await self._after_steps(applied)
@@ -376,7 +392,7 @@ class Worker(Rank):
             self._wants_end |= bool(self._callbacks.call("on_step", self._training.report_of(step)))
 
     def _vote(self, name: str, step: int) -> None:
-        self._votes.cast(self._wants_end, name, step=step, wants_rest=self._wants_rest)
+        self._part.votes.cast(self._wants_end, name, step=step, wants_rest=self._wants_rest)
         self._wants_end = False
 
     @property
@@ -385,7 +401,7 @@ class Worker(Rank):
         return False
 
     async def _after_epoch(self, report: EpochReport) -> None:
-        if not self._votes_after_epochs:
+        if not self._part.votes.after_epochs:
             return
         await self._call_after_epoch(report)
         self._vote("epoch", report.step)
@@ -397,10 +413,10 @@ class Worker(Rank):
 
     async def _count_votes(self) -> None:
         """Find out whether callbacks of any rank have wanted the run to end, in the newest vote."""
-        if await self._votes.counted() and not self._is_stopped:
+        if await self._part.votes.counted() and not self._is_stopped:
             self._is_stopped = True
-            self._log.info("callbacks end the run", step=self.step, ranks=self._votes.ranks)
-        self._is_resting |= self._votes.rest
+            self._log.info("callbacks end the run", step=self.step, ranks=self._part.votes.ranks)
+        self._is_resting |= self._part.votes.rest
 
     async def _count(self, applied: Sequence[TrainingStep]) -> None:
         """Steps that have changed the model, or were skipped."""
@@ -410,8 +426,8 @@ class Worker(Rank):
                 self._position.skipped_in_row = 0
             else:
                 await self._note_skipped(step, step.skipped_by)
-        if self._stepper.is_diverged:
-            self._stepper.is_diverged = False
+        if self._part.stepper.is_diverged:
+            self._part.stepper.is_diverged = False
             of_ranks = await self._group.all_gather_object(
                 "worker/skipped", self._position.skipped_in_row,
                 round_id=self.step, timeout_s=self._config.timeouts.collective_s,
@@ -429,7 +445,7 @@ class Worker(Rank):
         in_a_row = position.skipped_in_row
         is_own = bool(ranks) and not self._are_equal  # of this rank alone: the others learn of it when the epoch ends
         if not ranks:  # the sum does not tell; this exchange is made in steps that are skipped only
-            is_finite = await self._compute.run(self._training.own_is_finite, step)
+            is_finite = await self._compute.run(step.own_is_finite)
             of_ranks = await self._group.all_gather_object(
                 "worker/finite", [is_finite, in_a_row], round_id=position.step, timeout_s=config.timeouts.collective_s
             )
@@ -488,18 +504,18 @@ class Worker(Rank):
 
     async def _compare(self) -> int:
         """The hash of the parameters. Raises ReplicasDiverged: another rank's differs, and is to be compared."""
-        self._checked = True
-        return await (self._replicas.check(self.step) if self._config.hash_every else self._replicas.hash())
+        self._part.is_compared = True
+        return await (self._part.replicas.check(self.step) if self._config.hash_every else self._part.replicas.hash())
 
     async def _report_epoch(self, finished: bool) -> EpochReport:
         position, clock = self._position, self._clock
         await self._compute.run(self._training.note_sums, position)
         if self._are_equal:
-            await self._replicas.broadcast_buffers(position.step)
+            await self._part.replicas.broadcast_buffers(position.step)
             mean = None
             await self._check_model(model_tensors(self.model))
         else:
-            mean = await self._replicas.mean(position.step)
+            mean = await self._part.replicas.mean(position.step)
             await self._check_model(mean.tensors)
             await self._compute.run(self._show, mean.tensors)
         own = [*await self._evaluate(), position.skipped_in_row]
@@ -516,7 +532,7 @@ class Worker(Rank):
             finished, tallies, model="equal" if mean is None else "mean",
             consensus_distance=None if mean is None else mean.distance, skipped_exchanges=self._skipped_exchanges,
             density=self._training.algorithm.density, step_s_mean=clock.step_s / steps,
-            wait_s_mean=(self._stepper.wait_s - clock.wait_before_s) / steps,
+            wait_s_mean=(self._part.stepper.wait_s - clock.wait_before_s) / steps,
             bytes_out_per_step=clock.sent_bytes / steps,
             seconds=time.perf_counter() - clock.started_s,
         )  # fmt: skip
@@ -524,15 +540,15 @@ class Worker(Rank):
     def _show(self, tensors: Mapping[str, Tensor] | None) -> None:
         """Put these tensors into the model, and this rank's own aside; None: those back. On the compute thread."""
         if tensors is not None:
-            self._set_aside = self._replicas.exchange_with(tensors)
+            self._set_aside = self._part.replicas.exchange_with(tensors)
         elif self._set_aside is not None:
-            self._replicas.exchange_with(self._set_aside)
+            self._part.replicas.exchange_with(self._set_aside)
             self._set_aside = None
 
     async def _end_as_mean(self) -> None:
         """From now on the model is the mean of all ranks'."""
-        mean = await self._replicas.mean(self.step)
-        await self._compute.run(self._replicas.exchange_with, mean.tensors)
+        mean = await self._part.replicas.mean(self.step)
+        await self._compute.run(self._part.replicas.exchange_with, mean.tensors)
         self._params_hash = await self._compare()
 
     # Checkpoints
@@ -555,7 +571,7 @@ class Worker(Rank):
         self._probe.reached("before_save", position.step)
         size = await self._compute.run(
             state.save, self._run_id, position, self.model,
-            RunTensors(self._training.own_state(), self._training.shared_state(), model),
+            RunTensors(self._training.state.own(), self._training.state.shared(), model),
             num_batches=num_batches, report=self._report,
         )  # fmt: skip
         self._probe.note("saved", step=position.step)
@@ -569,21 +585,21 @@ class Worker(Rank):
         """Return the model of all ranks, or their mean. Raises TrainingDiverged: it has NaN or infinity."""
         model: Mapping[str, Tensor] = model_tensors(self.model)
         if self._are_equal:
-            await self._replicas.broadcast_buffers(self.step)
+            await self._part.replicas.broadcast_buffers(self.step)
         else:
-            model = (await self._replicas.mean(self.step)).tensors
+            model = (await self._part.replicas.mean(self.step)).tensors
         await self._check_model(model)
         return model
 
     @property
     def _skipped_exchanges(self) -> int:
         """Exchanges of weights in this epoch whose results were dropped, once it has begun."""
-        return self._stepper.skipped_exchanges - self._skipped_before
+        return self._part.stepper.skipped_exchanges - self._skipped_before
 
     def _note_mean_loss(self) -> None:
         """Note the newest loss where the algorithm goes by it, for who goes on from this position."""
         if self._training.algorithm.needs_loss:
-            loss = self._stepper.mean_loss
+            loss = self._part.stepper.loss.value
             self._position.mean_loss = None if math.isnan(loss) else loss
 
     async def _barrier(self, name: str) -> None:

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradbus.actors.data_parallel.epoch_plan import EpochPlan
 from gradbus.actors.data_parallel.replicas import describe_layout
 from gradbus.actors.data_parallel.task import DataParallelTask
-from gradbus.actors.data_parallel.training import EpochPlan
 from gradbus.actors.parameter_server.agreement import Agreement, Introduction, Roles, agree, find_version
 from gradbus.actors.parameter_server.assignment import assign
 from gradbus.actors.parameter_server.clocks import Clocks, Decision, Kind, ProtocolError

@@ -22,12 +22,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from gradbus.actors.data_parallel.algorithm import place_in
+from gradbus.actors.data_parallel.buckets import gradients_are_finite
+from gradbus.actors.data_parallel.epoch_plan import EpochPlan
 from gradbus.actors.data_parallel.rank import Rank
 from gradbus.actors.data_parallel.replicas import describe_layout
 from gradbus.actors.data_parallel.report import EpochReport
 from gradbus.actors.data_parallel.state import Position
+from gradbus.actors.data_parallel.step import TrainingStep
 from gradbus.actors.data_parallel.task import DataParallelTask
-from gradbus.actors.data_parallel.training import EpochPlan, TrainingStep
 from gradbus.actors.parameter_server.agreement import Introduction, Roles, agree, find_version
 from gradbus.actors.parameter_server.assignment import TensorPart, assign, put
 from gradbus.actors.parameter_server.clocks import Kind
@@ -89,6 +92,7 @@ class ParameterServerWorker(Rank):
         advice = "Keep the order of the arguments"
         check_instance(self._call, "settings", settings, ParameterServerSettings, advice)
         super().__init__(workers, task, config, callbacks)
+        self._place = place_in(workers)
         self._network = network
         self._settings = settings
         self._on_open = on_open
@@ -146,15 +150,16 @@ class ParameterServerWorker(Rank):
         finally:
             self._seconds = time.perf_counter() - self._started_s
             self._compute.close()
-            self._training.close()
+            if self._loaded is not None:
+                self._loaded.close()
             self.profile.close()
 
     # The start
 
     async def _open(self) -> None:
-        config, settings, training = self._config, self._settings, self._training
+        config, settings = self._config, self._settings
         check_config(config)
-        await self._compute.run(training.open)
+        training = await self._load(self._place)
         self._pieces = assign(training.trained, self._roles.servers, settings.cut_bytes)
         held = max(sum(piece.nbytes for piece in own) for own in self._pieces)
         self._max_bytes = largest(held, state_bytes_of(self.model))
@@ -349,10 +354,10 @@ class ParameterServerWorker(Rank):
     def _compute_gradients(self, step: TrainingStep, profile: StepProfile) -> dict[str, Tensor] | None:
         """The gradients by name; None if there are none to push, as there are no data, or they are not finite."""
         training = self._training
-        training.compute(step, profile, lambda bucket: None, overlaps=False)
+        training.compute(step, profile)
         if not step.batches:
             return None
-        if not training.gradients_are_finite(step):
+        if not gradients_are_finite(step.gradients):
             step.is_finite, step.skipped_by = False, (self._rank,)
             return None
         gradients = {name: tensor for bucket in step.gradients for name, tensor in bucket.tensors.items()}

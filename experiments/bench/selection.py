@@ -23,7 +23,15 @@ from gradbus.actors.virtual.host import ClientHost
 from gradbus.actors.virtual.local_pool import LocalPool
 from gradbus.commands.lab.conditions import LinkConditions
 from gradbus.commands.lab.namespaces import Host, enter_host, hosts_on_a_switch, link_bytes
-from gradbus.experiments.bench.federation import MODELS, Noted, OpenBus, RoleWork, note_rounds, run_federation, take_part
+from gradbus.experiments.bench.federation import (
+    MODELS,
+    Noted,
+    OpenBus,
+    RoleWork,
+    note_rounds,
+    run_federation,
+    take_part,
+)
 from gradbus.experiments.bench.processes import DOMAIN
 from gradbus.experiments.bench.results import Measurement, measurement
 from gradbus.models import NoopTask

@@ -10,11 +10,8 @@ from __future__ import annotations
 import json
 import math
 import weakref
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
 
@@ -26,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradbus.codecs.base import are_finite
 from gradbus.runtime.algorithms.base import Algorithm, Step, TensorBucket, bucket_of, make_algorithm
-from gradbus.runtime.algorithms.prediction import check_prediction, weights_ahead
+from gradbus.runtime.algorithms.prediction import check_prediction
 from gradbus.runtime.algorithms.replicas import check_replicas
 from gradbus.runtime.collectives.staging import check_devices, to_host
 from gradbus.runtime.errors import CollectiveError, ConfigError
@@ -40,7 +37,10 @@ from gradbus.torch.cpu_copies import (
     local_of,
     needs_copies,
 )
+from gradbus.torch.gradient_runs import Gradient, GradientRun, GradientRuns, deliver
+from gradbus.torch.named_parameters import NamedParameters
 from gradbus.torch.observed import observed
+from gradbus.torch.predicted_weights import PredictedWeights
 from gradbus.torch.unexchanged import UnexchangedParameters
 from gradbus.torch.weight_exchange import WeightExchange
 from gradbus.torch.whole_gradients import (
@@ -50,8 +50,6 @@ from gradbus.torch.whole_gradients import (
     inner_optimizer,
     why_not_wrapped,
 )
-
-Gradient = torch.futures.Future[Tensor]  # of a bucket, for DDP
 
 _open: weakref.WeakSet[AlgorithmHook] = weakref.WeakSet()  # their optimizers would keep on calling them
 
@@ -113,8 +111,7 @@ def with_algorithm(
         hook.close()
         raise ConfigError(f"{name}: {fault}")
     if ddp is not None:
-        hook.leaves_out_unused = ddp.find_unused_parameters or ddp.static_graph
-        ddp.register_comm_hook(hook, exchange)
+        hook.attach(ddp)
     if hook.algorithm.scope == "weights":
         hook.call_before_forward(model)
     return hook
@@ -163,37 +160,6 @@ def exchange(hook, bucket, *more):  # type: ignore[no-untyped-def]  # DDP compar
     return hook.exchange(bucket)
 
 
-@dataclass(slots=True, eq=False)
-class _Run:
-    """One exchange of gradients.
-
-    Attributes:
-        epoch: of its step. loss: that this rank has reported for the step before.
-        is_whole: whether all of it has been exchanged. is_finite: on all ranks. error: in which it has ended.
-        counts: whether the algorithm has committed it; it is concluded when this is decided.
-        is_applied: whether the optimizers have stepped since.
-        tensors: where it is applied later, the means that have come of it, by name. ended: when all this is known.
-        own: where weights are predicted, the gradients of this rank, by name.
-        unexchanged: the names of parameters that this rank trains although their gradients are not exchanged. refusal:
-            the error of all ranks, if some rank does.
-    """
-
-    epoch: int = 0
-    loss: float | None = None
-    step: Step | None = None
-    is_whole: bool = False
-    is_finite: bool = True
-    error: BaseException | None = None
-    counts: bool = False
-    is_concluded: bool = False
-    is_applied: bool = False
-    tensors: dict[str, Tensor] = field(default_factory=dict)
-    ended: Future[None] = field(default_factory=Future)
-    own: dict[str, Tensor] = field(default_factory=dict)
-    unexchanged: Sequence[str] = ()
-    refusal: ConfigError | None = None
-
-
 class AlgorithmHook:
     """An algorithm that is attached to the gradients of a model, and to its optimizers.
 
@@ -234,21 +200,15 @@ class AlgorithmHook:
         of_model = list(named_parameters)
         named = [(key, parameter) for key, parameter in of_model if parameter.requires_grad]
         self._name = name
-        self._parameters = dict(named)
-        self._names = {id(parameter): key for key, parameter in named}
-        self._strides = {key: torch.empty_like(local_of(one), device="meta").stride() for key, one in named}
+        self._parameters = NamedParameters(named)
         self._copies: CpuCopies | None = None
         self.dense_bytes, self.skipped_steps = 0, 0
         self._programs = AlgorithmPrograms(process_group)
-        self._place = self._programs.place
         self._optimizers = list(optimizers)
         self._unexchanged = UnexchangedParameters(of_model, self._optimizers)
-        self._predicts = False
-        self._ahead = ExitStack()  # when it is closed the parameters have the weights of all ranks
-        self._is_ahead = False
-        self._ahead_since: _Run | None = None  # the newest one at that time
+        self._prediction: PredictedWeights | None = None
         try:
-            self.algorithm: Final[Algorithm] = make_algorithm(name, self._place, options)
+            self.algorithm: Final[Algorithm] = make_algorithm(name, self._programs.place, options)
             if delay_steps is not None and (not isinstance(delay_steps, int) or delay_steps < 0):
                 raise ConfigError(f"{name}: delay_steps must be a whole number >= 0, got {delay_steps!r}")
             if not isinstance(hash_every, int) or hash_every < 0:
@@ -256,22 +216,20 @@ class AlgorithmHook:
             self.delay_steps = self.algorithm.check_delay(delay_steps)
             self._hash_every = hash_every if self.algorithm.equal_replicas else 0
             self._check_shards(process_group)
-            self._check(name, len(named), {id(parameter) for _, parameter in of_model})
+            self._check(name, {id(parameter) for _, parameter in of_model})
         except ConfigError as error:
             self._programs.compare({"refused": str(error)})
             raise
         self._programs.compare({
             "algorithm": name, "options": json.dumps(self.algorithm.options.model_dump(mode="json")),
             "delay_steps": str(self.delay_steps), "hash_every": str(hash_every),
-            "parameters": json.dumps({key: list(parameter.shape) for key, parameter in named}),
+            "parameters": json.dumps(self._parameters.shapes()),
         })  # fmt: skip
         self.leaves_out_unused = True
         self._number, self._epoch, self._passes = 0, -1, 0
         self._has_newer_loss = False  # whether a step has counted since ranks agreed on it
         self._reported: float | None = None
-        self._run = _Run(is_concluded=True, is_applied=True)  # the newest one
-        self._due: _Run | None = None  # whose results the gradients hold
-        self._waiting: deque[_Run] = deque()  # those whose results have not been applied yet, oldest first
+        self._runs = GradientRuns(self.delay_steps)
         # Buckets that wait for the others, with what gives them to DDP.
         self._ready: list[tuple[TensorBucket, Callable[[Future[None]], None]]] = []
         self._is_new_pass = True  # what the optimizers do next is another step
@@ -294,12 +252,12 @@ class AlgorithmHook:
             check_whole(self._parameters.items(), self._name)
         check_zero(self._optimizers, self._name, exchanges_weights=self.algorithm.scope == "weights")
 
-    def _check(self, name: str, num_parameters: int, of_model: Collection[int]) -> None:
+    def _check(self, name: str, of_model: Collection[int]) -> None:
         """``of_model``: the ids of its parameters, also of those that are not trained. Raises ConfigError."""
         scope = self.algorithm.scope
         if not self._parameters:
             raise ConfigError(f"{name}: the model has no parameter that requires a gradient")
-        if len(self._parameters) < num_parameters or len(self._names) < num_parameters:
+        if not self._parameters.named_once:
             raise ConfigError(f"{name}: a parameter is given twice; a shared one is to be named once")
         exchanged = self._exchanged(name)
         if scope == "weights" and not self._optimizers:
@@ -356,7 +314,13 @@ class AlgorithmHook:
     def undo_step(self) -> None:
         """The gradients of the last exchange were not used, as when a loss scaler has left the step out. Call it on all
         ranks, before the next one. Without effect with a delay, or after the optimizers' step."""
-        self._programs.call(self._conclude, self._run, True)
+        self._programs.call(self._conclude, self._runs.newest, True)
+
+    def attach(self, ddp: DistributedDataParallel) -> None:
+        """Have a model exchange its gradients by this hook. What its steps may leave unused is left out, if it looks
+        for that."""
+        self.leaves_out_unused = ddp.find_unused_parameters or ddp.static_graph
+        ddp.register_comm_hook(self, exchange)
 
     def call_before_forward(self, model: nn.Module) -> None:
         """Have :meth:`start_forward` called before each forward pass of a model."""
@@ -384,25 +348,19 @@ class AlgorithmHook:
         except ConfigError:
             self.close()
             raise
-        self._predicts = True
-        self._registered.append(model.register_forward_pre_hook(self._go_ahead))
+        self._prediction = PredictedWeights(self._optimizers, self._late_steps, lambda: self._runs.newest)
+        self._registered.append(model.register_forward_pre_hook(self._prediction.go_ahead))
 
-    def _go_ahead(self, module: nn.Module, *_: Any) -> None:
-        """A forward pass begins: have the weights to come until the next step, if gradients are computed."""
-        if not (module.training and torch.is_grad_enabled()):
-            self._go_back()
-        elif not self._is_ahead or self._ahead_since is not self._run:  # else a step was left out: they are old
-            self._go_back()
-            self._is_ahead, self._ahead_since = True, self._run
-            late = [run.own for run in self._waiting if are_finite(list(run.own.values()))]
-            by_parameter = [{self._parameters[name]: one for name, one in own.items()} for own in late if own]
-            for optimizer in self._optimizers:
-                self._ahead.enter_context(weights_ahead(optimizer, by_parameter))
+    def _late_steps(self) -> list[dict[Tensor, Tensor]]:
+        """The gradients of this rank, by parameter, that are still to be applied, oldest first; without those that are
+        not finite."""
+        late = [run.own for run in self._runs.waiting if run.own and are_finite(list(run.own.values()))]
+        return [{self._parameters[name]: one for name, one in own.items()} for own in late]
 
     def _go_back(self) -> None:
         """Have the weights that all ranks have, as they do without a prediction, and after each step."""
-        self._is_ahead = False
-        self._ahead.close()
+        if self._prediction is not None:
+            self._prediction.go_back()
 
     def drain(self) -> bool:
         """Apply what still waits, where there is a delay; where weights are exchanged take back what does not count.
@@ -416,9 +374,9 @@ class AlgorithmHook:
             self._weights.drain()
             return False
         self._go_back()
-        if not self._waiting:
+        if not self._runs.waiting:
             return False
-        run = self._waiting.popleft()
+        run = self._runs.waiting.popleft()
         run.ended.result()
         for key, parameter in self._parameters.items():
             parameter.grad = _beside(parameter, run.tensors[key]) if run.counts else None
@@ -459,61 +417,45 @@ class AlgorithmHook:
             self._start_run()
         self.dense_bytes += flat.nbytes
         own = (flat.clone() if self.delay_steps else flat) if flat.is_cpu else to_host(flat)
-        if self._predicts:
-            self._run.own.update(self._views(bucket, flat.clone()))
-        exchanged = TensorBucket(bucket.index(), own, self._views(bucket, own))
-        into = {} if own is flat else self._views(bucket, flat)
-        self._ready.append((exchanged, partial(_deliver, given, flat, into, exchanged.tensors)))
+        if self._prediction is not None:
+            self._runs.newest.own.update(self._parameters.views(bucket, flat.clone()))
+        exchanged = TensorBucket(bucket.index(), own, self._parameters.views(bucket, own))
+        into = {} if own is flat else self._parameters.views(bucket, flat)
+        self._ready.append((exchanged, partial(deliver, given, flat, into, exchanged.tensors)))
         if self.algorithm.scope == "bucket" or bucket.is_last():
-            job = self._programs.submit(self._exchange, self._run, [one for one, _ in self._ready], bucket.is_last())
-            for _, deliver in self._ready if not self.delay_steps else ():
-                job.add_done_callback(deliver)
+            job = self._programs.submit(
+                self._exchange, self._runs.newest, [one for one, _ in self._ready], bucket.is_last()
+            )
+            for _, give in self._ready if not self.delay_steps else ():
+                job.add_done_callback(give)
             self._ready = []
-        if self.delay_steps and self._due is None:
+        due = self._runs.due
+        if self.delay_steps and due is None:
             given.set_result(flat.zero_())
-        elif self.delay_steps and self._due is not None:
-            self._due.ended.add_done_callback(
-                partial(_deliver, given, flat, self._views(bucket, flat), self._due.tensors)
+        elif self.delay_steps and due is not None:
+            due.ended.add_done_callback(
+                partial(deliver, given, flat, self._parameters.views(bucket, flat), due.tensors)
             )
         return given.then(lambda future: future.value())  # an error keeps its type and traceback so
 
-    def _views(self, bucket: GradBucket, flat: Tensor) -> dict[str, Tensor]:
-        """The gradients in ``flat``, as large as the bucket's buffer, by name: in the shapes of the parameters, whose
-        order in memory they have."""
-        parts = torch.split(flat, [gradient.numel() for gradient in bucket.gradients()])
-        views = {}
-        for part, parameter in zip(parts, bucket.parameters(), strict=True):
-            if id(parameter) not in self._names:
-                raise ValueError(
-                    f"with_algorithm: bucket {bucket.index()} has a parameter of shape {tuple(parameter.shape)} that "
-                    f"was not given; give named_parameters() of the model that DDP wraps"
-                )
-            name = self._names[id(parameter)]
-            views[name] = part.as_strided(parameter.shape, self._strides[name])
-        return views
-
-    @property
-    def _applied(self) -> _Run | None:
-        """The exchange whose results the gradients hold, all of which is known; None: there was none yet."""
-        return self._due if self.delay_steps else self._run
-
     def _start_run(self) -> None:
-        if self._applied is not None and self._applied.refusal is not None:  # a loss scaler has left the step out
-            raise self._applied.refusal
+        applied = self._runs.applied
+        if applied is not None and applied.refusal is not None:  # a loss scaler has left the step out
+            raise applied.refusal
         if self.algorithm.needs_epoch and self._epoch < 0:
             raise RuntimeError(
                 "with_algorithm: the options of the algorithm change from epoch to epoch: call hook.start_epoch(epoch) "
                 "at the start of each"
             )
-        self._programs.submit(self._conclude, self._run)
+        self._programs.submit(self._conclude, self._runs.newest)
         self._ready = []
         self._passes += 1
-        self._run = _Run(epoch=max(0, self._epoch), loss=self._reported, unexchanged=self._unexchanged.find())
-        self._waiting.append(self._run)
-        self._due = self._waiting.popleft() if len(self._waiting) > self.delay_steps else None
+        self._runs.begin(
+            GradientRun(epoch=max(0, self._epoch), loss=self._reported, unexchanged=self._unexchanged.find())
+        )
 
     @torch.no_grad()
-    def _exchange(self, run: _Run, buckets: Sequence[TensorBucket], is_last: bool) -> None:
+    def _exchange(self, run: GradientRun, buckets: Sequence[TensorBucket], is_last: bool) -> None:
         """On the thread of the programs: one bucket, or all of a step."""
         try:
             if run.error is not None:
@@ -537,7 +479,7 @@ class AlgorithmHook:
             if is_last and self.delay_steps:
                 self._conclude(run)
 
-    def _exchange_tensors(self, run: _Run, bucket: TensorBucket, tensors: Mapping[str, Tensor]) -> None:
+    def _exchange_tensors(self, run: GradientRun, bucket: TensorBucket, tensors: Mapping[str, Tensor]) -> None:
         """``bucket``: that of the tensors, if they are of one."""
         used = self._used(tensors) if self.leaves_out_unused else list(tensors)
         if not used:
@@ -559,13 +501,13 @@ class AlgorithmHook:
         agreed = self._programs.all_reduce("used", own, "max").tolist()
         return [name for name, is_used in zip(tensors, agreed, strict=True) if is_used]
 
-    def _next_step(self, run: _Run) -> Step:
+    def _next_step(self, run: GradientRun) -> Step:
         if self.algorithm.needs_loss and self._has_newer_loss:
             self._programs.agree_on_loss(run.loss)
             self._has_newer_loss = False
-        return Step(self._number, run.epoch, self._place.world, self._programs.loss)
+        return Step(self._number, run.epoch, self._programs.place.world, self._programs.loss)
 
-    def _conclude(self, run: _Run, is_unused: bool = False) -> None:
+    def _conclude(self, run: GradientRun, is_unused: bool = False) -> None:
         """The exchange of a step counts, or all ranks take it back."""
         if run.is_concluded:
             return
@@ -610,13 +552,13 @@ class AlgorithmHook:
                 self._is_new_pass = False
             return
         self._go_back()
-        run = self._run
+        run = self._runs.newest
         if run.is_applied:
             return
         run.is_applied = True
         if not self.delay_steps:
             self._programs.call(self._conclude, run)
-        applied = self._applied
+        applied = self._runs.applied
         if applied is None or not applied.counts:
             self._drop_gradients()
         if applied is not None and applied.refusal is not None:
@@ -635,7 +577,7 @@ class AlgorithmHook:
         """A rank whose gradients are not finite skips its step alone. All steps are counted: when the next exchange is
         due goes by their number."""
         loss = math.nan if self.delay_steps else self._programs.loss  # which an exchange may change meanwhile
-        step = Step(self._number, max(0, self._epoch), self._place.world, loss)
+        step = Step(self._number, max(0, self._epoch), self._programs.place.world, loss)
         self._number += 1
         weights.begin_step(step, self._reported)
         if not are_finite_on_the_mesh(one.grad for one in self._parameters.values() if one.grad is not None):
@@ -661,12 +603,13 @@ class AlgorithmHook:
         """Return what this rank needs to go on: tensors, as they are and not copied; numbers and text. Call it between
         two steps. ``torch.load(..., weights_only=True)`` reads it. With the weights where ranks have others."""
         self._go_back()
-        self._programs.call(self._conclude, self._run)  # after which no program runs, either
+        self._programs.call(self._conclude, self._runs.newest)  # after which no program runs, either
         waiting = self._late_gradients() if self._weights is None else self._weights.state()
+        place = self._programs.place
         return {
-            "algorithm": self._name, "rank": self._place.rank, "world": self._place.world, "steps": self._number,
+            "algorithm": self._name, "rank": place.rank, "world": place.world, "steps": self._number,
             "delay_steps": self.delay_steps,
-            "parameters": {name: list(parameter.shape) for name, parameter in self._parameters.items()},
+            "parameters": self._parameters.shapes(),
             "options": self.algorithm.options.model_dump(mode="json"),
             "own": self.algorithm.own_state(), "shared": self.algorithm.shared_state(),
             "loss": [self._programs.loss, self._has_newer_loss, self._reported],
@@ -675,10 +618,12 @@ class AlgorithmHook:
         }  # fmt: skip
 
     def _late_gradients(self) -> list[dict[str, Any]]:
-        for run in self._waiting:
+        for run in self._runs.waiting:
             run.ended.result()
         # Versions that wrote weights here, too, read a number.
-        return [{"number": 0, "counts": run.counts, "tensors": run.tensors, "own": run.own} for run in self._waiting]
+        return [
+            {"number": 0, "counts": run.counts, "tensors": run.tensors, "own": run.own} for run in self._runs.waiting
+        ]
 
     def _of_rank(self) -> dict[str, dict[str, Tensor]]:
         """The tensors of the model that are this rank's own, by name and by where a saved state has them."""
@@ -706,10 +651,10 @@ class AlgorithmHook:
     def _load(self, state: Mapping[str, Any]) -> None:
         expected: dict[str, Any] = {
             "algorithm": self._name,
-            "parameters": {name: list(parameter.shape) for name, parameter in self._parameters.items()},
+            "parameters": self._parameters.shapes(),
         }
         if state.get("own") or state.get("waiting"):  # what waits on a rank is its own
-            expected |= {"rank": self._place.rank, "world": self._place.world}
+            expected |= {"rank": self._programs.place.rank, "world": self._programs.place.world}
         for key, here in expected.items():
             if state.get(key) != here:
                 raise ValueError(f"saved state of with_algorithm: {key} is {state.get(key)!r:.300}, here {here!r:.300}")
@@ -725,7 +670,7 @@ class AlgorithmHook:
                 f"saved state of with_algorithm: {sorted(missing) or 'a whole number of steps'} is missing"
             )
         self._check_waiting(state)
-        is_own = state.get("rank") == self._place.rank  # what all ranks share may be that of another one
+        is_own = state.get("rank") == self._programs.place.rank  # what all ranks share may be that of another one
         of_rank = {kind: live for kind, live in self._of_rank().items() if is_own and kind in state}
         for kind, live in of_rank.items():
             _check_fit(kind, state[kind], live)
@@ -739,16 +684,15 @@ class AlgorithmHook:
         if self._weights is not None:
             self._weights.load(state["waiting"], self._number)
             return
-        self._run, self._due = _Run(is_concluded=True, is_applied=True), None
-        self._waiting.clear()
+        self._runs = GradientRuns(self.delay_steps)
         for saved in state["waiting"]:
             tensors = {name: tensor.clone() for name, tensor in saved["tensors"].items()}
             own = {  # older states have none
                 name: _beside(self._parameters[name], tensor.clone()) for name, tensor in saved.get("own", {}).items()
             }
-            run = _Run(counts=saved["counts"], is_concluded=True, is_applied=True, tensors=tensors, own=own)
+            run = GradientRun(counts=saved["counts"], is_concluded=True, is_applied=True, tensors=tensors, own=own)
             run.ended.set_result(None)
-            self._waiting.append(run)
+            self._runs.waiting.append(run)
 
     def _check_waiting(self, state: Mapping[str, Any]) -> None:
         """Raises ValueError: with the delay of here what waits in this state would never be applied in time, or it is
@@ -789,16 +733,3 @@ def _check_fit(kind: str, saved: Any, live: Mapping[str, Tensor]) -> None:
                 f"saved state of with_algorithm: {kind} of {name} are {list(one.shape)}, here {list(tensor.shape)}, of "
                 f"{one.dtype} and {tensor.dtype}"
             )
-
-
-def _deliver(
-    given: Gradient, flat: Tensor, into: Mapping[str, Tensor], tensors: Mapping[str, Tensor], job: Future[None]
-) -> None:
-    """A bucket for DDP. ``into``: views of it, which get these tensors first."""
-    error = job.exception()
-    if error is not None:
-        given.set_exception(error)  # type: ignore[arg-type]  # raised by backward()
-        return
-    for name, gradient in into.items():
-        gradient.copy_(tensors[name])
-    given.set_result(flat)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, TypeAlias
 
@@ -389,17 +389,30 @@ class Algorithm(ABC):
         self.memory.load(shared, self.shared)
 
 
-def make_algorithm(name: str, place: Place, options: Mapping[str, Any] | None = None) -> Algorithm:
-    """An algorithm by its name. Raises ConfigError: there is none, or the options do not fit; names the nearest."""
-    kind = ALGORITHMS.find(name)
+def algorithm_maker(choice: Choice) -> Callable[[Place], Algorithm]:
+    """Return what makes the chosen algorithm for a rank: the class is found, and its options are checked, by now.
+
+    Raises:
+        ConfigError: there is none, which names the nearest, or the options do not fit.
+    """
+    kind = ALGORITHMS.find(choice.name)
     if not issubclass(kind, Algorithm):
         raise ConfigError(
-            f"{ALGORITHMS.key}: {name!r} is no Algorithm, and no codec: inherit from "
+            f"{ALGORITHMS.key}: {choice.name!r} is no Algorithm, and no codec: inherit from "
             f"gradbus.runtime.algorithms.base.Algorithm, or from gradbus.codecs.CustomCodec"
         )
-    checked = ALGORITHMS.options(Choice.model_validate({**(options or {}), "name": name}))
-    algorithm: Algorithm = kind(place, kind.Options(**checked))
-    return algorithm
+    options = ALGORITHMS.checked(choice)
+
+    def make(place: Place) -> Algorithm:
+        algorithm: Algorithm = kind(place, options)
+        return algorithm
+
+    return make
+
+
+def make_algorithm(name: str, place: Place, options: Mapping[str, Any] | None = None) -> Algorithm:
+    """An algorithm by its name. Raises ConfigError: there is none, or the options do not fit; names the nearest."""
+    return algorithm_maker(Choice.model_validate({**(options or {}), "name": name}))(place)
 
 
 def bucket_of(tensors: Mapping[str, Tensor], index: int = 0) -> TensorBucket:

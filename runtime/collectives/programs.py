@@ -19,6 +19,7 @@ from gradbus.runtime.algorithms.requests import (
     ReduceScatter,
     Request,
     Swap,
+    Together,
     joined_results,
     simple_requests,
 )
@@ -66,10 +67,12 @@ class ProgramRun(Generic[R]):
         Args:
             results: of ``handles``, in their order.
         """
-        assert self._request is not None
-        left = list(results)
-        answers = [self._result(request, left) for request in simple_requests(self._request)]
-        return self._advance(joined_results(self._request, answers))
+        request, left = self._request, list(results)
+        assert request is not None
+        if not isinstance(request, Together):
+            return self._advance(self._result(request, left))
+        answers = [self._result(one, left) for one in simple_requests(request)]
+        return self._advance(joined_results(request, answers))
 
     def cancel(self) -> None:
         """Give up: buffers are given back, what has ended stays as it is. A phase that is being computed starts no
@@ -91,8 +94,9 @@ class ProgramRun(Generic[R]):
             return False
         started: list[CollectiveHandle[Any]] = []
         try:
-            for request in simple_requests(self._request):
-                started += self._start(request)
+            request = self._request
+            for one in simple_requests(request) if isinstance(request, Together) else (request,):
+                started += self._start(one)
         except BaseException:
             for handle in started:
                 handle.cancel()

@@ -80,7 +80,7 @@ def check_sendable(tensor: Tensor) -> None:
         where = "meta tensors" if tensor.is_meta else f"tensors of layout {tensor.layout}"
         raise ValueError(f"{where} have no values in plain memory; make the tensor dense first")
     dtype_name(tensor.dtype)
-    if not can_be_staged(tensor):
+    if not (tensor.is_cpu or can_be_staged(tensor)):
         raise ValueError(
             f"a tensor on {tensor.device}, which is no accelerator that torch uses here; give tensor.cpu()"
         )

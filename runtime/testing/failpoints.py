@@ -73,6 +73,11 @@ class FailPoint:
         if whom in ("", who):
             self._armed.add((name, int(number)))
 
+    @property
+    def is_armed(self) -> bool:
+        """Return whether there is a place left at which something is to happen."""
+        return bool(self._armed)
+
     def reached(self, name: str, round_id: int) -> None:
         """The program is at this place in this round."""
         if (name, round_id) in self._armed:

@@ -9,13 +9,17 @@ import torch
 from settings import nested
 from torch import Tensor, nn
 
+from gradbus.actors.data_parallel.epoch_plan import EpochPlan
+from gradbus.actors.data_parallel.exchange import GradientExchange, StepExchange
+from gradbus.actors.data_parallel.mean_loss import MeanLoss
 from gradbus.actors.data_parallel.replicas import model_tensors
 from gradbus.actors.data_parallel.report import EpochReport
 from gradbus.actors.data_parallel.state import Position, RunTensors, WorkerState
-from gradbus.actors.data_parallel.stepping import GradientStepper
-from gradbus.actors.data_parallel.training import EpochPlan, ShardTraining, TrainingStep
+from gradbus.actors.data_parallel.step import TrainingStep
+from gradbus.actors.data_parallel.stepping import GradientStepper, StepperParts
+from gradbus.actors.data_parallel.training import ShardTraining
 from gradbus.commands.simulate.lockstep import Lockstep
-from gradbus.runtime.algorithms.base import Step
+from gradbus.runtime.algorithms.base import Place, Step, algorithm_maker
 from gradbus.runtime.compute import ComputeThread
 from gradbus.runtime.config.data_parallel import DataParallelConfig
 from gradbus.runtime.profiling.profile import Profile
@@ -70,26 +74,34 @@ class Scene:
     def __init__(self, world: int = 1, **settings: Any) -> None:
         self.config = DataParallelConfig(**nested(settings))
         self.group = Calls(world)
-        self.training = ShardTraining(self.config, self.group, Task(), lambda: False)  # type: ignore[arg-type]
-        self.training.open()
+        make = algorithm_maker(self.config.algorithm)
+        self.training = ShardTraining(self.config, Place(0, world), Task(), make, should_stop=lambda: False)
         self.training.start_epoch(EpochPlan((100,)), Position())
         self.net = self.training.model
         self.done = 0
 
     def send(self, *, active: int | None = None) -> TrainingStep:
         """Compute a step's gradients, and start its programs."""
-        stepper = GradientStepper(
-            self.training, ComputeThread("scene"), Profile(0), on_sent=print, overlap=self.config.overlap
-        )
-        step = stepper._newest = self._next()  # noqa: SLF001 - a step that goes no further than this
+        parts = StepperParts(
+            self.group, self.config.timeouts.collective_s, self.training, ComputeThread("scene"), Profile(0)  # type: ignore[arg-type]
+        )  # fmt: skip
+        stepper = GradientStepper(parts, Position(), overlap=self.config.overlap)
+        step = self._next()
         step.active = self.group.world if active is None else active
-        stepper._compute_gradients(step, Profile(0))  # type: ignore[arg-type]  # noqa: SLF001 - likewise
+        exchange = GradientExchange(
+            step, self.exchange(step.number), self.training.algorithm, MeanLoss(None, is_needed=False)
+        )  # fmt: skip
+        stepper._compute_gradients(exchange, Profile(0))  # type: ignore[arg-type]  # noqa: SLF001 - a step that goes no further than this
         return step
+
+    def exchange(self, number: int) -> StepExchange:
+        """For programs of a step."""
+        return StepExchange(self.group, round_id=number, timeout_s=self.config.timeouts.collective_s)  # type: ignore[arg-type]
 
     def step(self) -> None:
         """Make a step whose programs run alone."""
         step, algorithm = self._next(), self.training.algorithm
-        self.training.compute(step, Profile(0), lambda bucket: None, overlaps=False)
+        self.training.compute(step, Profile(0))
         for bucket in step.gradients:
             Lockstep(1).run([algorithm.exchange(bucket, Step(step.number, step.epoch))])
         algorithm.commit()
@@ -102,7 +114,7 @@ class Scene:
     def save(self, state: WorkerState, position: Position, *, num_batches: int, report: EpochReport | None) -> None:
         """What rank 0 saves."""
         training = self.training
-        tensors = RunTensors(training.own_state(), training.shared_state(), model_tensors(self.net))
+        tensors = RunTensors(training.state.own(), training.state.shared(), model_tensors(self.net))
         state.save(9, position, self.net, tensors, num_batches=num_batches, report=report)
 
     @property

@@ -86,19 +86,25 @@ class _ProcessHooks:
     """The one pair of hooks of this process, which calls those of all trainings that are under way.
 
     torch goes over its table of hooks in each step of each optimizer. A training that put its own there, and took them
-    out, would change that table in the midst of a step of another client's thread, which then fails.
+    out, would change that table in the midst of a step of another client's thread, which then fails. So the pair is
+    registered once, by the first training that has hooks, and stays: a process without one, such as a data-parallel
+    worker's, has none. If no other library has hooks, torch's table is empty until then, and a thread goes over an
+    empty one in a single step.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._added: tuple[StepHooks, ...] = ()  # a new one for each change: threads go over the old one meanwhile
-        register_optimizer_step_pre_hook(self._before)
-        register_optimizer_step_post_hook(self._after)
+        self._is_registered = False
 
     @contextlib.contextmanager
     def added(self, hooks: StepHooks) -> Iterator[None]:
         """Call these, too, until the block ends."""
         with self._lock:
+            if not self._is_registered:
+                register_optimizer_step_pre_hook(self._before)
+                register_optimizer_step_post_hook(self._after)
+                self._is_registered = True
             self._added = (*self._added, hooks)
         try:
             yield

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from gradbus.runtime.algorithms import base
 from gradbus.runtime.algorithms.base import ALGORITHMS, Algorithm, Step, TensorBucket
 from gradbus.runtime.algorithms.requests import AllReduce, Program
+from gradbus.runtime.choices import AlgorithmChoices, Choice
+from gradbus.runtime.config.data_parallel import DataParallelConfig
 from gradbus.runtime.errors import CheckpointError, ConfigError
 
 SGD = {"optimizer__momentum": 0.0}
@@ -49,7 +51,7 @@ CASES: dict[str, dict[str, Any]] = {
 def state_of(outcome: Outcome) -> dict[str, torch.Tensor]:
     """All that a rank would save."""
     training = training_of(outcome.worker)
-    return {**training.own_state(), **training.shared_state()}
+    return {**training.state.own(), **training.state.shared()}
 
 
 class Double(nn.Module):
@@ -169,3 +171,16 @@ def test_a_run_learns_and_goes_on_in_the_midst_of_an_epoch_with_the_bits_of_one_
         assert ours.keys() == theirs.keys()
         assert all(torch.equal(ours[name], theirs[name]) for name in ours)
         assert mine.reports[-1].loss == other.reports[-1].loss
+
+
+def test_an_algorithm_is_looked_up_and_its_options_are_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    check, checked = AlgorithmChoices.checked, list[str]()
+
+    def count_and_check(choices: AlgorithmChoices[Any], choice: Choice) -> Any:
+        checked.append(choice.name)
+        return check(choices, choice)
+
+    config = DataParallelConfig.model_validate({"algorithm": {"name": OWN, "factor": 0.5}})
+    monkeypatch.setattr(AlgorithmChoices, "checked", count_and_check)
+    succeeded(train(make_task(), world=2, configs=[config] * 2))
+    assert checked == [OWN, OWN]  # by each rank

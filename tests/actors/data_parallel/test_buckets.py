@@ -60,7 +60,10 @@ class Scene:
         self.launched: list[int] = []
         self.seen: dict[int, Tensor] = {}
         self.assignment = assign_buckets(self.parameters, bucket_bytes=bucket_bytes)
-        self.buckets = GradientBuckets(named, self.launch, assignment=self.assignment, sets=2)
+        self.buckets = GradientBuckets(named, assignment=self.assignment, sets=2)
+
+    def begin(self, number: int = 0) -> list[TensorBucket]:
+        return self.buckets.begin(number, self.launch)
 
     def launch(self, bucket: TensorBucket) -> None:
         self.launched.append(bucket.index)
@@ -81,7 +84,7 @@ class Scene:
 def test_gradients_are_views_into_the_bucket_and_launched_in_the_order_they_come() -> None:
     scene = Scene()
     for _ in range(2):
-        buckets = scene.buckets.begin()
+        buckets = scene.begin()
         assert [bucket.index for bucket in buckets] == list(range(6))
         scene.launched.clear()
         scene.buckets.enable_overlap()
@@ -102,7 +105,7 @@ def test_gradients_are_views_into_the_bucket_and_launched_in_the_order_they_come
 
 def test_what_is_written_into_a_bucket_is_the_gradient() -> None:
     scene = Scene(bucket_bytes=1 << 20)
-    (bucket,) = scene.buckets.begin()
+    (bucket,) = scene.begin()
     scene.backward()
     scene.buckets.flush()
     bucket.flat.fill_(3.0)
@@ -111,11 +114,11 @@ def test_what_is_written_into_a_bucket_is_the_gradient() -> None:
 
 def test_one_set_of_memory_is_filled_while_the_other_one_keeps_the_gradients_of_the_step_before() -> None:
     scene = Scene(bucket_bytes=1 << 20)
-    (before,) = scene.buckets.begin(0)
+    (before,) = scene.begin(0)
     scene.backward(1)
     scene.buckets.flush()
     kept = before.flat.clone()
-    (now,) = scene.buckets.begin(1)
+    (now,) = scene.begin(1)
     scene.backward(2)
     scene.buckets.flush()
     assert torch.equal(before.flat, kept)
@@ -128,7 +131,7 @@ def test_one_set_of_memory_is_filled_while_the_other_one_keeps_the_gradients_of_
 
 def test_only_the_last_batch_of_a_step_launches() -> None:
     scene = Scene(bucket_bytes=1 << 20)
-    scene.buckets.begin()
+    scene.begin()
     scene.backward(1)
     assert scene.launched == []
     scene.buckets.enable_overlap()
@@ -140,7 +143,7 @@ def test_only_the_last_batch_of_a_step_launches() -> None:
 
 def test_without_arming_nothing_is_launched_before_the_end() -> None:
     scene = Scene()
-    scene.buckets.begin()
+    scene.begin()
     scene.backward()
     assert scene.launched == []
     scene.buckets.flush()
@@ -149,11 +152,11 @@ def test_without_arming_nothing_is_launched_before_the_end() -> None:
 
 def test_parameters_that_get_no_gradient_are_sent_as_zeros_at_the_end() -> None:
     scene = Scene()
-    scene.buckets.begin()
+    scene.begin()
     scene.backward()  # leaves gradients behind that must not be sent again
     scene.buckets.flush()
     scene.launched.clear()
-    scene.buckets.begin()
+    scene.begin()
     scene.buckets.enable_overlap()
     scene.backward(layers=1)
     assert sorted(scene.launched) == [4, 5]
@@ -165,7 +168,7 @@ def test_parameters_that_get_no_gradient_are_sent_as_zeros_at_the_end() -> None:
 
 def test_frozen_parameters_are_left_out() -> None:
     scene = Scene(frozen="0.")
-    scene.buckets.begin()
+    scene.begin()
     scene.buckets.enable_overlap()
     scene.backward()
     assert sorted(scene.launched) == list(range(4))
@@ -174,7 +177,7 @@ def test_frozen_parameters_are_left_out() -> None:
 
 def test_a_gradient_that_was_put_elsewhere_comes_home() -> None:
     scene = Scene(bucket_bytes=1 << 20)
-    scene.buckets.begin()
+    scene.begin()
     for parameter in scene.parameters:
         parameter.grad = None  # as zero_grad(set_to_none=True) in a task's own loss
     scene.backward()
@@ -184,7 +187,7 @@ def test_a_gradient_that_was_put_elsewhere_comes_home() -> None:
     expected[0].zero_()
     assert torch.equal(scene.seen[0], torch.cat([g.reshape(-1) for g in reversed(expected)]))
     assert scene.parameters[1].grad is not None
-    (bucket,) = scene.buckets.begin()
+    (bucket,) = scene.begin()
     assert not bucket.flat.any()
 
 
@@ -199,14 +202,14 @@ def test_a_backward_pass_that_fails_leaves_nothing_behind() -> None:
             raise RuntimeError("the user's own mistake")
 
     scene = Scene()
-    scene.buckets.begin()
+    scene.begin()
     scene.buckets.enable_overlap()
     middle = Fails.apply(scene.net[:2](torch.ones(1, 4)))
     with pytest.raises(RuntimeError, match="own mistake"):
         torch.autograd.backward(scene.net[2](middle).sum())
     assert len(scene.launched) == 2
     scene.launched.clear()
-    scene.buckets.begin()
+    scene.begin()
     scene.buckets.enable_overlap()
     scene.backward()
     scene.buckets.flush()
@@ -216,7 +219,7 @@ def test_a_backward_pass_that_fails_leaves_nothing_behind() -> None:
 
 def test_a_second_gradient_after_the_launch_is_an_error_and_not_lost() -> None:
     scene = Scene()
-    scene.buckets.begin()
+    scene.begin()
     scene.buckets.enable_overlap()
     scene.backward()
     with pytest.raises(RuntimeError, match="after its bucket was sent"):
@@ -225,7 +228,7 @@ def test_a_second_gradient_after_the_launch_is_an_error_and_not_lost() -> None:
 
 def test_after_closing_gradients_go_their_own_way() -> None:
     scene = Scene()
-    scene.buckets.begin()
+    scene.begin()
     scene.buckets.enable_overlap()
     scene.buckets.close()
     scene.backward()

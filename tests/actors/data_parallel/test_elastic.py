@@ -26,12 +26,14 @@ from torch import Tensor, nn
 
 import gradbus
 from gradbus.actors import ElasticPlace, ElasticWorker, EpochReport
-from gradbus.actors.data_parallel import elastic, joining
+from gradbus.actors.data_parallel import elastic, joining, state_copies
 from gradbus.actors.data_parallel.callbacks import StopVotes
 from gradbus.actors.data_parallel.joining import StateTransfer
+from gradbus.actors.data_parallel.parameter_exchange import ParameterExchange
 from gradbus.actors.data_parallel.replicas import Replicas
 from gradbus.actors.data_parallel.state import WorkerState
-from gradbus.actors.data_parallel.training import ShardTraining, TrainingStep
+from gradbus.actors.data_parallel.step import TrainingStep
+from gradbus.actors.data_parallel.training import ShardTraining
 from gradbus.actors.data_parallel.weights import WeightStepper
 from gradbus.models import ClassificationTask, Metric, glyphs
 from gradbus.runtime.algorithms.base import Algorithm, Step, TensorBucket
@@ -769,7 +771,7 @@ def test_a_broken_copy_is_taken_again_from_another_process(
     if where == "on its way":
         change_pieces(monkeypatch, break_piece)
     else:
-        monkeypatch.setattr(elastic, "copied", copied)
+        monkeypatch.setattr(state_copies, "copied", copied)
 
     ranks = play(place, one_joins_and_trains(at=3, steps=3), epochs=LONG)
     assert ranks[0].error is ranks[1].error is ranks[4].error is None
@@ -847,13 +849,13 @@ class SharedStates:
             algorithm = training_of(worker).algorithm
             groups[algorithm] = group.name
             await begin(worker, group, generation)
-            self._note(group.name, worker._stepper.ended_exchanges, algorithm)  # noqa: SLF001 - no report has them
+            self._note(group.name, worker._part.stepper.ended_exchanges, algorithm)  # noqa: SLF001 - no report has them
             state = algorithm.shared_state() | algorithm.own_state()
             kept = {name: tensor.clone() for name, tensor in state.items()}
             self.begun.setdefault(generation, {})[group.rank] = kept
 
-        def apply_and_note(stepper: WeightStepper, step: TrainingStep, profile: Any) -> None:
-            apply(stepper, step, profile)
+        def apply_and_note(stepper: WeightStepper, exchange: ParameterExchange, profile: Any) -> None:
+            apply(stepper, exchange, profile)
             self._note(groups[algorithm_of(stepper)], stepper.ended_exchanges, algorithm_of(stepper))
 
         monkeypatch.setattr(ElasticWorker, "_begin", begin_and_note)
@@ -928,7 +930,7 @@ def test_a_late_result_that_no_rank_has_applied_when_the_group_is_lost_leaves_no
     place: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     states = SharedStates(monkeypatch)
-    wait, conclude = WeightStepper._wait_before, WeightStepper._conclude  # noqa: SLF001 - it is lost between the two
+    wait, conclude = WeightStepper._wait_before, ParameterExchange.conclude  # noqa: SLF001 - it is lost between the two
     before: dict[int, dict[str, Tensor]] = {}  # of each rank, when the first exchange was applied
     lost: set[int] = set()
 
@@ -942,14 +944,13 @@ def test_a_late_result_that_no_rank_has_applied_when_the_group_is_lost_leaves_no
             before[rank] = algorithm.shared_state() | algorithm.own_state()
             raise PeerLost("world_1", {1 - rank: "has gone"})
 
-    def conclude_on_rank_0(stepper: WeightStepper, step: TrainingStep) -> bool:
+    def conclude_on_rank_0(exchange: ParameterExchange) -> None:
         """The result has come to rank 0 alone."""
-        if step.number == 7 and algorithm_of(stepper).place.rank == 1 and not lost:
-            return False
-        return conclude(stepper, step)
+        if exchange.step.number != 7 or exchange.algorithm.place.rank != 1 or lost:
+            conclude(exchange)
 
     monkeypatch.setattr(WeightStepper, "_wait_before", wait_and_lose)
-    monkeypatch.setattr(WeightStepper, "_conclude", conclude_on_rank_0)
+    monkeypatch.setattr(ParameterExchange, "conclude", conclude_on_rank_0)
 
     def scene(cast: Cast) -> None:
         for number in range(2):
@@ -1089,11 +1090,11 @@ def lose_the_exchange_of(number: int, monkeypatch: pytest.MonkeyPatch) -> list[i
     then."""
     begin, lost = WeightStepper._begin_exchange, list[int]()  # noqa: SLF001 - nothing public is between the two
 
-    async def begin_or_lose(stepper: WeightStepper, step: TrainingStep, profile: Any) -> None:
+    async def begin_or_lose(stepper: WeightStepper, step: TrainingStep, *more: Any) -> None:
         if algorithm_of(stepper).place.rank == 1 and step.number == number and not lost:
             lost.append(number)
             raise PeerLost("world_1", {0: "has gone"})
-        await begin(stepper, step, profile)
+        await begin(stepper, step, *more)
 
     monkeypatch.setattr(WeightStepper, "_begin_exchange", begin_or_lose)
     return lost

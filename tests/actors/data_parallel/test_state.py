@@ -45,7 +45,7 @@ def same(ours: list[Outcome], theirs: list[Outcome]) -> None:
     """Parameters, what each rank owes, and the reports of the last epoch."""
     for mine, other in zip(succeeded(ours), succeeded(theirs), strict=True):
         assert torch.equal(mine.parameters, other.parameters)
-        owed = [training_of(outcome.worker).own_state() for outcome in (mine, other)]
+        owed = [training_of(outcome.worker).state.own() for outcome in (mine, other)]
         assert owed[0].keys() == owed[1].keys()
         assert all(torch.equal(owed[0][name], owed[1][name]) for name in owed[0])
         facts = [

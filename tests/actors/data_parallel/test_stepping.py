@@ -6,7 +6,7 @@ import pytest
 import torch
 from training_scene import Scene
 
-from gradbus.actors.data_parallel.stepping import summed
+from gradbus.actors.data_parallel.mean_loss import summed
 from gradbus.runtime.errors import CheckpointError
 
 
@@ -55,11 +55,11 @@ def test_the_dense_mean_is_clipped_as_pytorch_would(limit: float) -> None:
 def test_a_state_of_another_model_is_refused() -> None:
     training = Scene().training
     with pytest.raises(CheckpointError, match=r"momentum_buffer of 'other' is \(3,\) of torch.float32, here None"):
-        training.load_shared_state({"optimizer/momentum_buffer/other": torch.ones(3)})
+        training.state.load_shared({"optimizer/momentum_buffer/other": torch.ones(3)})
     with pytest.raises(CheckpointError, match=r"is \(3,\) .*, here \(40, 6\)"):
-        training.load_shared_state({"optimizer/momentum_buffer/0.weight": torch.ones(3)})
+        training.state.load_shared({"optimizer/momentum_buffer/0.weight": torch.ones(3)})
     with pytest.raises(CheckpointError, match=r"state of dgc: .*M/"):
-        Scene(algorithm="dgc").training.load_shared_state({"algorithm/M/0.bias": torch.ones(3)})
+        Scene(algorithm="dgc").training.state.load_shared({"algorithm/M/0.bias": torch.ones(3)})
 
 
 def test_after_closing_nothing_is_sent_any_more() -> None:
@@ -73,7 +73,7 @@ def test_after_closing_nothing_is_sent_any_more() -> None:
 
 def test_a_program_that_is_started_after_its_exchange_was_cancelled_sends_nothing() -> None:
     scene = Scene()
-    exchange = scene.training.new_exchange(0)
+    exchange = scene.exchange(0)
     exchange.cancel()
     exchange.start("late", summed(torch.zeros(3)))
     assert (scene.group.sent, exchange.goes_on) == ([], False)

@@ -1,6 +1,6 @@
 import pytest
 
-from gradbus.actors.data_parallel.training import EpochPlan
+from gradbus.actors.data_parallel.epoch_plan import EpochPlan
 
 
 def test_ranks_that_run_out_of_data_are_no_longer_active() -> None:

@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from ddp_scene import data, make_task, single_process, small_mlp, succeeded, train, vector
+from ddp_scene import data, make_task, new_place, single_process, small_mlp, succeeded, train, vector
 from structlog.testing import capture_logs
 from torch import Tensor, nn
 
+import gradbus
 from gradbus.actors import Worker
 from gradbus.models import ClassificationTask
 from gradbus.runtime.algorithms.base import Place, Step, TensorBucket
@@ -477,3 +478,18 @@ def test_a_batch_may_be_none() -> None:
 
     outcomes = train(*(Same(small_mlp, data(), batch_size=16) for _ in range(2)))
     assert [outcome.worker.step for outcome in succeeded(outcomes)] == [7, 7]
+
+
+def test_a_worker_that_has_not_started_has_no_model_and_says_when_it_has() -> None:
+    async def ask() -> None:
+        async with (
+            gradbus.connect(**new_place(), load_actors=False) as bus,
+            gradbus.join_group(bus, rank=0, world=1) as group,
+        ):
+            worker = Worker(group, make_task())
+            assert not hasattr(worker, "model")
+            with pytest.raises(AttributeError, match=r"no model yet: it is built when run\(\) or epochs\(\) begins"):
+                _ = worker.model
+            assert worker.algorithm == "dense"
+
+    asyncio.run(ask())

@@ -13,7 +13,6 @@ from server_scene import serve
 from torch import nn
 
 import gradbus
-from gradbus.actors.data_parallel.training import ShardTraining
 from gradbus.actors.parameter_server import agreement
 from gradbus.actors.parameter_server.messages import Flag, Message, encode
 from gradbus.actors.parameter_server.server import REQUEST
@@ -114,6 +113,6 @@ def test_what_no_worker_sends_ends_the_run_and_names_who_sent_it(message: Any, t
 
 
 def test_a_gradient_that_is_said_to_be_finite_and_is_not_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ShardTraining, "gradients_are_finite", lambda training, step: True)
+    monkeypatch.setattr("gradbus.actors.parameter_server.worker.gradients_are_finite", lambda gradients: True)
     ends = serve(make_task(), NotFinite(small_mlp, data(), batch_size=16), servers=1)
     assert "worker 1 announced a finite gradient, but pushed NaN" in str(ends.servers[0].error)
