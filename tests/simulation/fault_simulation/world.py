@@ -443,6 +443,7 @@ class World:
                 self.retired.add(role)
                 self._restart_s[process.name] = None
                 process.context.run(process.main.cancel)
+        self.network.at(RETIRED_AFTER_S, self._retire_sites)  # one that is paused now may be alone later
 
     async def _controller(self, process: VirtualProcess) -> list[int]:
         drawn, sites = self.circumstances, self.rules.sites
