@@ -2,7 +2,7 @@
 
 The operator takes a client off the list and puts it on again, somebody starts a process whose key is not on the list
 under the id of a client, and a client is started on another machine while its first process runs. Whoever is not
-admitted never counts; whoever is on the list is never refused, unless a later process has its identity.
+admitted never counts; whoever is on the list is never refused, unless another process has its identity.
 """
 
 from __future__ import annotations

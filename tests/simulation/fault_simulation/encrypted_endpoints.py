@@ -55,13 +55,13 @@ class MemoryEncryptedWriter(EncryptedWriter):
 class MemoryEncryptedReader(EncryptedReader):
     """Decrypts every sample of a reader in memory."""
 
-    def __init__(self, topic: Topic, wire: MemoryReader, membership: JobMembership) -> None:
+    def __init__(self, topic: Topic, wire: Any, membership: JobMembership) -> None:
         self._membership = membership
         self.topic = topic
         self.entity, self.condition = wire.entity, wire.condition
         self.idl_type = IDL_TYPES[topic.idl_type]
         self.matched = 0
-        self._wire: Any = wire
+        self._wire = wire
         self._decrypt = membership.decryptor(topic)
         self._released: deque[tuple[Any, int]] = deque()
 

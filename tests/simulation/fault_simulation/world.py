@@ -270,6 +270,7 @@ class World:
             self.start(fault.role, is_stranger=True)
         elif fault.role in self._now and fault.role not in self.ended:
             self.disk.copy_folder(fault.role)
+            self.disk.folder_of(fault.role).mkdir(parents=True, exist_ok=True)  # so that the next copy has another name
             self._machines[fault.role] = self.rng.randrange(MACHINES)
             self.start(fault.role)
 
@@ -279,7 +280,7 @@ class World:
         self.calm_s = max(self.calm_s, now_s())
         if role in self._refused:
             self._refused.discard(role)
-            self.start(role)
+            self._start_later(0.0, role)
 
     def _excuse(self, roles: Collection[str], seconds: float) -> None:
         for role in roles:
@@ -358,7 +359,8 @@ class World:
 
     def _start_due(self, role: str) -> None:
         self._due[role] -= 1
-        self.start(role)
+        if not any(one.role == role and not (one.dead or one.replaced or one.is_stranger) for one in self.processes):
+            self.start(role)  # else a second process of it, with a copy of its state, runs in its place
 
     def _end(self, process: VirtualProcess) -> None:
         process.dead, process.ended_s = True, now_s()
@@ -465,6 +467,7 @@ class World:
                 self.retired.add(role)
                 self._restart_s[process.name] = None
                 process.context.run(process.main.cancel)
+        self.network.at(RETIRED_AFTER_S, self._retire_sites)  # one that is paused now may be alone later
 
     async def _act(self, process: VirtualProcess) -> object:
         """Run the actor of a process to its end, and return its result."""
