@@ -71,7 +71,7 @@ FLAVOURS: Mapping[str, Flavour] = {
     ),
     "replaced": Flavour(replaces=True, is_drawn=False),
     "servers": Flavour({"mode": "synchronous"}, world="servers", is_fixed=True),
-    "servers_continue": Flavour({"mode": "synchronous", "on_lost_worker": "continue"}, world="servers"),
+    "servers_continue": Flavour({"mode": "synchronous", "on_lost_worker": "continue"}, world="servers", is_drawn=False),
     "servers_stale": Flavour({"mode": "asynchronous", "staleness": 1}, world="servers"),
     "elastic": Flavour(world="elastic", minimum=(1, 2)),
 }
