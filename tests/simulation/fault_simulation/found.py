@@ -115,4 +115,13 @@ FOUND = (
             Fault(Moment("decision", 2, "server-0", "save", "before"), "power", "server-0", 0.5),
         ),
     ),
+    Found(
+        "All members of an elastic group die, and processes that take their places are there. Each took what others "
+        "told of the members for the members themselves, and waited for ever as a spare, without a sentence.",
+        45, "elastic",
+        (
+            Fault(Moment("decision", 2, "rank-1", "generation", "before"), "power", "rank-1", 0.19),
+            Fault(Moment("step", 1698, "rank-0"), "kill", "rank-0", 0.08),
+        ),
+    ),
 )  # fmt: skip
