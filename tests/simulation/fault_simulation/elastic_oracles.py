@@ -17,8 +17,8 @@ import torch
 from fault_simulation.elastic_world import AGAIN_S, COLLECTIVE_S, LR, MOMENTUM, WAIT_S
 from fault_simulation.findings import DEADLINES, ENDS, MEMBERS, SAME_MODEL, STEPS
 from fault_simulation.kernel import START_S, now_s
-from fault_simulation.tasks import batch_of
-from fault_simulation.world import DIM, ROUND_LIMIT_S
+from fault_simulation.tasks import DIM, batch_of
+from fault_simulation.world import ROUND_LIMIT_S
 from gradbus.runtime.collectives.generations import FORM_S, LOST
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from fault_simulation.kernel import VirtualProcess, now_s
-from fault_simulation.tasks import GradientTask
-from fault_simulation.world import COMPUTE_S, DIM, World
+from fault_simulation.tasks import DIM, GradientTask
+from fault_simulation.world import COMPUTE_S, World
 from gradbus.actors.data_parallel.elastic import ElasticPlace, ElasticWorker
 from gradbus.runtime.bus.bus import connect
 from gradbus.runtime.collectives.generations import LOST
@@ -113,7 +113,7 @@ class ElasticWorld(World):
         self._progress_s = now_s()
         worker = self._workers[process.name]
         position, plan, generation = worker._position, worker._plan, worker._generation  # noqa: SLF001 - at this place
-        if plan is None or worker._group.rank in worker._follows:  # noqa: SLF001 - it has no state yet
+        if plan is None or worker._group.rank in worker._copies.follows:  # noqa: SLF001 - it has no state yet
             return
         first, last = (plan.batches_done(position.epoch_step + more) for more in (0, 1))
         weights = torch.nn.utils.parameters_to_vector(worker.model.parameters()).detach().clone()

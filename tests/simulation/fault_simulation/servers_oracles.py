@@ -30,8 +30,8 @@ from fault_simulation.servers_world import (
     SERVERS,
     is_loss,
 )
-from fault_simulation.tasks import STEPS_IN_EPOCH, batch_of
-from fault_simulation.world import DIM, ROUND_LIMIT_S
+from fault_simulation.tasks import DIM, STEPS_IN_EPOCH, batch_of
+from fault_simulation.world import ROUND_LIMIT_S
 
 if TYPE_CHECKING:
     from fault_simulation.kernel import VirtualProcess

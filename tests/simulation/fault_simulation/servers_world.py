@@ -15,8 +15,8 @@ import torch
 from fault_simulation.findings import HEALTHY, SAME_MODEL
 from fault_simulation.flavours import FLAVOURS
 from fault_simulation.kernel import VirtualProcess
-from fault_simulation.tasks import STEPS_IN_EPOCH, GradientTask
-from fault_simulation.world import COMPUTE_S, DIM, World
+from fault_simulation.tasks import DIM, STEPS_IN_EPOCH, GradientTask
+from fault_simulation.world import COMPUTE_S, World
 from gradbus.actors.parameter_server.agreement import NETWORK
 from gradbus.actors.parameter_server.server import ParameterServer
 from gradbus.actors.parameter_server.worker import ParameterServerWorker
