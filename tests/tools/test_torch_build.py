@@ -160,7 +160,8 @@ Setup = Callable[..., tuple[subprocess.CompletedProcess[str], dict[str, str]]]
 @pytest.fixture
 def make_setup(request: pytest.FixtureRequest, indexes: str, tmp_path: Path) -> Setup:
     """Runs `make setup` of a clone that needs torch alone. Returns how it ended, and the versions installed."""
-    shutil.copy(ROOT / "Makefile", tmp_path)
+    for name in ("Makefile", "setup.py"):
+        shutil.copy(ROOT / name, tmp_path)
     (tmp_path / "tests" / "tools").mkdir(parents=True)
     for name in ("set_up.sh", "torch_build.py"):
         shutil.copy(ROOT / "tests" / "tools" / name, tmp_path / "tests" / "tools")
