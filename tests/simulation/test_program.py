@@ -63,7 +63,7 @@ def test_a_planted_fault_is_found_and_its_seed_shows_it_again(name: str) -> None
         (
             "a generation takes the batches of the last step again",
             "elastic",
-            "a step is applied by all or by none",
+            "actors end well",
         ),
     ],
 )
@@ -84,14 +84,14 @@ def test_an_elastic_rank_that_was_killed_joins_again_and_gets_the_state_from_ano
     done = simulate("--seed", "2", "--flavour", "elastic")
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr
     begun = {int(number) for number in re.findall(r"logs info: generation begins generation=(\d+)", done.stdout)}
-    assert begun >= {1, 2, 3}
+    assert len(begun) >= 3
     assert "logs info: state is there" in done.stdout
 
 
 def test_a_planted_fault_that_no_seed_finds_is_named() -> None:
-    done = simulate("--plant", "the file of a checkpoint is not synced", "--first", "0", "--seeds", "1")
+    done = simulate("--plant", "a site takes any sum that it has sent for counted", "--first", "0", "--seeds", "1")
     assert done.returncode == 1
-    assert "not found: the file of a checkpoint is not synced" in done.stdout
+    assert "not found: a site takes any sum that it has sent for counted" in done.stdout
 
 
 def test_a_planted_fault_that_no_simulated_run_meets_is_found_by_its_test() -> None:
