@@ -244,14 +244,15 @@ class ParameterServer:
     async def _serve(self, rank: int) -> None:
         timeouts, checkpoint = self._config.timeouts, self._config.checkpoint
         kind: Kind = "start"
-        meets = True
+        # At the start it loads its data, and may still wait for one that died while all introduced themselves.
+        limit_s = max(timeouts.join_s, timeouts.collective_s, checkpoint.timeout_s)
         try:
             while kind != "end":
-                # Between two epochs a worker evaluates, and waits for others that do; at the start it loads its data.
-                limit_s = max(timeouts.collective_s, checkpoint.timeout_s) if meets else timeouts.collective_s
                 data = await self._next_request(rank, limit_s)
                 request = await self._compute.run(decode, data)
                 kind, meets = request.kind, request.kind != "push" or Flag.MEETS in request.flags
+                # Between two epochs a worker evaluates, and waits for others that do.
+                limit_s = max(timeouts.collective_s, checkpoint.timeout_s) if meets else timeouts.collective_s
                 reply = await self._answer(rank, request)
                 await self._network.send(REPLY, reply, to=rank, timeout_s=timeouts.collective_s)
         except (PeerLost, CollectiveTimeout) as error:

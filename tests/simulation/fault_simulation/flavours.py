@@ -97,7 +97,7 @@ FLAVOURS: Mapping[str, Flavour] = {
     "admission": Flavour(has_identities=True, minimum=(1, 2), is_mean=True, may_log=("join refused",)),
     "replaced": Flavour(replaces=True),
     "servers": Flavour({"mode": "synchronous"}, world="servers", is_fixed=True),
-    "servers_continue": Flavour({"mode": "synchronous", "on_lost_worker": "continue"}, world="servers", is_drawn=False),
+    "servers_continue": Flavour({"mode": "synchronous", "on_lost_worker": "continue"}, world="servers"),
     "servers_stale": Flavour({"mode": "asynchronous", "staleness": 1}, world="servers"),
     "elastic": Flavour(world="elastic", minimum=(1, 2)),
 }

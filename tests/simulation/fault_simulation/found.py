@@ -106,6 +106,12 @@ FOUND = (
         137, "servers_stale", (Fault(Moment("decision", 1, "worker-2", "start", "after"), "kill", "worker-2", 0.06),),
     ),
     Found(
+        "A worker dies while all introduce themselves. Those that had not heard it waited until its lease ended. "
+        "A server dropped them meanwhile, as they made no request, and the run ended with errors that name them.",
+        189, "servers_continue",
+        (Fault(Moment("decision", 1, "worker-1", "start", "before"), "kill", "worker-1", 0.63),),
+    ),
+    Found(
         "A server removes a version that not all servers have, and saves another one with that number later. Its power "
         "fails before that: the removed version was back, as the removal was not synced. The servers had versions of "
         "two runs, and each start ended with a ConfigError; of one run, they would have gone on from different ones.",
