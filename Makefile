@@ -259,5 +259,5 @@ bench-%:
 	$(call renamed,bench PART=$*)
 test-%:
 	$(call renamed,test PART=$*)
-faults setup-flower-simulation:
-	$(call renamed,$(if $(filter faults,$@),test PART=faults,setup-flower FLOWER=simulation))
+faults setup-oldest setup-flower-simulation:
+	$(call renamed,$(if $(filter faults,$@),test PART=faults,$(if $(filter setup-oldest,$@),test PART=oldest,setup-flower FLOWER=simulation)))

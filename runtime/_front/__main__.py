@@ -41,6 +41,11 @@ def main() -> None:
         from gradbus.runtime.needs import explain
 
         text = explain(error)
+        if not text and (error.name or "").startswith("gradbus."):
+            text = (
+                f"{error}. It has come to the checkout after this installation: run 'make setup', or again "
+                "'pip install -e .'"
+            )
         if not text:
             raise
         sys.exit(f"gradbus: {text}")

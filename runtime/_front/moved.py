@@ -26,6 +26,7 @@ MOVED = {
     "gradbus.experiments.communication_table": "gradbus.experiments.studies.communication_table",
     "gradbus.experiments.dashboard": "gradbus.commands.dashboard",
     "gradbus.experiments.doctor": "gradbus.commands.doctor",
+    "gradbus.experiments.figures.run_accuracy": "gradbus.commands.report.run_accuracy",
     "gradbus.experiments.files": "gradbus.commands.files",
     "gradbus.experiments.history": "gradbus.commands.history",
     "gradbus.experiments.lab": "gradbus.commands.lab",

@@ -11,7 +11,7 @@ read -ra spread <<<"$SPREAD"
 disk_gb=20 # an environment takes 6 GB, and pip's cache as much again
 
 not_run() {
-  echo "NOT RUN: test-$part${1:+ $1}, $2"
+  echo "NOT RUN: make test PART=$part${1:+ $1}, $2"
   exit 0
 }
 make_here() {

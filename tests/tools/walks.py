@@ -34,7 +34,7 @@ from gradbus.actors.data_parallel.optimization import RunOptimizer
 from gradbus.models import ClassificationTask, glyphs, mnist_mlp
 from gradbus.runtime import logs
 
-PACKAGES = ("actors", "codecs", "experiments", "models", "runtime")
+PACKAGES = ("actors", "codecs", "commands", "experiments", "models", "runtime")
 BUCKET_STEPS = 6
 ROUNDS = 3
 START_S = 60.0  # for the other process to end
