@@ -18,7 +18,7 @@ from typing import Any, NoReturn, TypeVar
 
 from gradbus.commands.choices import LoopName
 from gradbus.commands.exit_codes import ExitCode, exit_code_of
-from gradbus.runtime.errors import GradbusError
+from gradbus.runtime.errors import CallbackTimeout, GradbusError
 from gradbus.runtime.needs import explain
 from gradbus.runtime.plain_text import plain_line, plain_text
 from gradbus.runtime.user_errors import readable_traceback, user_error
@@ -157,6 +157,8 @@ def _guarded(name: str, action: Callable[[], int | None], *, full_traceback: boo
         sys.stdout.flush()
         os._exit(128 + stop.signum)  # a thread that still computes cannot be stopped: do not wait for it
     except GradbusError as error:
+        if isinstance(error, CallbackTimeout):
+            abandoned.set()
         say(f"gradbus {name}: {error}")
         return exit_code_of(error)
     except Exception as error:

@@ -394,17 +394,14 @@ class CheckpointStore:
         Raises:
             CheckpointError: that cannot be made durable.
         """
-        removed = False
         for round_id in round_ids:
             self.remove(round_id)
-            removed = True
-        if removed:
-            try:
-                _sync(self.directory)
-            except OSError as error:
-                raise CheckpointError(
-                    f"{self.directory} cannot be written: {error}. Make room and start again"
-                ) from None
+        try:  # in any case: a start before may have removed them, and died before its sync
+            _sync(self.directory)
+        except FileNotFoundError:
+            pass  # no checkpoint was ever written here
+        except OSError as error:
+            raise CheckpointError(f"{self.directory} cannot be written: {error}. Make room and start again") from None
 
     def _load(self, round_id: int) -> Checkpoint:
         name, data_name = (f"round-{round_id:06d}.{suffix}" for suffix in ("json", "safetensors"))

@@ -233,8 +233,8 @@ class ElasticWorker(Worker):
             And as those of a Worker.
         """
         async with contextlib.AsyncExitStack() as stack:
-            stack.enter_context(self._directory)
             await stack.enter_async_context(self._running())
+            stack.enter_context(self._directory)
             traits = await self._prepare()
             elastic, timeouts = self._config.elastic, self._config.timeouts
             limits = ElasticLimits(

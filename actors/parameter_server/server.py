@@ -266,9 +266,9 @@ class ParameterServer:
     async def _next_request(self, rank: int, limit_s: float) -> Any:
         """Return the next request of a worker as it came.
 
-        A worker is silent for too long when others have waited for it here for ``limit_s``. While no worker waits here,
-        another server may hold this one until it drops a third: so this server waits for longer, where there are
-        others.
+        A worker is silent for too long when others have waited for it here for ``limit_s``, and where there is no other
+        server after that time in any case. While no worker waits here, another server may hold this one until it drops
+        a third: so this server waits for longer, where there are others.
 
         Raises:
             CollectiveTimeout: it is silent for too long.

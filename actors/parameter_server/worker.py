@@ -250,12 +250,15 @@ class ParameterServerWorker(Rank):
     def _answer_limit_s(self, kind: Kind, is_meeting: bool) -> float:
         """How long a server may take to answer: as long as it waits for what the slowest worker has to send before.
 
-        A server waits ``collective_s`` for a request, after a meeting as long as a checkpoint may take, and again
-        ``collective_s`` until its answer is taken. A worker that is silent for longer is dropped, and then the answer
-        comes. So this deadline is for servers that are alive, but do not answer; of one that dies the group tells.
+        A server waits ``collective_s`` for a request, after a meeting as long as a checkpoint may take, for the first
+        one ``join_s``, and again ``collective_s`` until its answer is taken. A worker that is silent for longer is
+        dropped, and then the answer comes. So this deadline is for servers that are alive, but do not answer; of one
+        that dies the group tells.
         """
         collective_s = self._config.timeouts.collective_s
         longest_s = max(collective_s, self._config.checkpoint.timeout_s)
+        if kind == "start":
+            return max(longest_s, self._config.timeouts.join_s) + GRACE_S
         if kind != "push":
             return longest_s + GRACE_S
         since = self._position.step - self._met_at

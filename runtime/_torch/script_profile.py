@@ -250,7 +250,10 @@ class profile:  # noqa: N801 - as torch.profiler.profile
 def _caller() -> FrameType | None:
     """Return the frame that has called the function that calls this; None: this Python has no frames."""
     here = inspect.currentframe()
-    return None if here is None or here.f_back is None else here.f_back.f_back
+    try:
+        return None if here is None or here.f_back is None else here.f_back.f_back
+    finally:
+        del here  # a frame that names itself keeps the tensors of all its callers until the garbage collector comes
 
 
 def _is_running(frame: FrameType) -> bool:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -104,6 +106,28 @@ def test_steps_count_after_one_whose_optimizer_has_failed() -> None:
     summary = p.summary()
     assert summary.steps == 4
     assert 0 < summary.mean["apply_s"] < summary.mean["step_s"]
+
+
+@pytest.mark.usefixtures("alone")
+def test_what_a_function_of_a_step_holds_goes_with_its_return() -> None:
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    held: list[weakref.ref[nn.Module]] = []
+
+    def step() -> None:
+        batch = nn.Identity()  # in the place of tensors, to which there are no weak references from here
+        held.append(weakref.ref(batch))
+        model(batch(torch.ones(4, 3))).sum().backward()
+        optimizer.step()
+
+    gc.disable()
+    try:
+        with gradbus.torch.profile():
+            for _ in range(3):
+                step()
+            assert [one() for one in held[:-1]] == [None, None]
+    finally:
+        gc.enable()
 
 
 @pytest.mark.usefixtures("alone")
