@@ -477,18 +477,24 @@ class Client:
 
     async def _take_last_model(self) -> None:
         """Wait until the model after the last round is here, at most LAST_MODEL_S. Its controller waits as long."""
-        current, replica, is_over = self._session, self._models.replica, self._last_model_deadline()
-        while (welcome := current.welcome) is not None and self._wants_last_model(welcome):
-            # Whom a start has welcomed that found all rounds done has no command of it.
-            last = welcome.next_round - 1 if current.command is None else current.command.round_id
-            self._status.is_paused = False
-            with contextlib.suppress(BarrierTimeout):
+        current, replica, is_over, last = self._session, self._models.replica, self._last_model_deadline(), 0
+        with contextlib.suppress(BarrierTimeout):
+            while current.run_id and not is_over():  # else no controller has welcomed this client
+                self._changed.clear()
+                welcome = current.welcome
+                if welcome is None:  # a later start of the controller was heard, and its Welcome is on its way
+                    await self._wait(EVERY_S)
+                    continue
+                if not self._wants_last_model(welcome):
+                    return
+                # Whom a start has welcomed that found all rounds done has no command of it.
+                last = welcome.next_round - 1 if current.command is None else current.command.round_id
+                self._status.is_paused = False
                 await self._models.fetch_round(welcome, last, partial(self._is_too_late, welcome, is_over))
-            if replica.round_id >= last:
-                return
-            if is_over() or self._session.welcome is welcome:  # else the next start of the controller has the model
-                log.warning("last model not received", **self._facts, round=last, held=replica.round_id)
-                return
+                if replica.round_id >= last:
+                    return
+        if last:
+            log.warning("last model not received", **self._facts, round=last, held=replica.round_id)
 
     def _is_too_late(self, welcome: Welcome, is_over: Callable[[], bool]) -> bool:
         return is_over() or self._session.welcome is not welcome

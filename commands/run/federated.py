@@ -23,7 +23,7 @@ from gradbus.commands.report.scalars import Scalars
 from gradbus.commands.run.live import Display
 from gradbus.commands.rundir.directory import ControllerDirectory, FinishedRun
 from gradbus.runtime.config.federated import TRUST_MEANS, FederatedConfig
-from gradbus.runtime.errors import ConfigError
+from gradbus.runtime.errors import ConfigError, ControllerReplaced
 from gradbus.runtime.logs import get_logger
 
 log = get_logger("cli")
@@ -86,20 +86,32 @@ async def run_controller(
     except asyncio.CancelledError:
         outcome = "stopped"
         raise
+    except ControllerReplaced:
+        is_ours, progress = False, Progress()  # by now the run directory is that of the controller in its place
+        raise
     finally:
         followed.end(failed=outcome == "failed")
-        if progress.reports:  # else nothing is known, and what an earlier start wrote stays
-            run.add(progress.reports)
-        if is_ours and progress.cross_site is not None:
-            run.write_cross_site(progress.cross_site)
-        if is_ours:
-            run.write_names(progress.names)
-            run.finish(
-                progress.reports, outcome=outcome, seconds=time.perf_counter() - started_s, job=file.bus.job,
-                data=task.note, never_counted=_named(progress), client_names=json_rows(progress.names),
-                ended_early=progress.ended_early,
-            )  # fmt: skip
+        _write_end(
+            run, progress, is_ours=is_ours, outcome=outcome, seconds=time.perf_counter() - started_s, job=file.bus.job,
+            data=task.note,
+        )  # fmt: skip
     return progress.reports
+
+
+def _write_end(
+    run: ControllerDirectory, progress: Progress, *, is_ours: bool, outcome: str, seconds: float, job: str, data: str
+) -> None:  # fmt: skip
+    """Write what is known at the end of a run. ``is_ours``: the directory has this run, and no other one."""
+    if progress.reports:  # else nothing is known, and what an earlier start wrote stays
+        run.add(progress.reports)
+    if is_ours and progress.cross_site is not None:
+        run.write_cross_site(progress.cross_site)
+    if is_ours:
+        run.write_names(progress.names)
+        run.finish(
+            progress.reports, outcome=outcome, seconds=seconds, job=job, data=data, never_counted=_named(progress),
+            client_names=json_rows(progress.names), ended_early=progress.ended_early,
+        )  # fmt: skip
 
 
 def _tell_trust(job: str, config: FederatedConfig, say: Callable[[str], None]) -> None:

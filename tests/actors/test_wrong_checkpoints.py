@@ -90,7 +90,7 @@ def rank(directory: Path, algorithm: str) -> None:
         position = Position(step=3, epoch=1, epoch_step=2, loss_sum=1.5, batches=2, skipped=1, skipped_in_row=1)
         if state.steps():
             checkpoint = state.load(3)
-            scene.training.restore(checkpoint)
+            scene.training.state.restore(checkpoint, 0)
             position = position_of(checkpoint)
         scene.step()
         scene.save(state, position, num_batches=4, report=EpochReport(epoch=0, step=1, loss=0.5))

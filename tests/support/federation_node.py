@@ -353,5 +353,12 @@ def run_forked(spec: dict[str, Any], pipe: Any) -> None:
     sys.exit(run(spec, pipe.send))
 
 
+def _print_event(event: Any) -> None:
+    sys.stdout.write(
+        f"{json.dumps(event)}\n"
+    )  # threads tell of events, too: print() writes the end of a line by itself
+    sys.stdout.flush()
+
+
 if __name__ == "__main__":
-    sys.exit(run(json.loads(sys.argv[1]), lambda event: print(json.dumps(event), flush=True)))
+    sys.exit(run(json.loads(sys.argv[1]), _print_event))

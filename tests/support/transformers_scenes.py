@@ -315,7 +315,8 @@ def is_refused() -> dict[str, Any]:
 
 
 def a_run_that_is_over() -> dict[str, Any]:
-    """The first receive finds the run at its end: the step that the Trainer makes all the same is undone."""
+    """The first receive finds the run at its end: the step that the Trainer makes all the same is undone.
+    The model is as it was, or the last global one, if that comes in time."""
     begins = threading.Event()
 
     class Begins(TrainerCallback):  # type: ignore[misc]
@@ -326,14 +327,16 @@ def a_run_that_is_over() -> dict[str, Any]:
         model = Classifier()
         before = {name: one.clone() for name, one in model.state_dict().items()}
         done = train(job, client_id, Begins(), model=model)
-        return {"steps": done["steps"], "is_unchanged": scene.is_equal(model, before)}
+        return {"steps": done["steps"], "before": before, "model": model}
 
     rules: dict[str, Any] = {
         "job": scene.new_job(), "make_model": Classifier, "rounds": 1, "checkpoint": {"dir": tempfile.mkdtemp()}
     }  # fmt: skip
     run(Loop(make_model=Classifier), **rules)
     found = run(script, starts_after=begins, **rules)
-    return {**found.results[0], "rounds": len(found.reports)}
+    (result,) = found.results
+    is_undone = any(scene.is_equal(result["model"], state) for state in (result["before"], found.state))
+    return {"steps": result["steps"], "is_undone": is_undone, "rounds": len(found.reports)}
 
 
 def killed(job: str, pipe: Any) -> None:

@@ -25,6 +25,7 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
+import structlog
 import torch
 
 import gradbus
@@ -168,8 +169,12 @@ def _beside(function: Callable[..., None], *arguments: Any) -> Iterator[None]:
 
 def _run(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
     torch.set_num_threads(1)
+    before = structlog.get_config()
     logs.configure(level="error")
-    asyncio.run(work())
+    try:
+        asyncio.run(work())
+    finally:
+        structlog.configure(**before)  # of the program around it
 
 
 # A bucket

@@ -101,9 +101,9 @@ def test_what_cannot_be_is_refused_with_a_sentence(scenes: Found) -> None:
     assert "FSDP spreads this one over its ranks" in texts[5]
 
 
-def test_the_model_is_as_it_was_where_the_run_is_over(scenes: Found) -> None:
+def test_a_step_that_is_made_where_the_run_is_over_is_undone(scenes: Found) -> None:
     """The Trainer makes a step before it looks whether it is to stop: that is undone."""
-    assert scenes("a_run_that_is_over") == {"steps": 1, "is_unchanged": True, "rounds": 0}
+    assert scenes("a_run_that_is_over") == {"steps": 1, "is_undone": True, "rounds": 0}
 
 
 def test_one_that_is_killed_in_a_round_has_left(scenes: Found) -> None:
