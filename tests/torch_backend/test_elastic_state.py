@@ -385,6 +385,47 @@ def test_an_optimizer_of_another_model_is_refused() -> None:
     assert elastic.TorchState(optimizer=optimizer).optimizer is optimizer  # the model is in none: it is made again
 
 
+class Holder:
+    """No module, and has a state: an agent that holds networks, a pair of optimizers, or a wrapper of one."""
+
+    def __init__(self, *held: Any) -> None:
+        self.held = held
+
+    def state_dict(self) -> dict[str, Any]:
+        return {str(number): one.state_dict() for number, one in enumerate(self.held)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for number, one in enumerate(self.held):
+            one.load_state_dict(state[str(number)])
+
+
+def test_an_optimizer_may_train_what_a_part_that_is_no_module_has() -> None:
+    model, _ = small()
+    actor, critic = small(), small()
+    both = torch.optim.SGD([*model.parameters(), *actor[0].parameters()], lr=0.1)
+    agent = Holder(actor[0], critic[0])
+    assert elastic.TorchState(model, both, agent=agent).agent is agent
+    assert elastic.TorchState(optimizer=actor[1], agent=agent, loss=nn.MSELoss()).agent is agent
+    assert elastic.TorchState(optimizer=actor[1], loss=nn.MSELoss()).optimizer is actor[1]
+
+
+def test_a_model_or_optimizer_may_be_any_object_with_a_state() -> None:
+    model, optimizer = small()
+    pair, agent = Holder(optimizer, small()[1]), Holder(model)
+    assert elastic.TorchState(model, pair).optimizer is pair  # type: ignore[arg-type]
+    assert elastic.TorchState(agent, optimizer).model is agent  # type: ignore[arg-type]
+
+
+def test_a_single_parameter_is_part_of_the_state_in_a_list() -> None:
+    model, _ = small()
+    scale = nn.Parameter(torch.ones(()))
+    optimizer = torch.optim.SGD([*model.parameters(), scale], lr=0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    with pytest.raises(ConfigError, match=r"1 of its 3 .* put it into an nn\.ParameterList and name that$"):
+        elastic.TorchState(model, optimizer, schedule=schedule, sampler=elastic.ElasticSampler(range(4)))
+    elastic.TorchState(model, optimizer, schedule=schedule, scale=nn.ParameterList([scale]))
+
+
 @pytest.mark.parametrize("name", sorted(elastic.REPLACEMENTS))
 def test_a_name_of_horovod_elastic_that_is_not_here_names_what_to_use(name: str) -> None:
     with pytest.raises(AttributeError, match=f"gradbus.torch.elastic has no '{name}' of Horovod's: use ") as caught:
