@@ -246,8 +246,8 @@ class CallbackTimeout(CallbackFailed):
     def __init__(self, callback: str, method: str, timeout_s: float) -> None:
         GradbusError.__init__(
             self,
-            f"callback {callback}: {method} has not returned within {timeout_s:g} s, although the run has ended, and is "
-            f"not waited for any longer. Let it return, and do what takes long on a thread of its own",
+            f"callback {callback}: {method} has not returned within {timeout_s:g} s, although the run has ended, and "
+            f"is not waited for any longer. Let it return, and do what takes long on a thread of its own",
         )
         self.callback = callback
         self.method = method
