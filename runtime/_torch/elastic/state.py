@@ -92,7 +92,7 @@ class TorchState:
         self.__dict__.update(
             _parts=parts, _values={name: one for name, one in here.items() if name not in parts},
             _path=None if checkpoint is None else Path(checkpoint), _saved=None, _commits=0, _callbacks=[],
-            _vote=lambda: False, _writes=lambda: True,
+            _vote=lambda: False, _writes=lambda: True, _has_written=False,
         )  # fmt: skip
         self._parts: dict[str, Any]
         self._values: dict[str, Any]
@@ -102,6 +102,7 @@ class TorchState:
         self._callbacks: list[Callable[[], object]]
         self._vote: Callable[[], bool]
         self._writes: Callable[[], bool]
+        self._has_written: bool
 
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("_"):
@@ -205,8 +206,6 @@ class TorchState:
         """Take part in a run. ``vote``: whether members change, on all ranks together. ``writes``: whether this rank
         writes the checkpoint. ``joins``: the state is that of others. Raises CheckpointError."""
         self._vote, self._writes = vote, writes
-        if self._path is not None:
-            _remove_unfinished(self._path)
         if joins:
             self._commits = NOTHING
         else:
@@ -255,6 +254,9 @@ class TorchState:
         path = self._path
         if path is None or not self._writes():
             return
+        if not self._has_written:  # not at the start: another process may be the one that writes, just now
+            self._has_written = True
+            _remove_unfinished(path)
         part = path.with_name(f"{_unfinished(path)}{os.getpid()}")
         try:
             clear_way(part)
