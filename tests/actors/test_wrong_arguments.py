@@ -212,6 +212,19 @@ def test_a_controller_that_does_not_evaluate_needs_no_evaluate() -> None:
     asyncio.run(made(make))
 
 
+def test_a_worker_that_lacks_only_its_evaluation_learns_how_to_do_without() -> None:
+    methods = ("build_model", "prepare_shard", "num_batches", "batches", "loss")
+    task: Any = SimpleNamespace(**dict.fromkeys(methods, print))
+
+    def make(it: SimpleNamespace) -> None:
+        gradbus.Worker(it.group, task, gradbus.DataParallelConfig(epochs=1, eval_every_epochs=0))
+        text = r"which lacks evaluate_shard\..*; or set parallel\.eval_every_epochs to 0$"
+        with pytest.raises(ConfigError, match=text):
+            gradbus.Worker(it.group, task, STEPS)
+
+    asyncio.run(made(make))
+
+
 def test_a_closed_bus_is_seen_by_its_property() -> None:
     async def main() -> list[bool]:
         async with gradbus.connect(f"wrong-{os.getpid()}", domain=new_domain()) as bus:
