@@ -177,7 +177,7 @@ def test_patterns_that_leave_the_model_whole_are_seen_once_there_is_a_model() ->
     def make(it: SimpleNamespace) -> None:
         controller = gradbus.Controller(it.bus, task, counted)
         with pytest.raises(ConfigError, match=r"^Controller\(bus, task, config\): task: .* which lacks evaluate"):
-            controller._open()  # noqa: SLF001
+            controller._open()  # noqa: SLF001 - which knows the model
 
     asyncio.run(made(make))
 
