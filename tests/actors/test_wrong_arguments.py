@@ -158,7 +158,7 @@ ALONE = UpstreamConfig(site=0, alone=True)
 def test_what_never_evaluates_needs_no_evaluate(tmp_path: Path) -> None:
     task: Any = SimpleNamespace(build_model=lambda: nn.Linear(2, 2))
     personal = gradbus.FederatedConfig(rounds=1, share={"exclude": ["bias"]})
-    saves = {"checkpoint": {"dir": tmp_path}}
+    saves: dict[str, Any] = {"checkpoint": {"dir": tmp_path}}
 
     def make(it: SimpleNamespace) -> None:
         gradbus.Controller(it.bus, task, personal)._open()  # noqa: SLF001 - which knows the model

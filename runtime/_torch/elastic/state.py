@@ -327,7 +327,7 @@ def _check_kinds(model: Any, optimizer: Any) -> None:
     for name, given, expected, other in (
         ("model", model, nn.Module, torch.optim.Optimizer), ("optimizer", optimizer, torch.optim.Optimizer, nn.Module)
     ):  # fmt: skip
-        is_wrong = isinstance(given, type | other) or not _is_part(given)
+        is_wrong = isinstance(given, (type, other)) or not _is_part(given)
         if given is not None and is_wrong:
             raise ConfigError(
                 f"TorchState: {name}: expected a torch.{expected.__module__.split('.')[1]}.{expected.__name__}, got "
