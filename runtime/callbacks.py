@@ -5,13 +5,15 @@ what calls them: :mod:`gradbus.actors.federated.early_stop`, :mod:`gradbus.actor
 :mod:`gradbus.actors.data_parallel.callbacks`. They may return True, which ends the run, but for ``on_end``. What they
 return is True, False or None, of Python or numpy, or one of these in a tensor; else the callback has failed.
 
-While a run goes on it waits for a callback as long as that takes, and a warning names one that takes long. Once the run
-has ended, a callback that does not return within :data:`END_S` is an error: see :class:`CallbackWait`.
+While a run goes on it waits for a callback as long as that takes; a warning names one of a client or a controller that
+takes long. Once the run has ended, each callback that does not return within :data:`END_S` is an error: see
+:class:`CallbackWait`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -30,7 +32,7 @@ T = TypeVar("T")
 WARN_S = 60.0
 """After so long a warning names a callback that has not returned, and again each time that twice as long has passed."""
 END_S = 300.0
-"""So long a callback may take once the run has ended."""
+"""So long each callback may take once the run has ended, from its own beginning on."""
 
 log = get_logger("callbacks")
 
@@ -53,6 +55,7 @@ class Callbacks:
 
     Attributes:
         newest: name and method of the one that was called last. is_running: whether it has not returned yet.
+        on_begin: is called before each callback, on the same thread.
     """
 
     def __init__(self, section: str, given: Sequence[Any], named: Sequence[str]) -> None:
@@ -75,6 +78,7 @@ class Callbacks:
             _check(name, one, METHODS[section])
         self.newest = ("", "")
         self.is_running = False
+        self.on_begin: Callable[[], object] = lambda: None
 
     def __bool__(self) -> bool:
         return bool(self._all)
@@ -95,6 +99,7 @@ class Callbacks:
             if not callable(function):
                 continue
             self.newest, self.is_running = (name, method), True
+            self.on_begin()
             try:
                 if _wants_end(function(*arguments)) and method != "on_end":
                     ending.append(name)
@@ -112,22 +117,35 @@ class CallbackWait:
         """Wait for these without a deadline, until :meth:`run_has_ended`."""
         self._callbacks = callbacks
         self._limits: set[asyncio.Timeout] = set()  # of what is waited for now
+        self._loop: asyncio.AbstractEventLoop | None = None  # that waits
         self._has_ended = False
+        callbacks.on_begin = self._callback_begins
 
     def run_has_ended(self) -> None:
-        """From now on, what is waited for has :data:`END_S`."""
+        """From now on, each callback has :data:`END_S`."""
         if not self._has_ended:
             self._has_ended = True
-            for limit in self._limits:
+            self._set_limits()
+
+    def _callback_begins(self) -> None:
+        """Give the next callback a time of its own. On the thread of the callbacks."""
+        if self._has_ended and self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed, so nothing waits any longer
+                self._loop.call_soon_threadsafe(self._set_limits)
+
+    def _set_limits(self) -> None:
+        for limit in self._limits:
+            if not limit.expired():
                 limit.reschedule(asyncio.get_running_loop().time() + END_S)
 
     async def wait(self, call: Coroutine[Any, Any, T]) -> T:
         """Return what ``call`` returns, which runs callbacks among other things.
 
         Raises:
-            CallbackTimeout: the run has ended, and a callback has not returned for :data:`END_S` since. And what
-                ``call`` raises.
+            CallbackTimeout: the run has ended, and a callback has not returned for :data:`END_S` since then, or since
+                it began. And what ``call`` raises.
         """
+        self._loop = asyncio.get_running_loop()
         limit, reminder = asyncio.timeout(END_S if self._has_ended else None), _Reminder(self._warn)
         self._limits.add(limit)
         try:
@@ -144,7 +162,7 @@ class CallbackWait:
     def _warn(self, waited_s: float) -> None:
         name, method = self._callbacks.newest
         if self._callbacks.is_running:  # else what is waited for is other work, on the same thread
-            effect = f"an error {END_S:g} s after the end of the run" if self._has_ended else "the run waits for it"
+            effect = f"an error after {END_S:g} s, as the run has ended" if self._has_ended else "the run waits for it"
             log.warning("callback has not returned", callback=name, method=method, waited_s=waited_s, effect=effect)
 
 

@@ -235,8 +235,9 @@ class CallbackFailed(GradbusError):
         self.method = method
 
 
-class CallbackTimeout(CallbackFailed, TimeoutError):
-    """A callback of the user's has not returned in time, once the run had ended.
+class CallbackTimeout(CallbackFailed):
+    """A callback of the user's has not returned in time, once the run had ended. It is no TimeoutError, which of
+    ``receive`` of a script means to call it again.
 
     Attributes:
         timeout_s: how long it had for that.
@@ -245,8 +246,8 @@ class CallbackTimeout(CallbackFailed, TimeoutError):
     def __init__(self, callback: str, method: str, timeout_s: float) -> None:
         GradbusError.__init__(
             self,
-            f"callback {callback}: {method} has not returned within {timeout_s:g} s after the end of the run, which is "
-            f"not waited for any longer. Let it return, and do what takes long on a thread of its own",
+            f"callback {callback}: {method} has not returned within {timeout_s:g} s, although the run has ended, and "
+            f"is not waited for any longer. Let it return, and do what takes long on a thread of its own",
         )
         self.callback = callback
         self.method = method

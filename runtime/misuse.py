@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import wraps
-from types import ModuleType, TracebackType
+from types import MappingProxyType, ModuleType, TracebackType
 from typing import Any, Generic, NoReturn, ParamSpec, TypeVar
 
 from gradbus.runtime.errors import ConfigError
@@ -60,22 +60,27 @@ def check_instance(call: str, argument: str, given: object, expected: type, advi
         )
 
 
-def check_task(call: str, given: object, methods: Sequence[str], protocol: str) -> None:
-    """Check that the task of a constructor is an object with these methods.
+def check_task(
+    call: str, given: object, methods: Sequence[str], protocol: str, *, unless: Mapping[str, str] = MappingProxyType({})
+) -> None:  # fmt: skip
+    """Check that the task of a constructor is an object with these methods, or a class that has them as static or class
+    methods.
 
     Args:
         call: as of :func:`check_instance`. protocol: the class that describes a task, for the text.
+        unless: by the name of a method, how a setting is set so that it is not called, such as ``eval_every to 0``.
 
     Raises:
-        WrongArgument: it is a class, or an object that lacks some of them.
+        WrongArgument: it is a class of which an object is needed, or it lacks some of them.
     """
-    if isinstance(given, type):
+    if isinstance(given, type) and any(inspect.isfunction(inspect.getattr_static(given, one, None)) for one in methods):
         name = given.__name__
         raise WrongArgument(f"{call}: task: expected an object, got the class {name}. Write {name}(...)")
     if lacking := [name for name in methods if not callable(getattr(given, name, None))]:
         raise WrongArgument(
             f"{call}: task: expected an object with the methods {', '.join(methods)}, got {described(given)}, which "
             f"lacks {', '.join(lacking)}. Give a task, as {protocol} describes it, and keep the order of the arguments"
+            + "".join(f"; or set {unless[name]}" for name in lacking if lacking == [name] and name in unless)
         )
 
 

@@ -63,7 +63,8 @@ class Rank(ABC):
         advice = "Write gradbus.DataParallelConfig(epochs=10, ...), and keep the order of the arguments"
         check_instance(self._call, "config", config, DataParallelConfig, advice)
         called = (*TASK_METHODS, "evaluate_shard") if config.eval_every_epochs else TASK_METHODS
-        check_task(self._call, task, called, "gradbus.actors.DataParallelTask")
+        unless = {"evaluate_shard": "parallel.eval_every_epochs to 0"}
+        check_task(self._call, task, called, "gradbus.actors.DataParallelTask", unless=unless)
         rank = group.rank
         self._config = config
         self._log = get_logger("worker", rank=rank)

@@ -17,7 +17,7 @@ import zlib
 from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ClassVar, ParamSpec, TypeVar
 
 import torch
 from torch import nn
@@ -45,7 +45,12 @@ from gradbus.actors.federated.liveness import (
 )
 from gradbus.actors.federated.masked_attempt import AttemptTerms
 from gradbus.actors.federated.masked_rounds import MaskedRounds
-from gradbus.actors.federated.model_evaluation import ModelEvaluation, check_evaluation
+from gradbus.actors.federated.model_evaluation import (
+    ModelEvaluation,
+    check_controller_task,
+    check_evaluation,
+    personal_of,
+)
 from gradbus.actors.federated.order_book import OrderBook, check_order
 from gradbus.actors.federated.ordered_run import OrderedRun, RoundRequests, serving
 from gradbus.actors.federated.participation import HAS_PAUSED
@@ -72,7 +77,7 @@ from gradbus.runtime.config.federated import FederatedConfig
 from gradbus.runtime.config.timeouts import federated_timeouts, log_timeouts
 from gradbus.runtime.errors import ConfigError, RunOver, TrainingFailed, WriteTimeout
 from gradbus.runtime.logs import get_logger
-from gradbus.runtime.misuse import awaited, check_instance, check_task
+from gradbus.runtime.misuse import awaited, check_instance
 from gradbus.runtime.optimization.schedules import RoundRates
 from gradbus.runtime.tasks import TaskGroup
 from gradbus.runtime.testing.instrumentation import Probe
@@ -108,6 +113,9 @@ class Controller:
         progress: where it stands, for display; see :class:`Progress`.
     """
 
+    _call: ClassVar[str] = "Controller(bus, task, config)"  # how a program makes it
+    _evaluates: ClassVar[bool] = True  # models, after its rounds
+
     def __init__(
         self, bus: Bus, task: FederatedTask, config: FederatedConfig, *, strategy: Strategy | None = None,
         on_open: Callable[[], object] = lambda: None, fail_at: str | None = None, callbacks: Sequence[Any] = (),
@@ -128,12 +136,13 @@ class Controller:
             ConfigError: bus, task, config or strategy is another kind of thing, the bus is closed, a choice of the
                 settings does not exist, or a callback is none.
         """
-        call = f"{type(self).__name__}(bus, task, config)"
+        call = self._call
         check_bus(call, "bus", bus)
         advice = "Write gradbus.FederatedConfig(rounds=10, ...), and keep the order of the arguments"
         check_instance(call, "config", config, FederatedConfig, advice)
-        called = ("build_model", "evaluate") if config.eval_every else ("build_model",)
-        check_task(call, task, called, "gradbus.actors.FederatedTask")
+        # With patterns only the model tells whether some of it is personal: see _open.
+        may_evaluate = self._evaluates and not Sharing.of(config).has_patterns
+        check_controller_task(call, task, config, evaluates=may_evaluate)
         if strategy is not None:
             check_instance(call, "strategy", strategy, Strategy, "Write its name in the settings, or give an object")
         check_choices(config)
@@ -180,6 +189,8 @@ class Controller:
         if config.privacy.name != "none":
             check_noise(self._model.specs, sharing)
         check_evaluation(config, self._model)
+        is_whole = not personal_of(self._model)
+        check_controller_task(self._call, self._task, config, evaluates=self._evaluates and is_whole)
         self._strategy = self._make_strategy()
         self._strategy.lay_out(self._model.shapes)
         check_strategy(config, self._strategy)

@@ -16,6 +16,7 @@ from gradbus.actors.federated.task import FederatedTask
 from gradbus.runtime.config.federated import OF_CLIENTS, FederatedConfig, split_metric
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.logs import get_logger
+from gradbus.runtime.misuse import check_task
 from gradbus.runtime.not_finite import warn_not_finite
 from gradbus.runtime.tasks import TaskGroup, single_error
 
@@ -27,6 +28,17 @@ log = get_logger("controller")
 def personal_of(model: FlatModel) -> list[str]:
     """Names of the tensors that a Controller lacks to evaluate a model."""
     return [spec.name for spec in model.personal if spec.is_inexact]
+
+
+def check_controller_task(call: str, task: FederatedTask, config: FederatedConfig, *, evaluates: bool) -> None:
+    """Check that a task has what a Controller calls. Raises WrongArgument.
+
+    Args:
+        call: as of :func:`.check_task`.
+        evaluates: it has whole models, and evaluates them where ``eval_every`` is set.
+    """
+    methods = ("build_model", "evaluate") if evaluates and config.eval_every else ("build_model",)
+    check_task(call, task, methods, "gradbus.actors.FederatedTask", unless={"evaluate": "federated.eval_every to 0"})
 
 
 def check_evaluation(config: FederatedConfig, model: FlatModel) -> None:

@@ -24,6 +24,7 @@ from gradbus.actors.aggregation.merged_buffers import BufferLayout
 from gradbus.actors.federated.client import Client
 from gradbus.actors.federated.combinations import check_choices
 from gradbus.actors.federated.controller import Controller
+from gradbus.actors.federated.model_evaluation import check_controller_task
 from gradbus.actors.federated.report import Progress, RoundReport
 from gradbus.actors.federated.session import ControllerSession
 from gradbus.actors.federated.sharing import REST, Sharing, layout_of, specs_of
@@ -44,7 +45,7 @@ from gradbus.runtime.choices import SELECTORS
 from gradbus.runtime.config.federated import ClientConfig, FederatedConfig, UpstreamConfig
 from gradbus.runtime.errors import BarrierTimeout, CheckpointError, ConfigError, GradbusError, TrainingFailed
 from gradbus.runtime.logs import get_logger
-from gradbus.runtime.misuse import check_instance, check_task
+from gradbus.runtime.misuse import check_instance
 from gradbus.runtime.saved_state import BUFFER, own_copies
 from gradbus.runtime.tasks import TaskGroup, items_of, single_error
 from gradbus.runtime.wire.control import EvaluationRequest, Hello, LocalModelRequest, Status, UploadRequest, Welcome
@@ -315,7 +316,7 @@ class Site:
         check_site(config, upstream)
         check_bus(call, "above", above)
         check_bus(call, "bus", bus)
-        check_task(call, task, ("build_model",), "gradbus.actors.FederatedTask")
+        check_controller_task(call, task, config, evaluates=upstream.alone)  # in rounds alone, else the top level does
         self._above = above
         self._bus = bus
         self._task = task

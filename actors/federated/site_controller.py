@@ -110,6 +110,8 @@ class RelayingController(Controller):
         command: the newest one of that level. The rounds differ in nothing but their number.
     """
 
+    _call = "Site(above, bus, task, config, upstream)"
+
     def __init__(
         self, bus: Bus, task: FederatedTask, config: FederatedConfig, *, terms: Welcome, frozen: Tensor | None = None,
         command: TrainCmd | None = None, on_open: Callable[[], object] = lambda: None,
@@ -170,6 +172,8 @@ class SiteController(RelayingController):
         contribution: is added to the next sum.
         is_over: the run had ended before this site was ready: no clients are waited for, and those that come learn it.
     """
+
+    _evaluates = False  # the top level does
 
     def __init__(
         self, bus: Bus, task: FederatedTask, config: FederatedConfig, *, terms: Welcome, frozen: Tensor | None,

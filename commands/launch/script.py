@@ -12,7 +12,7 @@ import re
 import secrets
 import socket
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
@@ -100,49 +100,73 @@ def plan_script(
 
 def check_exists(arguments: Sequence[str]) -> None:
     """Raises ConfigError: there is no such script or module, which each rank would report by itself."""
-    if arguments[0] == "-m":
-        _check_module(arguments[1])
-        return
-    script = Path(arguments[0])
-    if script.is_file():
-        return
-    if script.is_dir():
-        raise ConfigError(f"{script} is a folder: name the script in it, as in: gradbus run -n 2 -- {script}/train.py")
-    others = [one.name for one in script.parent.glob("*.py")] if script.parent.is_dir() else []
-    near = nearest(script.name, others)
-    advice = f"Did you mean {script.parent / near}?" if near else "Give its path from there, or an absolute one"
-    raise ConfigError(f"there is no script {str(script)!r}, as seen from {Path.cwd()}. {advice}")
+    if fault := _fault_of_module(arguments[1]) if arguments[0] == "-m" else _fault_of_script(Path(arguments[0])):
+        raise ConfigError(fault)
 
 
-def _check_module(name: str) -> None:
-    """Raises ConfigError: ``python -m`` would not find this module. Nothing is imported, as that is for the ranks."""
+def _fault_of_script(script: Path) -> str:
+    """Return why Python could not run this script; empty: it can."""
+    try:
+        if script.is_file() or (script / "__main__.py").is_file():
+            return ""
+        if script.is_dir():
+            return f"{script} is a folder: name the script in it, as in: gradbus run -n 2 -- {script}/train.py"
+        others = [one.name for one in script.parent.glob("*.py")] if script.parent.is_dir() else []
+        near = nearest(script.name, others)
+        advice = f"Did you mean {script.parent / near}?" if near else "Give its path from there, or an absolute one"
+        return f"there is no script {str(script)!r}, as seen from {Path.cwd()}. {advice}"
+    except OSError as error:  # a name that is too long, a folder that this user may not enter, ...
+        return f"the script {str(script)!r:.200} cannot be read: {error.strerror}. Check its path and its permissions"
+
+
+def _fault_of_module(name: str) -> str:
+    """Return why ``python -m`` would not find this module; empty: it would, or its finder cannot tell before the
+    packages around it are imported. Nothing is imported, as that is for the ranks."""
+    try:
+        fault = _missing_of(name)
+        return f"-m {name}: {fault}" if fault else ""
+    except Exception:  # finders are others' code, and may need an import first: the ranks report what is wrong
+        return ""
+
+
+def _missing_of(name: str) -> str:
     package, path = "", None
     for part in name.split("."):
-        inner = f"{package}.{part}" if package else part
-        found = None if package and path is None else _spec_of(inner, path)
+        found = None if package and path is None else _spec_of(part, package, path)
         if found is None:
             where = f"package {package!r} has no module {part!r}" if package else f"there is no module {part!r}"
-            raise ConfigError(
-                f"-m {name}: {where}, as seen from {Path.cwd()}. Start the command in the folder that has it, or "
-                f"install it into the Python of this command, {sys.executable}"
+            return (
+                f"{where}, as seen from {Path.cwd()}. Start the command in the folder that has it, or install it into "
+                f"the Python of this command, {sys.executable}"
             )
-        path = found.submodule_search_locations
+        path = None if found.submodule_search_locations is None else list(found.submodule_search_locations)
         if path is not None and _changes_its_path(found):
-            return
-        package = inner
-    if path is not None and _spec_of(f"{package}.__main__", path) is None:
-        raise ConfigError(f"-m {name}: it is a package without __main__.py. Name a module in it, as -m {name}.train")
+            return ""
+        package = f"{package}.{part}" if package else part
+    if path is not None and _spec_of("__main__", package, path) is None:
+        return f"it is a package without __main__.py. Name a module in it, as -m {name}.train"
+    return ""
 
 
-def _spec_of(name: str, path: Iterable[str] | None) -> ModuleSpec | None:
-    """Find a module as an import in a rank does, which has the current directory in front. ``path``: of its package,
-    which is not imported for that; None: it is in none."""
-    places = None if path is None else list(path)
-    if places is None and (found := PathFinder.find_spec(name, [os.getcwd()])) is not None:
-        return found
-    finders = (getattr(finder, "find_spec", None) for finder in sys.meta_path)
-    specs = (find(name, places) for find in finders if find is not None)
-    return next((spec for spec in specs if spec is not None), None)
+def _spec_of(part: str, package: str, path: list[str] | None) -> ModuleSpec | None:
+    """Find a module as an import in a rank does, which has the current directory in front.
+
+    Args:
+        part: the last part of its name. package: in which it is, which is not imported for that; empty: in none.
+        path: the folders of that package.
+    """
+    full = f"{package}.{part}" if package else part
+    for finder in sys.meta_path:
+        if finder is PathFinder:
+            # One search, for an installed package comes before folders of its name. By the full name, a namespace in a
+            # package would look for that among the imported modules.
+            found = PathFinder.find_spec(part, [os.getcwd(), *sys.path] if path is None else path)
+        else:
+            find = getattr(finder, "find_spec", None)
+            found = None if find is None else find(full, path)
+        if found is not None:
+            return found
+    return None
 
 
 def _changes_its_path(package: ModuleSpec) -> bool:

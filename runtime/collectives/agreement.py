@@ -212,9 +212,11 @@ class GenerationAgreement:
         return self.is_member and target is not None and target != self.members
 
     @property
-    def run_has_ended(self) -> bool:
-        """Whether a process of this group, newer than this one or of its generation, has come to the end of the run."""
-        return any(view.ended and view.generation >= self.generation for view in self._views.values())
+    def ended_generation(self) -> int | None:
+        """Return in which generation, this process's own or a newer one, a process has come to the end of the run, the
+        oldest of them; None: none has."""
+        ended = [view.generation for view in self._views.values() if view.ended and view.generation >= self.generation]
+        return min(ended, default=None)
 
     @property
     def misfit(self) -> str:

@@ -53,10 +53,11 @@ class NoGeneration(GradbusError):
     """There is no generation for this process any more; the text says why.
 
     Attributes:
-        ended: the run has come to its end elsewhere. left: this process has announced that it leaves.
+        ended: the generation that has come to the end of the run elsewhere; None: none has. left: this process has
+            announced that it leaves.
     """
 
-    def __init__(self, text: str, *, ended: bool = False, left: bool = False) -> None:
+    def __init__(self, text: str, *, ended: int | None = None, left: bool = False) -> None:
         super().__init__(text)
         self.ended = ended
         self.left = left
@@ -216,8 +217,8 @@ class Generations:
         agreement = self._agreement
         if self._fault is not None:
             raise self._fault
-        if agreement.run_has_ended:
-            raise NoGeneration("the run has come to its end", ended=True)
+        if (ended := agreement.ended_generation) is not None:
+            raise NoGeneration("the run has come to its end", ended=ended)
         if agreement.leaving and (not agreement.is_member or agreement.waits_for):
             raise NoGeneration("this process has left", left=True)
         if misfit := agreement.misfit:

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import os
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -151,13 +152,75 @@ def test_another_kind_of_thing_is_refused_at_construction_with_what_to_write(wha
         asyncio.run(made(make))
 
 
+ALONE = UpstreamConfig(site=0, alone=True)
+
+
+def test_what_never_evaluates_needs_no_evaluate(tmp_path: Path) -> None:
+    task: Any = SimpleNamespace(build_model=lambda: nn.Linear(2, 2))
+    personal = gradbus.FederatedConfig(rounds=1, share={"exclude": ["bias"]})
+    saves: dict[str, Any] = {"checkpoint": {"dir": tmp_path}}
+
+    def make(it: SimpleNamespace) -> None:
+        gradbus.Controller(it.bus, task, personal)._open()  # noqa: SLF001 - which knows the model
+        Site(it.bus, it.bus, task, gradbus.FederatedConfig(), UPSTREAM)
+        Site(it.bus, it.bus, task, gradbus.FederatedConfig(eval_every=0, **saves), ALONE)
+        with pytest.raises(ConfigError, match=r"^Site\(above, .* lacks evaluate\..*; or set federated\.eval_every"):
+            Site(it.bus, it.bus, task, gradbus.FederatedConfig(**saves), ALONE)
+
+    asyncio.run(made(make))
+
+
+def test_patterns_that_leave_the_model_whole_are_seen_once_there_is_a_model() -> None:
+    task: Any = SimpleNamespace(build_model=lambda: nn.BatchNorm1d(2))
+    counted = gradbus.FederatedConfig(rounds=1, share={"exclude": ["num_batches_tracked"]})
+
+    def make(it: SimpleNamespace) -> None:
+        controller = gradbus.Controller(it.bus, task, counted)
+        with pytest.raises(ConfigError, match=r"^Controller\(bus, task, config\): task: .* which lacks evaluate"):
+            controller._open()  # noqa: SLF001 - which knows the model
+
+    asyncio.run(made(make))
+
+
+def test_a_class_whose_methods_are_static_is_a_task() -> None:
+    class Static:
+        @staticmethod
+        def build_model() -> nn.Module:
+            return nn.Linear(2, 2)
+
+        @classmethod
+        def evaluate(cls, model: nn.Module) -> None:
+            return None
+
+    def make(it: SimpleNamespace) -> None:
+        task: Any = Static
+        gradbus.Controller(it.bus, task, RULES)
+        with pytest.raises(ConfigError, match="got the class Static, which lacks prepare, train"):
+            gradbus.Client(it.bus, task, client_id=0)
+
+    asyncio.run(made(make))
+
+
 def test_a_controller_that_does_not_evaluate_needs_no_evaluate() -> None:
     task = SimpleNamespace(build_model=lambda: nn.Linear(2, 2))
 
     def make(it: SimpleNamespace) -> None:
         gradbus.Controller(it.bus, task, gradbus.FederatedConfig(rounds=1, eval_every=0))  # type: ignore[arg-type]
-        with pytest.raises(ConfigError, match="which lacks evaluate"):
+        with pytest.raises(ConfigError, match=r"which lacks evaluate.*; or set federated\.eval_every to 0$"):
             gradbus.Controller(it.bus, task, RULES)  # type: ignore[arg-type]
+
+    asyncio.run(made(make))
+
+
+def test_a_worker_that_lacks_only_its_evaluation_learns_how_to_do_without() -> None:
+    methods = ("build_model", "prepare_shard", "num_batches", "batches", "loss")
+    task: Any = SimpleNamespace(**dict.fromkeys(methods, print))
+
+    def make(it: SimpleNamespace) -> None:
+        gradbus.Worker(it.group, task, gradbus.DataParallelConfig(epochs=1, eval_every_epochs=0))
+        text = r"which lacks evaluate_shard\..*; or set parallel\.eval_every_epochs to 0$"
+        with pytest.raises(ConfigError, match=text):
+            gradbus.Worker(it.group, task, STEPS)
 
     asyncio.run(made(make))
 

@@ -1,10 +1,12 @@
 """Every mistake of a user ends in one line that says what to do, and in an exit code that tells it from the others."""
 
+import sys
 from pathlib import Path
 
 import pytest
 
 from gradbus.commands.launch.script import check_exists
+from gradbus.runtime.errors import ConfigError
 
 GLYPHS = ("--set", "task.data=glyphs", "--set", 'task.data_options={"train": 20, "test": 10}', "--log-level", "error")
 
@@ -121,6 +123,60 @@ def test_a_script_or_module_that_is_not_there_is_reported_once_before_the_start(
     ended = invoke("run", "-n", 2, "--", *arguments)
     assert ended.code == 2
     assert said.format(folder=scripts) in one_line(ended.err)
+
+
+@pytest.fixture
+def namespaces(scripts: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Folders without __init__.py in a package, in each other, and with the name of an installed package."""
+    for module in ("package/scripts/train", "package/scripts/deep/train", "package/runs/__main__", "ns/sub/train"):
+        (scripts / module).parent.mkdir(parents=True, exist_ok=True)
+        (scripts / f"{module}.py").write_text("")
+    (scripts / "numpy").mkdir()
+    (scripts / "folder.py" / "__main__.py").write_text("")
+    # pytest's own finder asks for full names, and would make each answer "cannot tell".
+    monkeypatch.setattr(sys, "meta_path", [one for one in sys.meta_path if "pytest" not in type(one).__module__])
+    return scripts
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["-m", "package.scripts.train"], ["-m", "package.scripts.deep.train"], ["-m", "package.runs"],
+        ["-m", "ns.sub.train"], ["-m", "numpy.f2py"], ["folder.py"],
+    ],
+)  # fmt: skip
+@pytest.mark.usefixtures("namespaces")
+def test_folders_without_init_hide_nothing_and_have_modules(arguments: list[str]) -> None:
+    check_exists(arguments)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("package.scripts.trian", "package 'package.scripts' has no module 'trian'"),
+        ("ns.sub", "it is a package without __main__.py"),
+        ("numpy.missing", "package 'numpy' has no module 'missing'"),
+    ],
+)
+@pytest.mark.usefixtures("namespaces")
+def test_a_module_that_is_in_no_folder_of_a_namespace_is_reported(name: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=f"^-m {name}: {said}"):
+        check_exists(["-m", name])
+
+
+def test_a_finder_that_fails_lets_the_ranks_report(scripts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Broken:
+        def find_spec(self, name: str, path: object, target: object = None) -> None:
+            raise KeyError(name)
+
+    monkeypatch.setattr(sys, "meta_path", [Broken()])
+    check_exists(["-m", "missing"])
+
+
+def test_a_script_of_which_the_file_system_reports_an_error_is_one_sentence(invoke) -> None:
+    ended = invoke("run", "-n", 2, "--", f"{'x' * 300}.py")
+    assert ended.code == 2
+    assert "cannot be read: File name too long. Check its path" in one_line(ended.err)
 
 
 @pytest.mark.parametrize(

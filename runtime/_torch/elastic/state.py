@@ -22,6 +22,7 @@ from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import Sampler
 
 from gradbus.runtime.errors import CheckpointError, CollectiveError, ConfigError
 from gradbus.runtime.foreign_files import clear_way, open_named
@@ -73,8 +74,9 @@ class TorchState:
                 bytes, None, tensors, and lists, tuples and maps of them.
 
         Raises:
-            ConfigError: the model is no module, or has no parameters; the optimizer is none, or has parameters that no
-                module of the state has; or the state of a part is of one process group, or in shards.
+            ConfigError: the model or the optimizer is another kind of thing; the model has no parameters, or the
+                optimizer has some that no module of the state has; or the state of a part is of one process group, or
+                in shards.
         """
         given = {"model": model, "optimizer": optimizer, **values}
         here = {name: one for name, one in given.items() if one is not None or name in values}
@@ -90,7 +92,7 @@ class TorchState:
         self.__dict__.update(
             _parts=parts, _values={name: one for name, one in here.items() if name not in parts},
             _path=None if checkpoint is None else Path(checkpoint), _saved=None, _commits=0, _callbacks=[],
-            _vote=lambda: False, _writes=lambda: True,
+            _vote=lambda: False, _writes=lambda: True, _has_written=False,
         )  # fmt: skip
         self._parts: dict[str, Any]
         self._values: dict[str, Any]
@@ -100,6 +102,7 @@ class TorchState:
         self._callbacks: list[Callable[[], object]]
         self._vote: Callable[[], bool]
         self._writes: Callable[[], bool]
+        self._has_written: bool
 
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("_"):
@@ -203,8 +206,6 @@ class TorchState:
         """Take part in a run. ``vote``: whether members change, on all ranks together. ``writes``: whether this rank
         writes the checkpoint. ``joins``: the state is that of others. Raises CheckpointError."""
         self._vote, self._writes = vote, writes
-        if self._path is not None:
-            _remove_unfinished(self._path)
         if joins:
             self._commits = NOTHING
         else:
@@ -253,6 +254,9 @@ class TorchState:
         path = self._path
         if path is None or not self._writes():
             return
+        if not self._has_written:  # not at the start: another process may be the one that writes, just now
+            self._has_written = True
+            _remove_unfinished(path)
         part = path.with_name(f"{_unfinished(path)}{os.getpid()}")
         try:
             clear_way(part)
@@ -317,27 +321,38 @@ def _is_tensor(value: Any) -> bool:
 
 
 def _check_kinds(model: Any, optimizer: Any) -> None:
-    """Raises ConfigError: the model is no module with parameters, or the optimizer is none."""
+    """Raises ConfigError: the model or the optimizer is a class, the other one of them, or no part; or the model is a
+    module without parameters. Other objects with ``state_dict`` and ``load_state_dict`` are as good."""
     write = "Write TorchState(model=model, optimizer=optimizer, ...)"
-    if model is not None and not isinstance(model, nn.Module):
-        raise ConfigError(f"TorchState: model: expected a torch.nn.Module, got {described(model)}. {write}")
-    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
-        raise ConfigError(
-            f"TorchState: optimizer: expected a torch.optim.Optimizer, got {described(optimizer)}. {write}"
-        )
-    if model is not None and next(iter(model.parameters()), None) is None:
+    for name, given, expected, other in (
+        ("model", model, nn.Module, torch.optim.Optimizer), ("optimizer", optimizer, torch.optim.Optimizer, nn.Module)
+    ):  # fmt: skip
+        is_wrong = isinstance(given, (type, other)) or not _is_part(given)
+        if given is not None and is_wrong:
+            raise ConfigError(
+                f"TorchState: {name}: expected a torch.{expected.__module__.split('.')[1]}.{expected.__name__}, got "
+                f"{described(given)}. {write}"
+            )
+    if isinstance(model, nn.Module) and next(iter(model.parameters()), None) is None:
         raise ConfigError(
             f"TorchState: model: {described(model)} has no parameters, so there is nothing to train or share. Make the "
             f"state when the model has them"
         )
 
 
+_HAVE_NO_PARAMETERS = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler, Sampler)
+"""Parts other than modules of which it is known that they have no parameters of their own."""
+
+
 def _check_optimizers(parts: Mapping[str, Any]) -> None:
     """Raises ConfigError: an optimizer trains what no module of the state has, so that ranks that join would not get
-    it."""
+    it. Not checked where that cannot be known: without modules, or with a part that may have parameters, too."""
     modules = {name: one for name, one in parts.items() if isinstance(one, nn.Module)}
     held = {id(parameter) for module in modules.values() for parameter in module.parameters()}
-    for name, part in parts.items() if modules else ():
+    others = [one for name, one in parts.items() if name not in modules]
+    if not held or not all(isinstance(one, _HAVE_NO_PARAMETERS) for one in others):
+        return
+    for name, part in parts.items():
         if not isinstance(part, torch.optim.Optimizer):
             continue
         trained = [one for group in part.param_groups for one in group["params"]]
@@ -346,7 +361,8 @@ def _check_optimizers(parts: Mapping[str, Any]) -> None:
                 f"TorchState: {name}: {foreign} of its {len(trained)} parameters are not those of "
                 f"{' or '.join(modules)}: a rank that joins would not get them. Construct it from the parameters of "
                 f"this very object, {next(iter(modules))}.parameters(), after the model has come to its device and "
-                f"type, or name the other module in TorchState, too"
+                f"type, or name the other module in TorchState, too. A single parameter: put it into an "
+                f"nn.ParameterList and name that"
             )
 
 

@@ -168,7 +168,8 @@ def _one_generation(
         state.restore()  # the function may have changed the state on its way out; a rank that joins has the commit
         return None
     except NoGeneration as over:
-        if over.ended and before is not None:
+        # Not where this rank was cut off: a later generation has done the rest of the run again, without it.
+        if before is not None and over.ended == meeting.number:
             log.info(
                 "the run has ended", commits=state.commits, reason="all ranks had voted for it before one was lost"
             )
