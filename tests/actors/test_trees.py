@@ -678,3 +678,30 @@ def test_training_that_fails_at_a_site_ends_the_run_at_every_level_with_the_reas
     found = asyncio.run(main())
     assert [type(error) for error in found] == [TrainingFailed] * 3
     assert all("the sensor is unplugged" in str(error) for error in found)
+
+
+class FailsOnce(UnequalTask):
+    """Fails its first training of the first round."""
+
+    trained = 0
+
+    def train(self, model: Any, **arguments: Any) -> TrainResult:
+        self.trained += 1
+        if self.trained == 1:
+            raise RuntimeError("the data are not there yet")
+        return super().train(model, **arguments)
+
+
+def test_a_client_that_failed_in_all_attempts_of_its_site_trains_when_the_level_above_asks_the_site_again() -> None:
+    async def main() -> list[gradbus.RoundReport]:
+        async with tree() as here, asyncio.TaskGroup() as group:
+            centre, above, local, theirs = [await here.bus(name) for name in ("centre", "centre", "site", "site")]
+            group.create_task(gradbus.Client(theirs, FailsOnce(), client_id=0).run())
+            group.create_task(site_of(above, local, 0, rules(1, round={"max_attempts": 1})).run())
+            # A failure is in the next heartbeat, too, and may end another attempt.
+            config = rules(1, sites=True, rounds=2, round={"timeout_s": 5.0, "max_attempts": 8})
+            return await gradbus.Controller(centre, NoopTask(DIM), config).run()
+
+    found = asyncio.run(main())
+    assert [report.clients for report in found] == [(0,), (0,)]
+    assert found[0].attempt > 1
