@@ -37,7 +37,7 @@ from gradbus.actors.federated.site_controller import (
 )
 from gradbus.actors.federated.state import SavedRun
 from gradbus.actors.federated.task import FederatedTask
-from gradbus.actors.federated.updates_out import EncodedUpdate
+from gradbus.actors.federated.updates_out import REPEAT_AFTER_S, EncodedUpdate
 from gradbus.runtime.bus.bus import Bus, check_bus
 from gradbus.runtime.checkpoint import Checkpoint, CheckpointStore
 from gradbus.runtime.choices import SELECTORS
@@ -179,21 +179,26 @@ class SiteMember(Client):
             await self._prepare(self._terms, group)  # its clients have yet to learn that the run has ended
         if (controller := self.controller) is None:
             return
-        if (welcome := self._session.welcome) is not None:
-            await self._fetch_last_model(welcome, controller)
+        await self._fetch_last_model(controller)
         await self._take_newest(controller)
         controller.end()
         await self._serving
 
-    async def _fetch_last_model(self, welcome: Welcome, controller: SiteController) -> None:
+    async def _fetch_last_model(self, controller: SiteController) -> None:
         """Wait, as a client does, for the model after the newest round that the clients of this site were asked for,
         whether or not their sum counts in it; where they were asked for none, for the newest model."""
-        newest = welcome.next_round - 1 if controller.command is None else controller.command.round_id
+        is_over = self._last_model_deadline()
         with contextlib.suppress(BarrierTimeout):
+            # The end, or the Status, of the next start of the level above may arrive before its Welcome.
+            while (welcome := self._session.welcome) is None:
+                if is_over():
+                    return
+                self._changed.clear()
+                await self._wait(REPEAT_AFTER_S)
+            newest = welcome.next_round - 1 if controller.command is None else controller.command.round_id
             await self._models.fetch(
-                welcome, self._models.replica, max(newest, controller.counted_round), self._last_model_deadline(),
-                first_after_s=0.1,
-            )  # fmt: skip
+                welcome, self._models.replica, max(newest, controller.counted_round), is_over, first_after_s=0.1
+            )
 
     async def _take_newest(self, controller: SiteController) -> None:
         """Pass the newest model on to the site's clients, if it is new."""
