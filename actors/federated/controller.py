@@ -157,7 +157,8 @@ class Controller:
         self._probe = Probe("controller", config.history.dir, payloads=config.history.payloads, fail_at=fail_at)
         self._compute = ComputeThread("controller")
         self._round: Round | None = None
-        self._attempt = 1  # at the open round
+        self._attempt = 0  # at the open round, or at the last one; a site may gather one round several times
+        self._attempted_round = 0  # of which self._attempt is the newest attempt
         self._wakeup = asyncio.Event()
         self._has_commanded = False
         self._has_caller = False  # it orders each round, in its own way
@@ -654,7 +655,8 @@ class Controller:
         self._probe.reached("before_command", round_id)
         masked = self._masked.begin(round_, self._attempt_terms()) if self._masked.is_on else None
         try:
-            self._round, self._attempt, self._has_commanded = round_, attempt, True
+            self._round, self._has_commanded = round_, True
+            self._number_attempt(round_id)
             self._receiver.open(round_, self._publisher.held, masked)
             self.progress.phase, self.progress.round_id = "training", round_id
             self.progress.out = self._state.quarantine.excluded(round_id)
@@ -666,7 +668,7 @@ class Controller:
             if self._book.is_unwritten:
                 await self._compute.run(self._book.write, round_id)
             self._receiver.timing.commanded()
-            repeated = _repeated(command, self.run_id, attempt)
+            repeated = _repeated(command, self.run_id, self._attempt)
             with tolerate_write_timeout("command", round_id):
                 await self._publish_terms(terms)
                 await self._bus.publish(self._identity, command)
@@ -689,6 +691,12 @@ class Controller:
             with tolerate_write_timeout("terms", round_id):  # what the others make is not needed: they may stop
                 await self._publish_terms(self._round_terms(round_id, accepted))
         return round_, outcome
+
+    def _number_attempt(self, round_id: int) -> None:
+        """Give the next attempt at this round its number, which no other one has in this start: clients ignore one that
+        they know, and a site gathers a round again where its sum had too few updates or the level above asks again."""
+        self._attempt = self._attempt + 1 if round_id == self._attempted_round else 1
+        self._attempted_round = round_id
 
     async def _until_over(self, round_: Round, terms: RoundTerms | None, repeated: RepeatedCommand) -> Outcome:
         """Wait until a commanded round is over. Meanwhile repeat its terms, and its command while a client lacks it."""

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 from gradbus.actors.federated.updates_out import REPEAT_AFTER_S
 from gradbus.runtime.bus.bus import Bus, Subscription
@@ -61,6 +62,20 @@ async def listen(inbox: Subscription, handle: Callable[[Message], None]) -> None
             log.warning("message not handled", kind=type(message).__name__, reason=str(error))
 
 
+class Start(NamedTuple):
+    """Names one start of the controller of a run; by default none."""
+
+    run_id: int = 0
+    incarnation: int = 0
+
+    def is_after(self, session: int, body: Body) -> bool:
+        """Return whether this message is of an earlier start of the same run."""
+        return session < self.incarnation and getattr(body, "run_id", None) == self.run_id
+
+
+NO_START = Start()
+
+
 class ControllerSession:
     """The newest Welcome and the newest command, and the state of the latter.
 
@@ -77,15 +92,17 @@ class ControllerSession:
             which a model is to be evaluated, here or elsewhere: it is over.
         counted_round: the last round in which an update of this client counted, in this session.
         controller_timeout_s: without a message of a controller for so long, this client gives up.
+        newest: the newest start that was heard of the run that is followed.
     """
 
-    def __init__(self, controller_timeout_s: float) -> None:
+    def __init__(self, controller_timeout_s: float, newest: Start = NO_START) -> None:
+        """``newest``: of the session before this one."""
         self.controller_timeout_s = controller_timeout_s
+        self.newest = newest
         self._handled = False  # the command has been answered, without success
         self._attempt = 0  # at the round of the command, as far as this client can count
         self._is_early = False  # a repetition has come before the command itself, which is not another attempt
         self._session_seen_s = 0.0
-        self._newest = 0  # incarnation of the newest start of this run that was heard
         self._other_run = 0  # incarnation of an earlier controller that was heard and is of another run
         self._refused_s = -math.inf  # when an earlier start of this run was heard last
         self._turn_s = LISTENED_S
@@ -144,15 +161,15 @@ class ControllerSession:
         been silent for OLD_SESSION_S; of which run it is, some of its messages say.
         """
         now_s, run_id = time.monotonic(), getattr(body, "run_id", None)
-        if session < self._newest:
-            if run_id not in (None, self.run_id):
+        if session < self.newest.incarnation:
+            if run_id not in (None, self.newest.run_id):
                 self._other_run = session
             elif session != self._other_run:
                 self._refused_s = now_s
             if session != self._other_run or now_s - self._session_seen_s < OLD_SESSION_S:
                 return False
-        elif run_id == self.run_id:
-            self._newest = session
+        elif run_id == self.newest.run_id:
+            self.newest = Start(run_id, session)
         self._seen_s = now_s
         if session == self.incarnation:
             self._session_seen_s = now_s
@@ -176,7 +193,7 @@ class ControllerSession:
             self.evaluation = self.model_request = None
             self.evaluated_round = -1
         self.incarnation, self._session_seen_s, self.run_id = session, time.monotonic(), welcome.run_id
-        self._newest, self.names_commands = session, welcome.named_commands
+        self.newest, self.names_commands = Start(welcome.run_id, session), welcome.named_commands
 
     def take(self, command: TrainCmd) -> bool:
         """Take a command. Whether it is another one than before, so that training for that one stops. One of an earlier

@@ -26,7 +26,7 @@ from gradbus.actors.federated.combinations import check_choices
 from gradbus.actors.federated.controller import Controller
 from gradbus.actors.federated.model_evaluation import check_controller_task
 from gradbus.actors.federated.report import Progress, RoundReport
-from gradbus.actors.federated.session import ControllerSession
+from gradbus.actors.federated.session import NO_START, ControllerSession, Start
 from gradbus.actors.federated.sharing import REST, Sharing, layout_of, specs_of
 from gradbus.actors.federated.site_controller import (
     CONTRIBUTED_FILE,
@@ -38,7 +38,7 @@ from gradbus.actors.federated.site_controller import (
 )
 from gradbus.actors.federated.state import SavedRun
 from gradbus.actors.federated.task import FederatedTask
-from gradbus.actors.federated.updates_out import EncodedUpdate
+from gradbus.actors.federated.updates_out import REPEAT_AFTER_S, EncodedUpdate
 from gradbus.runtime.bus.bus import Bus, check_bus
 from gradbus.runtime.checkpoint import Checkpoint, CheckpointStore
 from gradbus.runtime.choices import SELECTORS
@@ -107,13 +107,13 @@ class SiteMember(Client):
 
     def __init__(
         self, bus: Bus, task: FederatedTask, upstream: UpstreamConfig, make_controller: MakeController,
-        on_report: Callable[[RoundReport], object], *, followed: Followed | None = None,
+        on_report: Callable[[RoundReport], object], *, followed: Followed | None, newest: Start,
     ) -> None:  # fmt: skip
         """A member that has not started.
 
         Args:
             make_controller: called when it is welcomed, with its frozen parameters.
-            followed: as of the member before.
+            followed, newest: as of the member before.
         """
         timeout_s = upstream.alone_after_s if followed and upstream.alone else upstream.timeout_s
         config = ClientConfig(controller_timeout_s=timeout_s, codecs=upstream.codecs)
@@ -121,7 +121,7 @@ class SiteMember(Client):
         self._upstream = upstream
         self._make_controller = make_controller
         self._on_report = on_report
-        self._session: _UpstreamSession = _UpstreamSession(timeout_s)
+        self._session: _UpstreamSession = _UpstreamSession(timeout_s, newest)
         self.controller: SiteController | None = None
         self.followed = followed
         self._frozen_values: Tensor | None = None
@@ -131,6 +131,11 @@ class SiteMember(Client):
     def is_cut_off(self) -> bool:
         """Whether the level above has been silent for too long."""
         return self._session.lost
+
+    @property
+    def newest(self) -> Start:
+        """The newest start of the level above that this site has heard: no earlier one of that run is followed."""
+        return self._session.newest
 
     def _describe(self, matched: bool) -> Hello:
         return replace(super()._describe(matched), site=True, masks=False, grids=False)
@@ -180,21 +185,26 @@ class SiteMember(Client):
             await self._prepare(self._terms, group)  # its clients have yet to learn that the run has ended
         if (controller := self.controller) is None:
             return
-        if (welcome := self._session.welcome) is not None:
-            await self._fetch_last_model(welcome, controller)
+        await self._fetch_last_model(controller)
         await self._take_newest(controller)
         controller.end()
         await self._serving
 
-    async def _fetch_last_model(self, welcome: Welcome, controller: SiteController) -> None:
+    async def _fetch_last_model(self, controller: SiteController) -> None:
         """Wait, as a client does, for the model after the newest round that the clients of this site were asked for,
         whether or not their sum counts in it; where they were asked for none, for the newest model."""
-        newest = welcome.next_round - 1 if controller.command is None else controller.command.round_id
+        is_over = self._last_model_deadline()
         with contextlib.suppress(BarrierTimeout):
+            # The end, or the Status, of the next start of the level above may arrive before its Welcome.
+            while (welcome := self._session.welcome) is None:
+                if is_over():
+                    return
+                self._changed.clear()
+                await self._wait(REPEAT_AFTER_S)
+            newest = welcome.next_round - 1 if controller.command is None else controller.command.round_id
             await self._models.fetch(
-                welcome, self._models.replica, max(newest, controller.counted_round), self._last_model_deadline(),
-                first_after_s=0.1,
-            )  # fmt: skip
+                welcome, self._models.replica, max(newest, controller.counted_round), is_over, first_after_s=0.1
+            )
 
     async def _take_newest(self, controller: SiteController) -> None:
         """Pass the newest model on to the site's clients, if it is new."""
@@ -325,6 +335,7 @@ class Site:
         self._on_open = on_open
         self._contribution: RoundsAlone | None = None
         self._followed: Followed | None = None
+        self._newest = NO_START  # of the level above
         self._has_begun = False  # what is in the state directory then is of this very start
         self.progress = Progress(minimum=config.clients.min)
 
@@ -348,10 +359,14 @@ class Site:
     async def _serve(self, on_report: Callable[[RoundReport], object]) -> None:
         while True:
             member = SiteMember(
-                self._above, self._task, self._upstream, self._make_controller, on_report, followed=self._followed
-            )
+                self._above, self._task, self._upstream, self._make_controller, on_report, followed=self._followed,
+                newest=self._newest,
+            )  # fmt: skip
             try:
-                await member.run()
+                try:
+                    await member.run()
+                finally:
+                    self._newest = member.newest
                 self.progress.phase = "done"
                 return
             except UpstreamChanged as change:
@@ -407,7 +422,7 @@ class Site:
         controller = RelayingController(self._bus, self._task, config, terms=terms, frozen=frozen, command=command)
         async with TaskGroup() as group:
             rounds = group.create_task(self._alone(controller), name="site-alone")
-            await _until_heard(self._above)
+            await _until_heard(self._above, self._newest)
             rounds.cancel()
             await asyncio.wait({rounds})
         newest = await asyncio.to_thread(_newest_alone, kept)
@@ -477,13 +492,22 @@ def _give_up(contribution: RoundsAlone, reason: str) -> None:
     log.warning("rounds alone not contributed", kept=str(contribution.kept), reason=reason)
 
 
-async def _until_heard(bus: Bus) -> None:
-    """Wait for a Controller on this bus."""
+async def _until_heard(bus: Bus, newest: Start) -> None:
+    """Wait for a Controller on this bus, but for none that ``newest`` has replaced."""
+    is_named = False
     with bus.subscribe(Control) as inbox:
         while True:
             message = await inbox.get()
-            if isinstance(message, Control) and message.sender == CONTROLLER and isinstance(message.body, Status):
+            if not (isinstance(message, Control) and message.sender == CONTROLLER and isinstance(message.body, Status)):
+                continue
+            if not newest.is_after(message.incarnation, message.body):
                 return
+            if not is_named:
+                log.warning(
+                    "earlier start of the level above ignored", host=message.body.host,
+                    hint="the site has followed a later one: start that again, or restart this site to follow any",
+                )  # fmt: skip
+            is_named = True
 
 
 def not_its_own(config: FederatedConfig) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from trees import DIM, DiesAfterCommit, UnequalTask, rules, site_of, state, tree
 
 import gradbus
 from gradbus.actors.federated import liveness
+from gradbus.actors.federated.dispatch import Dispatcher
 from gradbus.models import NoopTask
 
 
@@ -52,6 +54,34 @@ def test_a_site_that_is_back_after_the_last_round_passes_it_on_and_ends_the_run_
             again = gradbus.Controller(centre, NoopTask(DIM), top)
             await again.run()
             await running  # not until its controller_timeout_s
+            return (await client.state_dict())["vector"], again.weights
+
+    held, committed = asyncio.run(main())
+    assert torch.equal(held, committed)
+
+
+def test_a_site_that_learns_of_the_end_before_it_is_welcomed_waits_for_the_welcome_and_the_last_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer = vars(Dispatcher)["_hello"]
+
+    async def answer_at_the_end(dispatcher: Dispatcher, *hello: Any) -> None:
+        if dispatcher.is_ending:
+            await answer(dispatcher, *hello)
+
+    async def main() -> tuple[torch.Tensor, torch.Tensor]:
+        async with tree() as here, asyncio.TaskGroup() as group:
+            centre, above, local, theirs = [await here.bus(name) for name in ("centre", "centre", "site", "site")]
+            client = gradbus.Client(theirs, UnequalTask(), client_id=0)
+            running = group.create_task(client.run())
+            group.create_task(site_of(above, local, 0, rules(1)).run())
+            top = rules(1, sites=True, rounds=2, **state(tmp_path, "centre"))
+            with pytest.raises(ConnectionAbortedError):
+                await DiesAfterCommit(centre, NoopTask(DIM), top).dies_after(2).run()
+            monkeypatch.setattr(Dispatcher, "_hello", answer_at_the_end)
+            again = gradbus.Controller(centre, NoopTask(DIM), top)
+            await again.run()
+            await running
             return (await client.state_dict())["vector"], again.weights
 
     held, committed = asyncio.run(main())

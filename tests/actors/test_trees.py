@@ -23,6 +23,7 @@ import gradbus
 from gradbus.actors import Site
 from gradbus.actors.federated import site as site_module
 from gradbus.actors.federated.report import Progress
+from gradbus.actors.federated.session import Start
 from gradbus.actors.federated.site import Followed, site_config
 from gradbus.actors.federated.site_controller import RoundsAlone, SiteController, SiteSum, UpstreamChanged
 from gradbus.actors.federated.state import SavedRun
@@ -311,9 +312,9 @@ class Members:
         self._ends = iter(ends)
         monkeypatch.setattr(site_module, "SiteMember", self._make)
 
-    def _make(self, *_: Any, followed: Followed | None) -> Any:
+    def _make(self, *_: Any, followed: Followed | None, newest: Start) -> Any:
         self.given.append(followed)
-        return SimpleNamespace(controller=None, is_cut_off=True, followed=OF_ROUND_5, run=self._run)
+        return SimpleNamespace(controller=None, is_cut_off=True, followed=OF_ROUND_5, newest=newest, run=self._run)
 
     async def _run(self) -> None:
         for end in self._ends:
@@ -678,3 +679,65 @@ def test_training_that_fails_at_a_site_ends_the_run_at_every_level_with_the_reas
     found = asyncio.run(main())
     assert [type(error) for error in found] == [TrainingFailed] * 3
     assert all("the sensor is unplugged" in str(error) for error in found)
+
+
+def test_a_site_that_was_cut_off_follows_no_earlier_start_of_the_level_above(tmp_path: Path) -> None:
+    logs: list[Any]
+
+    def count(event: str) -> int:
+        return sum(line["event"] == event for line in logs)
+
+    async def main() -> tuple[list[gradbus.RoundReport], int]:
+        async with tree() as here, asyncio.TaskGroup() as group:
+            centre, above, level, local, theirs = [
+                await here.bus(name) for name in ("centre", "centre", "centre", "site", "site")
+            ]
+            gate = Gate(0, 2)
+            group.create_task(gradbus.Client(theirs, UnequalTask(hold=gate), client_id=0).run())
+            site = site_of(above, local, 0, rules(1, **state(tmp_path, "site")), alone_after_s=1.0)
+            group.create_task(site.run())
+            top = rules(1, sites=True, rounds=2, **state(tmp_path, "centre"))
+            first = gradbus.Controller(centre, NoopTask(DIM), top)
+            running = group.create_task(first.run())
+            await gate.reached.wait()
+            await ended(running)
+            gate.open()
+            await eventually(lambda: site.progress.phase == "alone")
+            await reads(level, Control)
+            await level.publish(Identity(CONTROLLER, 1), Status(first.run_id, 1, "training", 0, 1))
+            await eventually(lambda: count("earlier start of the level above ignored") == 1)
+            back = count("level above is back")
+            return await gradbus.Controller(centre, NoopTask(DIM), top).run(), back
+
+    with capture_logs() as logs:
+        reports, back = asyncio.run(main())
+    assert back == 0
+    assert [report.clients for report in reports] == [(0,), (0,)]
+    assert count("level above is back") == 1
+
+
+class FailsOnce(UnequalTask):
+    """Fails its first training of the first round."""
+
+    trained = 0
+
+    def train(self, model: Any, **arguments: Any) -> TrainResult:
+        self.trained += 1
+        if self.trained == 1:
+            raise RuntimeError("the data are not there yet")
+        return super().train(model, **arguments)
+
+
+def test_a_client_that_failed_in_all_attempts_of_its_site_trains_when_the_level_above_asks_the_site_again() -> None:
+    async def main() -> list[gradbus.RoundReport]:
+        async with tree() as here, asyncio.TaskGroup() as group:
+            centre, above, local, theirs = [await here.bus(name) for name in ("centre", "centre", "site", "site")]
+            group.create_task(gradbus.Client(theirs, FailsOnce(), client_id=0).run())
+            group.create_task(site_of(above, local, 0, rules(1, round={"max_attempts": 1})).run())
+            # A failure is in the next heartbeat, too, and may end another attempt.
+            config = rules(1, sites=True, rounds=2, round={"timeout_s": 5.0, "max_attempts": 8})
+            return await gradbus.Controller(centre, NoopTask(DIM), config).run()
+
+    found = asyncio.run(main())
+    assert [report.clients for report in found] == [(0,), (0,)]
+    assert found[0].attempt > 1

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from gradbus.actors.federated import session as orders_module
-from gradbus.actors.federated.session import ControllerSession
+from gradbus.actors.federated.session import ControllerSession, Start
 from gradbus.runtime.errors import BarrierTimeout
 from gradbus.runtime.wire.control import Grant, RepeatedCommand, RunEnded, Status, Welcome
 from gradbus.runtime.wire.messages import TrainCmd
@@ -142,6 +142,18 @@ def test_who_has_heard_of_a_later_start_and_has_no_welcome_of_it_takes_nothing_m
     assert not orders.accepts_session(SESSION, status())
     assert not orders.accepts_session(SESSION, WELCOME)
     assert orders.accepts_session(SESSION + 1, GRANT)
+
+
+def test_a_session_that_goes_on_from_another_one_takes_nothing_of_an_earlier_start_of_that_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(orders_module, "OLD_SESSION_S", 0.0)
+    orders = ControllerSession(10.0, Start(RUN, SESSION))
+    assert not orders.accepts_session(SESSION - 1, status())
+    assert not orders.accepts_session(SESSION - 1, dataclasses.replace(WELCOME, run_id=RUN))
+    assert orders.run_id == 0  # it follows nothing yet
+    assert orders.accepts_session(SESSION, status())
+    assert orders.accepts_session(SESSION - 2, status(OTHER_RUN))
 
 
 def test_an_earlier_controller_of_another_run_is_followed_once_the_known_one_is_silent(
