@@ -23,7 +23,6 @@ import gradbus
 from gradbus.actors import Site
 from gradbus.actors.federated import site as site_module
 from gradbus.actors.federated.report import Progress
-from gradbus.actors.federated.session import Start
 from gradbus.actors.federated.site import Followed, site_config
 from gradbus.actors.federated.site_controller import RoundsAlone, SiteController, SiteSum, UpstreamChanged
 from gradbus.actors.federated.state import SavedRun
