@@ -34,7 +34,7 @@ def check_controller_task(call: str, task: FederatedTask, config: FederatedConfi
     """Check that a task has what a Controller calls. Raises WrongArgument.
 
     Args:
-        call: as of :func:`.check_task`.
+        call: as of :func:`gradbus.runtime.misuse.check_task`.
         evaluates: it has whole models, and evaluates them where ``eval_every`` is set.
     """
     methods = ("build_model", "evaluate") if evaluates and config.eval_every else ("build_model",)
