@@ -729,18 +729,23 @@ class Client:
                 await self._fetch_for(welcome, command)
 
     async def _completes_shown(self, welcome: Welcome) -> bool:
-        """Get what a model of this run needs beside what arrives in each round, if the program follows models. Returns
-        whether something was missing."""
-        if not self._observer.follows_models or self._shown.is_complete(welcome):
+        """Get what a model of this run needs beside what arrives in each round: its layout and, if the program follows
+        models, its frozen parameters. Returns whether something was missing."""
+        if self._shown.is_complete(welcome):
             return False
-        if not self._shown.is_laid_out(welcome):
-            await self._compute.run(self._training.arrange, welcome)
-        elif self._prepared and await self._models.lacks_frozen(welcome):
+        if not self._shown.is_laid_out(welcome):  # for state_dict(), too
+            await self._compute.run(self._lay_out, welcome)
+        elif self._observer.follows_models and self._prepared and await self._models.lacks_frozen(welcome):
             await self._models.fetch_frozen(welcome)
         else:
             return False
         self._observer.look_again()
         return True
+
+    def _lay_out(self, welcome: Welcome) -> None:
+        """Lay the model out for what this run exchanges. A module that training has changed is built again."""
+        self._model.repair()
+        self._model.arrange(Sharing.of_welcome(welcome))
 
     async def _get_ready(self, welcome: Welcome, group: TaskGroup) -> None:
         """Do what has to be done once, and say so. What it fails with is reported."""

@@ -144,6 +144,12 @@ class SiteMember(Client):
         if isinstance(body, Status) and self.controller is not None:
             self.controller.progress.rounds = body.rounds
         super()._on_controller(session, body, group)
+        self._tell_end()
+
+    def _tell_end(self) -> None:
+        """Have the Controller of this site wait for no clients where the run has ended."""
+        if self._session.ended is not None and self.controller is not None and not self.controller.started.is_set():
+            self.controller.stop_waiting()
 
     def _accept_welcome(self, session: int, welcome: Welcome) -> None:
         super()._accept_welcome(session, welcome)
@@ -171,7 +177,7 @@ class SiteMember(Client):
                     raise UpstreamChanged("the level above has started again before its frozen parameters were here")
             self._frozen_values = self._model.read_frozen()
         self.controller = await self._make_controller(welcome, self._frozen_values)
-        self.controller.is_over = self._session.ended is not None
+        self._tell_end()
         self._serving = group.create_task(self.controller.serve(self._on_report), name="site-controller")
         await self.controller.started.wait()
         self._session.begin()

@@ -185,6 +185,7 @@ class SiteController(RelayingController):
         self.started = asyncio.Event()
         self.counted_round = 0
         self.is_over = False
+        self._waiting: asyncio.Timeout | None = None  # for clients
         self.contribution: RoundsAlone | None = None
         self._contributed: RoundsAlone | None = None  # it is in the present sum
         self._due_s = 0.0
@@ -210,9 +211,22 @@ class SiteController(RelayingController):
     async def _all_rounds(self, on_report: Callable[[RoundReport], object]) -> None:
         self._on_report = on_report
         if not self.is_over:
-            await self._wait_for_clients()
+            try:
+                async with asyncio.timeout(None) as self._waiting:
+                    await self._wait_for_clients()
+            except TimeoutError:
+                if not self.is_over:
+                    raise
+            finally:
+                self._waiting = None
         self.started.set()
         await self._ended
+
+    def stop_waiting(self) -> None:
+        """Wait for no clients, or no longer: the run has ended."""
+        if self._waiting is not None and not self.is_over:
+            self._waiting.reschedule(asyncio.get_running_loop().time())
+        self.is_over = True
 
     def _lingers(self, began_after: int) -> bool:
         return self.is_over or super()._lingers(began_after)

@@ -356,6 +356,35 @@ def test_models_are_given_with_the_frozen_parameters_of_the_controller(is_paused
     assert ("report", 3) not in follower.calls or not is_paused
 
 
+def test_a_client_that_sits_out_has_the_state_of_a_new_run_that_shares_another_part() -> None:
+    clients: dict[str, Any] = {"num": 2, "min": 1, "dead_after_s": PATIENT_S, "heartbeat_s": 0.1}
+    everything, a_part = (
+        gradbus.FederatedConfig(rounds=3, eval_every=0, clients=clients, **share)
+        for share in ({}, {"share": {"exclude": ["head.*"]}})
+    )
+    task = NetTask(2)
+
+    async def main() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        job, domain = f"followed-{os.getpid()}-{next(_jobs)}", new_domain()
+        async with gradbus.connect(job, domain=domain) as bus, gradbus.connect(job, domain=domain) as other:
+            training, client = Client(other, task, client_id=0), Client(other, NetTask(), client_id=1)
+            client.pause()
+            taking_part = [asyncio.create_task(one.run()) for one in (training, client)]
+            before = gradbus.Controller(bus, NetTask(), everything)
+            first = asyncio.create_task(before.run())
+            await eventually(lambda: 2 in task.begun and 1 in before.progress.clients)
+            first.cancel()
+            await asyncio.wait([first])
+            task.held = set()
+            second = gradbus.Controller(bus, NetTask(), a_part)
+            await asyncio.gather(second.run(), *taking_part)
+            return await client.state_dict(), await second.state_dict()
+
+    held, committed = run(main())
+    assert same(held, committed, lambda name: not name.startswith("head."))
+    assert torch.equal(held["head.weight"], Net().head.weight)
+
+
 class Losing(Client):
     """Loses the model after the last round on its way."""
 

@@ -716,6 +716,30 @@ def test_a_site_that_was_cut_off_follows_no_earlier_start_of_the_level_above(tmp
     assert count("level above is back") == 1
 
 
+def test_a_site_whose_run_ends_while_it_waits_for_its_clients_ends_with_it() -> None:
+    async def main() -> list[gradbus.RoundReport]:
+        async with tree() as here, asyncio.TaskGroup() as group:
+            centre, above, late_above = [await here.bus("centre") for _ in range(3)]
+            local, theirs, late_local = [await here.bus(name) for name in ("site-0", "site-0", "site-1")]
+            gate, waits = Gate(0, 1), asyncio.Event()
+            group.create_task(gradbus.Client(theirs, UnequalTask(hold=gate), client_id=0).run())
+            group.create_task(site_of(above, local, 0, rules(1)).run())
+            top = rules(2, sites=True, rounds=2, clients={"min": 1, "start_grace_s": 0.2})
+            running = group.create_task(gradbus.Controller(centre, NoopTask(DIM), top).run())
+            await gate.reached.wait()
+            config = rules(1, clients={"start_timeout_s": 15.0})  # no client of this site ever comes
+            member = UpstreamConfig(site=1, alone=False)
+            late = Site(late_above, late_local, NoopTask(DIM), config, member, on_open=waits.set)
+            ending = group.create_task(late.run())
+            await waits.wait()
+            gate.open()
+            reports = await running
+            await ending
+            return reports
+
+    assert [report.clients for report in asyncio.run(main())] == [(0,), (0,)]
+
+
 class FailsOnce(UnequalTask):
     """Fails its first training of the first round."""
 
