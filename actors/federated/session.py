@@ -62,7 +62,7 @@ async def listen(inbox: Subscription, handle: Callable[[Message], None]) -> None
             log.warning("message not handled", kind=type(message).__name__, reason=str(error))
 
 
-class Start(NamedTuple):
+class ControllerStart(NamedTuple):
     """Names one start of the controller of a run; by default none."""
 
     run_id: int = 0
@@ -73,7 +73,7 @@ class Start(NamedTuple):
         return session < self.incarnation and getattr(body, "run_id", None) == self.run_id
 
 
-NO_START = Start()
+NO_START = ControllerStart()
 
 
 class ControllerSession:
@@ -95,7 +95,7 @@ class ControllerSession:
         newest: the newest start that was heard of the run that is followed.
     """
 
-    def __init__(self, controller_timeout_s: float, newest: Start = NO_START) -> None:
+    def __init__(self, controller_timeout_s: float, newest: ControllerStart = NO_START) -> None:
         """``newest``: of the session before this one."""
         self.controller_timeout_s = controller_timeout_s
         self.newest = newest
@@ -169,7 +169,7 @@ class ControllerSession:
             if session != self._other_run or now_s - self._session_seen_s < OLD_SESSION_S:
                 return False
         elif run_id == self.newest.run_id:
-            self.newest = Start(run_id, session)
+            self.newest = ControllerStart(run_id, session)
         self._seen_s = now_s
         if session == self.incarnation:
             self._session_seen_s = now_s
@@ -193,7 +193,7 @@ class ControllerSession:
             self.evaluation = self.model_request = None
             self.evaluated_round = -1
         self.incarnation, self._session_seen_s, self.run_id = session, time.monotonic(), welcome.run_id
-        self.newest, self.names_commands = Start(welcome.run_id, session), welcome.named_commands
+        self.newest, self.names_commands = ControllerStart(welcome.run_id, session), welcome.named_commands
 
     def take(self, command: TrainCmd) -> bool:
         """Take a command. Whether it is another one than before, so that training for that one stops. One of an earlier

@@ -25,7 +25,7 @@ from gradbus.actors.federated.client import Client
 from gradbus.actors.federated.combinations import check_choices
 from gradbus.actors.federated.controller import Controller
 from gradbus.actors.federated.report import Progress, RoundReport
-from gradbus.actors.federated.session import NO_START, ControllerSession, Start
+from gradbus.actors.federated.session import NO_START, ControllerSession, ControllerStart
 from gradbus.actors.federated.sharing import REST, Sharing, layout_of, specs_of
 from gradbus.actors.federated.site_controller import (
     CONTRIBUTED_FILE,
@@ -106,7 +106,7 @@ class SiteMember(Client):
 
     def __init__(
         self, bus: Bus, task: FederatedTask, upstream: UpstreamConfig, make_controller: MakeController,
-        on_report: Callable[[RoundReport], object], *, followed: Followed | None, newest: Start,
+        on_report: Callable[[RoundReport], object], *, followed: Followed | None, newest: ControllerStart,
     ) -> None:  # fmt: skip
         """A member that has not started.
 
@@ -132,7 +132,7 @@ class SiteMember(Client):
         return self._session.lost
 
     @property
-    def newest(self) -> Start:
+    def newest(self) -> ControllerStart:
         """The newest start of the level above that this site has heard: no earlier one of that run is followed."""
         return self._session.newest
 
@@ -497,7 +497,7 @@ def _give_up(contribution: RoundsAlone, reason: str) -> None:
     log.warning("rounds alone not contributed", kept=str(contribution.kept), reason=reason)
 
 
-async def _until_heard(bus: Bus, newest: Start) -> None:
+async def _until_heard(bus: Bus, newest: ControllerStart) -> None:
     """Wait for a Controller on this bus, but for none that ``newest`` has replaced."""
     is_named = False
     with bus.subscribe(Control) as inbox:

@@ -23,7 +23,7 @@ import gradbus
 from gradbus.actors import Site
 from gradbus.actors.federated import site as site_module
 from gradbus.actors.federated.report import Progress
-from gradbus.actors.federated.session import Start
+from gradbus.actors.federated.session import ControllerStart
 from gradbus.actors.federated.site import Followed, site_config
 from gradbus.actors.federated.site_controller import RoundsAlone, SiteController, SiteSum, UpstreamChanged
 from gradbus.actors.federated.state import SavedRun
@@ -312,7 +312,7 @@ class Members:
         self._ends = iter(ends)
         monkeypatch.setattr(site_module, "SiteMember", self._make)
 
-    def _make(self, *_: Any, followed: Followed | None, newest: Start) -> Any:
+    def _make(self, *_: Any, followed: Followed | None, newest: ControllerStart) -> Any:
         self.given.append(followed)
         return SimpleNamespace(controller=None, is_cut_off=True, followed=OF_ROUND_5, newest=newest, run=self._run)
 

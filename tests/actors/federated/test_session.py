@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from gradbus.actors.federated import session as orders_module
-from gradbus.actors.federated.session import ControllerSession, Start
+from gradbus.actors.federated.session import ControllerSession, ControllerStart
 from gradbus.runtime.errors import BarrierTimeout
 from gradbus.runtime.wire.control import Grant, RepeatedCommand, RunEnded, Status, Welcome
 from gradbus.runtime.wire.messages import TrainCmd
@@ -148,7 +148,7 @@ def test_a_session_that_goes_on_from_another_one_takes_nothing_of_an_earlier_sta
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(orders_module, "OLD_SESSION_S", 0.0)
-    orders = ControllerSession(10.0, Start(RUN, SESSION))
+    orders = ControllerSession(10.0, ControllerStart(RUN, SESSION))
     assert not orders.accepts_session(SESSION - 1, status())
     assert not orders.accepts_session(SESSION - 1, dataclasses.replace(WELCOME, run_id=RUN))
     assert orders.run_id == 0  # it follows nothing yet
