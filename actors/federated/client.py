@@ -731,9 +731,10 @@ class Client:
     async def _completes_shown(self, welcome: Welcome) -> bool:
         """Get what a model of this run needs beside what arrives in each round: its layout and, if the program follows
         models, its frozen parameters. Returns whether something was missing."""
-        if self._shown.is_complete(welcome):
+        # A client that follows nothing is laid out as it prepares itself. Later that is for state_dict().
+        if self._shown.is_complete(welcome) or not (self._observer.follows_models or self._prepared):
             return False
-        if not self._shown.is_laid_out(welcome):  # for state_dict(), too
+        if not self._shown.is_laid_out(welcome):
             await self._compute.run(self._lay_out, welcome)
         elif self._observer.follows_models and self._prepared and await self._models.lacks_frozen(welcome):
             await self._models.fetch_frozen(welcome)
