@@ -11,6 +11,7 @@ from gradbus.actors.federated.client import Client
 from gradbus.actors.federated.flat_model import FlatModel
 from gradbus.actors.federated.handover import RoundHandover, ScriptResult, TrainingRound
 from gradbus.actors.federated.pacing import ScriptBudget
+from gradbus.actors.federated.sharing import Sharing
 from gradbus.actors.federated.updates_out import EncodedUpdate
 from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.config.federated import ClientConfig
@@ -93,6 +94,7 @@ class HandoverClient(Client):
         script. Returns its round; -1: none has arrived."""
         if (newest := self._observer.newest) is None:
             return -1
+        self._model.arrange(Sharing.of_welcome(newest.welcome))  # no round may have done so: the run was over before
         self._model.hold(newest.vector, self._model.buffers.unpack(newest.buffers))
         return newest.round_id
 

@@ -27,12 +27,15 @@ from gradbus.runtime.errors import CallbackFailed, CallbackTimeout, ConfigError,
 _jobs = itertools.count()
 
 
+_one_at_a_time = threading.Lock()
+
+
 class Net(nn.Module):
     """Has a shared layer, a head, a frozen layer and a buffer that is merged."""
 
     def __init__(self) -> None:
         super().__init__()
-        with torch.random.fork_rng():
+        with _one_at_a_time, torch.random.fork_rng():  # the generator is one for all threads
             torch.manual_seed(7)
             self.body, self.head, self.fixed = nn.Linear(3, 3), nn.Linear(3, 2), nn.Linear(2, 2)
         self.fixed.requires_grad_(False)

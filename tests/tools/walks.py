@@ -25,7 +25,6 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
-import structlog
 import torch
 
 import gradbus
@@ -157,7 +156,7 @@ def _preceded(method: Callable[..., Any], call: Callable[[], None]) -> Callable[
 @contextlib.contextmanager
 def _beside(function: Callable[..., None], *arguments: Any) -> Iterator[None]:
     """Run a function in a process of its own until it returns, beside the block."""
-    other = multiprocessing.get_context("spawn").Process(target=function, args=arguments, daemon=True)
+    other = multiprocessing.get_context("spawn").Process(target=_quietly, args=(function, *arguments), daemon=True)
     other.start()
     try:
         yield
@@ -167,14 +166,14 @@ def _beside(function: Callable[..., None], *arguments: Any) -> Iterator[None]:
             other.kill()
 
 
+def _quietly(function: Callable[..., None], *arguments: Any) -> None:
+    logs.configure(level="error")
+    function(*arguments)
+
+
 def _run(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
     torch.set_num_threads(1)
-    before = structlog.get_config()
-    logs.configure(level="error")
-    try:
-        asyncio.run(work())
-    finally:
-        structlog.configure(**before)  # of the program around it
+    asyncio.run(work())
 
 
 # A bucket
@@ -317,6 +316,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("walk", choices=WALKS, help="the way whose files are printed")
     parser.add_argument("--domain", type=int, default=72, help="DDS domain of the run")
     options = parser.parse_args(arguments)
+    logs.configure(level="error")
     walks = WALKS[options.walk](options.domain)
     counts = sorted(len(walk.files) for walk in walks)
     print(walks[len(walks) // 2].text(options.walk))
