@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from pydantic import TypeAdapter
+from structlog.testing import capture_logs
 
 from gradbus.actors.federated.early_stop import EarlyStop
 from gradbus.actors.federated.evaluation import (
@@ -187,14 +188,13 @@ def test_a_round_that_is_evaluated_twice_after_a_resume_counts_once() -> None:
     assert not stop.reason
 
 
-def test_a_metric_that_clients_do_not_find_is_named_with_those_that_they_do(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_metric_that_clients_do_not_find_is_named_with_those_that_they_do() -> None:
     stop = EarlyStop(EarlyStopSettings(patience=1, metric="client.rmse"), Callbacks("federated", [], []))
-    for number in range(1, 4):
-        stop.note(evaluated(number, 1.0))
+    with capture_logs() as entries:
+        for number in range(1, 4):
+            stop.note(evaluated(number, 1.0))
     assert not stop.reason
-    said = capsys.readouterr().out
+    said = str(entries)
     assert "client.rmse" in said
     assert "client.loss.median" in said
 
