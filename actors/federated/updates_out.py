@@ -85,7 +85,7 @@ class UpdateSender:
         self._update: EncodedUpdate | None = None
         self._receipt: Receipt | None = None
         self._sending: asyncio.Task[None] | None = None
-        self._has_sent = False
+        self._is_counted = False  # bytes of the update are in bytes_up
         self._answered = asyncio.Event()
         self.phase = "idle"
         self.bytes_up = 0
@@ -131,7 +131,7 @@ class UpdateSender:
                 update.sealed.hide()
 
     def _begin(self, update: EncodedUpdate) -> None:
-        self._update, self._receipt, self._has_sent, self.phase = update, None, False, "offering"
+        self._update, self._receipt, self._is_counted, self.phase = update, None, False, "offering"
 
     def on_answer(self, body: Grant | RetransmitRequest | Receipt, group: asyncio.TaskGroup) -> bool:
         """The controller has answered; tasks that send belong to ``group``. Returns whether it is about the update."""
@@ -140,8 +140,10 @@ class UpdateSender:
             return False
         match body:
             case Receipt():
-                if body.accepted and self._receipt is None and not self._has_sent:
-                    self.bytes_up += update.request.total_bytes  # now: the end of the run may come before its task runs
+                if body.accepted and self._receipt is None and not self._is_counted:
+                    # It was read in memory, or all of it has arrived before the call that sends it has returned. Now, as
+                    # the end of the run may come before the task of this update runs.
+                    self._count(update.request.total_bytes)
                 self._receipt = body
                 self._answered.set()
             case Grant():
@@ -159,10 +161,13 @@ class UpdateSender:
         """Check at once whether the update is still wanted."""
         self._answered.set()
 
+    def _count(self, num_bytes: int) -> None:
+        self.bytes_up += num_bytes
+        self._is_counted = True
+
     def _start(self, update: EncodedUpdate, only: Sequence[int] | None, group: asyncio.TaskGroup) -> None:
         """Send, unless frames are being sent: those that are missing then will be requested again."""
         if self._sending is None or self._sending.done():
-            self._has_sent = True
             self._probe.reached("after_grant_before_upload", update.key.round_id)
             name = f"client-{self._identity.sender}-send"
             self._sending = group.create_task(self._send(update, only), name=name)
@@ -171,6 +176,7 @@ class UpdateSender:
         self.phase = "uploading"
         try:
             size = await self._bus.send_update(update.key, update.request.num_samples, update.payload, only=only)
-            self.bytes_up += size
+            if self._receipt is None:  # else the receipt has counted it
+                self._count(size)
         except BusError as error:
             log.warning("update not sent", round=update.key.round_id, reason=str(error))

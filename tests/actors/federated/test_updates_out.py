@@ -123,3 +123,29 @@ def test_what_is_no_longer_wanted_ends_without_another_request() -> None:
             assert asyncio.get_running_loop().time() < math.nextafter(5.0, 6.0) + 0.1
 
     assert run(test).requested_s == pytest.approx([0.0, 0.5, 1.5, 3.5])
+
+
+@pytest.mark.parametrize("is_late", [True, False], ids=["the send ends too late", "the send ends as the receipt comes"])
+def test_an_update_whose_receipt_overtakes_the_end_of_its_sending_counts_with_its_bytes_once(is_late: bool) -> None:
+    """The controller has all frames, and answers, before the call that sends them returns."""
+
+    async def test(bus: Bus, sender: UpdateSender) -> None:
+        returns = asyncio.Event()
+
+        async def send_update(*_: Any, **__: Any) -> int:
+            await returns.wait()
+            return 4
+
+        bus.send_update = send_update  # type: ignore[method-assign,assignment]
+        async with asyncio.TaskGroup() as group:
+            delivering = group.create_task(sender.deliver(UPDATE, check=lambda: True))
+            await asyncio.sleep(0.1)
+            assert sender.on_answer(Grant(0, 100, 1, 1), group)
+            await asyncio.sleep(0.1)
+            if not is_late:
+                returns.set()
+            assert sender.on_answer(receipt(), group)
+            assert await delivering == receipt()
+        assert sender.bytes_up == 4
+
+    run(test)
