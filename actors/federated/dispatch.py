@@ -308,9 +308,8 @@ class Dispatcher:
             )  # fmt: skip
         if out_until == FOR_GOOD:
             return HelloAnswer.REFUSE, quarantine.exclusion_reason(client.sender, next_round) or ""
-        if (
-            next_round > self._context.config.rounds
-        ):  # none to keep it from; and it is to request the last model that is
+        if next_round > self._context.config.rounds:
+            # There is no round to keep it from, and the last model, which it requests, is that before its next round.
             out_until = 0
         return self._registry.hello(
             client, hello, number, now_s=now_s, next_round=next_round, out_until=out_until, is_stalled=is_stalled

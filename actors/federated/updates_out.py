@@ -141,8 +141,8 @@ class UpdateSender:
         match body:
             case Receipt():
                 if body.accepted and self._receipt is None and not self._is_counted:
-                    # It was read in memory, or all of it has arrived before the call that sends it has returned. Now, as
-                    # the end of the run may come before the task of this update runs.
+                    # It was read in memory, or has arrived before the call that sends it has returned. Counted now: the
+                    # end of the run may come before the task of this update runs.
                     self._count(update.request.total_bytes)
                 self._receipt = body
                 self._answered.set()
