@@ -60,14 +60,18 @@ def new_job() -> tuple[str, int]:
 
 
 def run(
-    scripts: Sequence[Script], *, tasks: int = 0, job: tuple[str, int] | None = None, **rules: Any
+    scripts: Sequence[Script], *, tasks: int = 0, scripts_first: bool = False, job: tuple[str, int] | None = None,
+    **rules: Any,
 ) -> tuple[list[gradbus.RoundReport], list[Any]]:  # fmt: skip
-    """A run with clients of scripts, and others with a Task behind them: reports, and what each script returned."""
+    """A run with clients of scripts, and others with a Task behind them, which come, if ``scripts_first``, when the
+    scripts have ended: reports, and what each script returned."""
     name, domain = job or new_job()
     clients = {"num": len(scripts) + tasks, "dead_after_s": PATIENT_S, **rules.pop("clients", {})}
     config = gradbus.FederatedConfig(**{"rounds": 3, "eval_every": 0, "clients": clients, **rules})
 
-    async def one(client_id: int) -> None:
+    async def one(client_id: int, after: Sequence[asyncio.Task[Any]]) -> None:
+        if after:
+            await asyncio.wait(after)
         async with gradbus.connect(name, domain=domain) as bus:
             await gradbus.Client(bus, script_scene.SceneTask(), client_id=client_id).run()
 
@@ -80,7 +84,7 @@ def run(
                     for client_id, script in enumerate(scripts)
                 ]
                 for client_id in range(len(scripts), len(scripts) + tasks):
-                    group.create_task(one(client_id))
+                    group.create_task(one(client_id, running if scripts_first else []))
                 reports = [report async for report in controller.rounds()]
             return reports, [task.result() for task in running]
 
@@ -282,7 +286,7 @@ def test_a_model_that_the_controller_does_not_have_is_refused() -> None:
         ):
             fed.receive(nn.Linear(3, 3))
 
-    run([script], tasks=1, clients={"num": 1})
+    run([script], tasks=1, scripts_first=True, clients={"num": 1})  # else the run may be over before the script comes
 
 
 def test_receive_raises_where_the_run_has_failed() -> None:
