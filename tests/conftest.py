@@ -13,6 +13,7 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+import dds_domains
 import memory_maps
 import pure
 import pytest
@@ -207,6 +208,16 @@ def same_number_of_threads() -> Iterator[None]:
     yield
     if before is not None:
         sys.modules["torch"].set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def no_open_domain_is_left() -> Iterator[None]:
+    """Each test closes the DDS domains that it has opened. A later test that gets one of them would be refused it, or
+    meet participants that it knows nothing of."""
+    before = dds_domains.open_ones()
+    yield
+    if left := dds_domains.left_open(before):
+        pytest.fail(f"DDS domains are still open {dds_domains.CLOSING_S:g} s after the end: {sorted(left)}")
 
 
 @pytest.fixture

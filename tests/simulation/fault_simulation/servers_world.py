@@ -14,7 +14,7 @@ import torch
 
 from fault_simulation.findings import HEALTHY, SAME_MODEL
 from fault_simulation.flavours import FLAVOURS
-from fault_simulation.kernel import VirtualProcess
+from fault_simulation.kernel import VirtualProcess, now_s
 from fault_simulation.tasks import DIM, STEPS_IN_EPOCH, GradientTask
 from fault_simulation.world import COMPUTE_S, World
 from gradbus.actors.parameter_server.agreement import NETWORK
@@ -51,13 +51,14 @@ class ServersWorld(World):
     """A run of some workers and two servers.
 
     Attributes:
-        models: parameters of each worker at its end, by role.
+        models: parameters of each worker at its end, by role. server_failed_s: when each server has failed last.
     """
 
     round_limit_s = 130.0
 
     def __init__(self, *args: Any, **given: Any) -> None:
         self.models: dict[str, torch.Tensor] = {}
+        self.server_failed_s: dict[str, float] = {}  # when it did last
         super().__init__(*args, **given)
 
     def _draw_roles(self, clients: int) -> list[str]:
@@ -95,10 +96,16 @@ class ServersWorld(World):
     # What is reported to it
 
     def on_decision(self, process: VirtualProcess, name: str, facts: dict[str, Any]) -> None:
-        """Take a decision. A worker that takes part as it should is not dropped because it seems to be silent."""
+        """Take a decision. A worker that takes part as it should is not dropped because it seems to be silent.
+
+        It may be where another server has failed meanwhile. The worker waits for that one until it is known to be lost,
+        which may be later; and then all begin again, this server, too.
+        """
         super().on_decision(process, name, facts)
         if name == "drop" and facts["why"] == "CollectiveTimeout":
             worker = f"worker-{facts['worker']}"
+            if any(failed_s > process.started_s for failed_s in self.server_failed_s.values()):
+                return
             own = [fault for fault in self.happened if fault.role in (worker, process.role) or fault.other == worker]
             if not own and not any(fault.action == "cut" for fault in self.happened):
                 self.finding(HEALTHY, f"{process.name} drops {worker}, to which nothing has happened")
@@ -119,6 +126,7 @@ class ServersWorld(World):
     def _begin_anew(self, failed: str) -> None:
         """A process has failed: if it is a server, those that have come to the end have to begin with it again."""
         if failed in self.roles[:SERVERS]:
+            self.server_failed_s[failed] = now_s()
             for role in [one for one in self.ended if one != failed]:
                 del self.ended[role]
                 self.network.at(self.rng.uniform(*AGAIN_S), self.start, role)
