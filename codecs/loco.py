@@ -101,8 +101,10 @@ def parse_loco(view: memoryview, expected_dim: int) -> Parsed:
     places = torch.from_numpy(indices)
     whole = count // LARGEST * LARGEST
     parts = [(levels[: whole // LARGEST], codes[:whole].view(-1, LARGEST)), (levels[whole // LARGEST :], codes[whole:])]
-    values = torch.cat([values_of(of, part.view(of.shape[0], -1)).view(-1) for of, part in parts if part.numel()] or
-                       [torch.empty(0, dtype=torch.float32)])  # fmt: skip
+    values = torch.cat(
+        [values_of(of, part.view(of.shape[0], -1)).view(-1) for of, part in parts if part.numel()]
+        or [torch.empty(0, dtype=torch.float32)]
+    )
 
     def blocks(block_elems: int) -> Iterator[SparseBlock]:
         for start in range(0, count, block_elems):

@@ -136,10 +136,12 @@ class ConfiguredShardTask(_Configured):
             return {}
         data = task.data
         return {
-            "task.data": data.name, "training samples": len(data.train),
-            "test samples": 0 if data.test is None else len(data.test), "task.batch_size": task.batch_size,
+            "task.data": data.name,
+            "training samples": len(data.train),
+            "test samples": 0 if data.test is None else len(data.test),
+            "task.batch_size": task.batch_size,
             "digest of the data": self._digest,
-        }  # fmt: skip
+        }
 
     def prepare_shard(self, rank: int, world: int) -> None:
         with _settings_errors():
@@ -187,11 +189,18 @@ def _classification(settings: TaskSettings) -> models.ClassificationTask:
     model = _model(settings.model, settings.model_options)
     train_fn = None if settings.train_fn is None else _train_fn(settings.train_fn)
     return models.ClassificationTask(
-        model, _source(settings), with_ids(settings.partition), settings.num_clients, train_fn=train_fn,
-        batch_size=settings.batch_size, momentum=settings.momentum, weight_decay=settings.weight_decay,
-        seed=settings.seed, device=local_device(settings.device, os.environ.get("LOCAL_RANK", "")),
+        model,
+        _source(settings),
+        with_ids(settings.partition),
+        settings.num_clients,
+        train_fn=train_fn,
+        batch_size=settings.batch_size,
+        momentum=settings.momentum,
+        weight_decay=settings.weight_decay,
+        seed=settings.seed,
+        device=local_device(settings.device, os.environ.get("LOCAL_RANK", "")),
         validation_share=settings.validation_share,
-    )  # fmt: skip
+    )
 
 
 def _model(spec: str, options: dict[str, Any]) -> Callable[..., Any]:

@@ -261,8 +261,11 @@ class AggregatorFile(Settings):
 
 F = TypeVar("F", ControllerFile, ClientFile, WorkerFile, AggregatorFile)
 _SECTIONS = {
-    *ControllerFile.model_fields, *ClientFile.model_fields, *WorkerFile.model_fields, *AggregatorFile.model_fields
-}  # fmt: skip
+    *ControllerFile.model_fields,
+    *ClientFile.model_fields,
+    *WorkerFile.model_fields,
+    *AggregatorFile.model_fields,
+}
 
 
 def load(

@@ -20,9 +20,13 @@ class RankPlace(NamedTuple):
 
 
 def find_place(
-    *, rank: int | None = None, world: int | None = None, file_rank: int | None = None,
-    file_world: int | None = None, environment: Mapping[str, str] | None = None,
-) -> RankPlace:  # fmt: skip
+    *,
+    rank: int | None = None,
+    world: int | None = None,
+    file_rank: int | None = None,
+    file_world: int | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> RankPlace:
     """From, strong to weak: options, the configuration file, GRADBUS_RANK and GRADBUS_WORLD, RANK and WORLD_SIZE
     (torchrun's) or WORLD. Raises ConfigError: one of them is missing, is no number, or out of range.
     """

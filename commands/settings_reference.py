@@ -16,8 +16,11 @@ from gradbus.commands.files import AggregatorFile, ClientFile, ControllerFile, W
 from gradbus.runtime.config.settings import Settings
 
 FILES: dict[str, type[Settings]] = {
-    "controller": ControllerFile, "client": ClientFile, "worker": WorkerFile, "aggregator": AggregatorFile,
-}  # fmt: skip
+    "controller": ControllerFile,
+    "client": ClientFile,
+    "worker": WorkerFile,
+    "aggregator": AggregatorFile,
+}
 
 _PAGE = """\
 # Settings

@@ -67,8 +67,13 @@ class TaskOptions(TypedDict, total=False):
 
 
 TASK_DEFAULTS: TaskOptions = {
-    "batch_size": 64, "momentum": 0.9, "weight_decay": 0.0, "seed": 0, "device": "cpu", "validation_share": 0.0
-}  # fmt: skip
+    "batch_size": 64,
+    "momentum": 0.9,
+    "weight_decay": 0.0,
+    "seed": 0,
+    "device": "cpu",
+    "validation_share": 0.0,
+}
 
 
 def _takes_seed(make_model: Callable[..., object]) -> bool:
@@ -271,9 +276,7 @@ class ClassificationTask(ShardedTraining):
             raise TypeError(f"train takes no {', '.join(sorted(of_train_fn))}: a train_fn may")
         reseed_dropout(model, generator)
         if make_optimizer is None:
-            make_optimizer = partial(
-                torch.optim.SGD, lr=lr, momentum=self.momentum, weight_decay=self.weight_decay
-            )  # fmt: skip
+            make_optimizer = partial(torch.optim.SGD, lr=lr, momentum=self.momentum, weight_decay=self.weight_decay)
         optimizer = make_optimizer([parameter for parameter in model.parameters() if parameter.requires_grad])
         most = steps or epochs * math.ceil(len(share) / self.batch_size)
         train = self.data.train

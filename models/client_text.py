@@ -23,9 +23,16 @@ class ClientTextTask(TextTask):
     Python, so that their data differ."""
 
     def __init__(
-        self, *, num_clients: int = 2, samples: int = 512, batch_size: int = 16, seed: int = 0,
-        model: Mapping[str, int] | None = None, base: str | None = None, lora: Mapping[str, Any] | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        *,
+        num_clients: int = 2,
+        samples: int = 512,
+        batch_size: int = 16,
+        seed: int = 0,
+        model: Mapping[str, int] | None = None,
+        base: str | None = None,
+        lora: Mapping[str, Any] | None = None,
+    ) -> None:
         """
         Args:
             num_clients: parts of the text, where the run does not know how many clients it has.
@@ -68,9 +75,19 @@ class ClientTextTask(TextTask):
         return train[client_id * size : (client_id + 1) * size]
 
     def train(  # noqa: PLR0913 (the public signature of a task)
-        self, model: nn.Module, *, client_id: int, round_id: int, epochs: int, lr: float, seed: int, subset_size: int,
-        should_stop: Callable[[], bool], make_optimizer: MakeOptimizer | None = None, steps: int = 0,
-    ) -> TrainResult:  # fmt: skip
+        self,
+        model: nn.Module,
+        *,
+        client_id: int,
+        round_id: int,
+        epochs: int,
+        lr: float,
+        seed: int,
+        subset_size: int,
+        should_stop: Callable[[], bool],
+        make_optimizer: MakeOptimizer | None = None,
+        steps: int = 0,
+    ) -> TrainResult:
         """As :meth:`.Task.train`, with Adam unless ``make_optimizer`` is given."""
         text, generator = self.part(client_id), seeded_generator("client text", seed, client_id, round_id)
         samples = min(subset_size or self.samples, self.samples)

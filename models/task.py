@@ -35,9 +35,13 @@ class TrainResult:
 
     @classmethod
     def packets(
-        cls, packets: Iterable[bytes | tuple[bytes, int]], *, num_samples: int = 0, loss: float | None = None,
+        cls,
+        packets: Iterable[bytes | tuple[bytes, int]],
+        *,
+        num_samples: int = 0,
+        loss: float | None = None,
         metrics: Mapping[str, float] | None = None,
-    ) -> TrainResult:  # fmt: skip
+    ) -> TrainResult:
         """The outcome of a training whose update comes in packets, which are added element by element.
 
         Args:

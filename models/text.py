@@ -128,9 +128,15 @@ class TextTask:
     """Prediction of the next character, for data-parallel training: ranks draw places of the text at random."""
 
     def __init__(
-        self, *, batch_size: int = 8, steps: int = 1000, seed: int = 0, context: int = 64, windows: int = 1024,
+        self,
+        *,
+        batch_size: int = 8,
+        steps: int = 1000,
+        seed: int = 0,
+        context: int = 64,
+        windows: int = 1024,
         is_tuned: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """``steps``: of an epoch. ``seed``: of the initial weights. ``windows``: that are evaluated. ``is_tuned``:
         options are chosen by this evaluation, so it is of other windows, between those of the others."""
         self.batch_size, self.steps, self.seed = batch_size, steps, seed

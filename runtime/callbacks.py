@@ -45,8 +45,11 @@ METHODS: Mapping[str, tuple[str, ...]] = {
 
 _PREFIX = "on_"
 _ARGUMENTS: Mapping[str, tuple[str, ...]] = {
-    "on_round": ("round_id",), "on_update": ("update",), "on_model": ("round_id", "model"), "on_end": ("summary",)
-}  # fmt: skip
+    "on_round": ("round_id",),
+    "on_update": ("update",),
+    "on_model": ("round_id", "model"),
+    "on_end": ("summary",),
+}
 """With what a method is called; the others get a report."""
 
 

@@ -372,21 +372,34 @@ ALGORITHMS: Choices[Any] = AlgorithmChoices(
 )
 
 CLIENT_OPTIMIZERS: Choices[Any] = LibraryChoices(
-    "gradbus.runtime.optimization.optimizers", common="ClientOptimizerOptions", key="federated.training.optimizer",
-    what="optimizer", default="task", own=False,
-)  # fmt: skip
+    "gradbus.runtime.optimization.optimizers",
+    common="ClientOptimizerOptions",
+    key="federated.training.optimizer",
+    what="optimizer",
+    default="task",
+    own=False,
+)
 CLIENT_SCHEDULES: Choices[Any] = LibraryChoices(
-    "gradbus.runtime.optimization.schedules", common="RoundScheduleOptions", key="federated.training.schedule",
-    what="schedule", default="fixed",
-)  # fmt: skip
+    "gradbus.runtime.optimization.schedules",
+    common="RoundScheduleOptions",
+    key="federated.training.schedule",
+    what="schedule",
+    default="fixed",
+)
 OPTIMIZERS: Choices[Any] = LibraryChoices(
-    "gradbus.runtime.optimization.optimizers", common="OptimizerOptions", key="parallel.optimizer",
-    what="optimizer", default="sgd",
-)  # fmt: skip
+    "gradbus.runtime.optimization.optimizers",
+    common="OptimizerOptions",
+    key="parallel.optimizer",
+    what="optimizer",
+    default="sgd",
+)
 SCHEDULES: Choices[Any] = LibraryChoices(
-    "gradbus.runtime.optimization.schedules", common="ScheduleOptions", key="parallel.schedule",
-    what="schedule", default="fixed",
-)  # fmt: skip
+    "gradbus.runtime.optimization.schedules",
+    common="ScheduleOptions",
+    key="parallel.schedule",
+    what="schedule",
+    default="fixed",
+)
 
 
 def import_object(spec: str, *, key: str) -> Any:

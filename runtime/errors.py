@@ -135,9 +135,16 @@ class BarrierTimeout(GradbusError, TimeoutError):
     """
 
     def __init__(
-        self, what: str, *, missing: Sequence[int] | Mapping[int, str], ready: int, needed: int, timeout_s: float,
-        misconfiguration: str = "", hint: str = "",
-    ) -> None:  # fmt: skip
+        self,
+        what: str,
+        *,
+        missing: Sequence[int] | Mapping[int, str],
+        ready: int,
+        needed: int,
+        timeout_s: float,
+        misconfiguration: str = "",
+        hint: str = "",
+    ) -> None:
         """``missing``: ids, or ids and what the text shows for them. ``misconfiguration``: the likely reason, see
         ``Bus.misconfiguration``. ``hint``: what to do, see ``Reach.advice``."""
         shown = list(missing.values() if isinstance(missing, Mapping) else map(str, missing))

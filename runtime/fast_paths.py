@@ -111,11 +111,13 @@ def fast_paths() -> tuple[FastPath, ...]:
         FastPath("memfd", has_memfd(), "large data between processes of one machine", "goes over DDS"),
         FastPath("memory fence", shares_memory(), "shared memory of a group", "goes over DDS"),
         FastPath(
-            "futex", shares_memory() and futex_number() is not None, "small collectives on one machine",
+            "futex",
+            shares_memory() and futex_number() is not None,
+            "small collectives on one machine",
             "go over DDS",
         ),
         FastPath(
             "pidfd", has_pidfd(), "the end of a process of this machine", "is noticed after its lease (bus.lease_s)"
         ),
         FastPath("mallopt", mallopt() is not None, "freed memory", "goes back to the kernel: page faults"),
-    )  # fmt: skip
+    )

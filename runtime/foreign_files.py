@@ -145,9 +145,13 @@ def text_inside(folder: Path, name: str | PurePath, max_bytes: int) -> str:
 
 
 def lines_inside(
-    folder: Path, name: str | PurePath, note: Callable[[str], object] = lambda sentence: None, *,
-    max_bytes: int = MAX_LINES_BYTES, max_lines: int = MAX_LINES,
-) -> Iterator[str]:  # fmt: skip
+    folder: Path,
+    name: str | PurePath,
+    note: Callable[[str], object] = lambda sentence: None,
+    *,
+    max_bytes: int = MAX_LINES_BYTES,
+    max_lines: int = MAX_LINES,
+) -> Iterator[str]:
     """Yield the lines of a text file with their ends. Of a line that is longer than any of our own the beginning comes,
     marked as cut, so that it is no JSON.
 
@@ -199,9 +203,7 @@ def own_lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
             _skip_hole(file)
 
 
-def names_inside(
-    folder: Path, pattern: str, *, below: str | PurePath = "", most: int | None = None
-) -> list[str]:  # fmt: skip
+def names_inside(folder: Path, pattern: str, *, below: str | PurePath = "", most: int | None = None) -> list[str]:
     """Return the names in a folder that fit a pattern such as ``profile-rank-*.jsonl``, sorted.
 
     Args:
@@ -214,9 +216,10 @@ def names_inside(
     """
     found, limit = [], MAX_ENTRIES if most is None else most
     with (
-        _named(folder / below), _opened_folder(folder, PurePath(below), to_list=True) as descriptor,
+        _named(folder / below),
+        _opened_folder(folder, PurePath(below), to_list=True) as descriptor,
         os.scandir(descriptor) as entries,
-    ):  # fmt: skip
+    ):
         for number, entry in enumerate(entries):
             if number == limit:
                 raise FileRefused(folder / below, f"has more than {limit:,} entries, which no run makes")

@@ -11,9 +11,7 @@ _MAX_DIGITS = 40  # of a whole number: 64 bits have 20
 _STEP_BYTES = 1 << 20
 
 
-def parse_json(
-    text: str, *, parse_constant: Callable[[str], Any] | None = None, max_values: int | None = None
-) -> Any:  # fmt: skip
+def parse_json(text: str, *, parse_constant: Callable[[str], Any] | None = None, max_values: int | None = None) -> Any:
     """The value in ``text``.
 
     Raises:

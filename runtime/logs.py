@@ -88,9 +88,11 @@ class _Stderr:
 
 
 def log_to(
-    target: TextIO | str | os.PathLike[str] | logging.Logger | None, *, level: _Level = "info",
+    target: TextIO | str | os.PathLike[str] | logging.Logger | None,
+    *,
+    level: _Level = "info",
     style: _Style = "auto",
-) -> None:  # fmt: skip
+) -> None:
     """Choose where the events of this package go, in a program that embeds it. The program's own configuration of
     structlog stays as it is, and holds for its own loggers only.
 
@@ -154,11 +156,13 @@ def _settings(stream: Any, level: str, style: str) -> dict[str, Any]:
 def _settings_for_logging(level: str) -> dict[str, Any]:
     return {
         "processors": [
-            structlog.contextvars.merge_contextvars, structlog.processors.format_exc_info, _plain_values,
+            structlog.contextvars.merge_contextvars,
+            structlog.processors.format_exc_info,
+            _plain_values,
             structlog.processors.KeyValueRenderer(key_order=["event"], repr_native_str=False),
         ],
         "wrapper_class": _at_least(level),
-    }  # fmt: skip
+    }
 
 
 def _at_least(level: str) -> Any:

@@ -62,7 +62,7 @@ def check_instance(call: str, argument: str, given: object, expected: type, advi
 
 def check_task(
     call: str, given: object, methods: Sequence[str], protocol: str, *, unless: Mapping[str, str] = MappingProxyType({})
-) -> None:  # fmt: skip
+) -> None:
     """Check that the task of a constructor is an object with these methods, or a class that has them as static or class
     methods.
 

@@ -20,7 +20,9 @@ def warn_not_finite(log: Any, found: Mapping[str, Any], **where: Any) -> None:
     names = [name for name, value in found.items() if isinstance(value, float) and not math.isfinite(value)]
     if names:
         log.warning(
-            "evaluation is not finite", **where, metrics={name: found[name] for name in names[:MAX_NAMED]},
+            "evaluation is not finite",
+            **where,
+            metrics={name: found[name] for name in names[:MAX_NAMED]},
             hint="the model may have diverged (lower the learning rate), or the evaluation divides by zero; early "
             "stopping and the best model count such a number as no improvement",
-        )  # fmt: skip
+        )

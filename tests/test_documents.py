@@ -43,9 +43,11 @@ def links(text: str) -> list[tuple[str, str]]:
     bare = re.sub(r"`[^`\n]*`", "", text)
     targets = re.findall(r"\]\(\s*<?([^)\s>]+)", bare) + re.findall(r"^\[[^\]]+\]: *(\S+)", bare, re.MULTILINE)
     return [
-        (file, anchor) for target in targets if not re.match(r"[a-z][a-z+.-]*:", target)
+        (file, anchor)
+        for target in targets
+        if not re.match(r"[a-z][a-z+.-]*:", target)
         for file, _, anchor in [target.partition("#")]
-    ]  # fmt: skip
+    ]
 
 
 def broken(path: Path, root: Path = ROOT) -> list[str]:

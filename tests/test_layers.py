@@ -284,7 +284,22 @@ def private_names_stay_in_their_file(path: PurePosixPath, source: str) -> list[s
     ]
 
 
+def the_formatter_leaves_tables_alone_and_nothing_else(_: PurePosixPath, source: str) -> list[str]:
+    """``# fmt: skip`` is for a table of literals, whose rows would else be torn apart."""
+    marked = {number for number, line in enumerate(source.splitlines(), 1) if line.endswith("# fmt: skip")}
+    if not marked:
+        return []
+    tables = {
+        node.end_lineno
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Assign | ast.AnnAssign)
+        and isinstance(node.value, ast.Dict | ast.List | ast.Tuple | ast.Set)
+    }
+    return [f"line {number} skips the formatter, and no table ends there" for number in sorted(marked - tables)]
+
+
 RULES: list[Rule] = [
+    the_formatter_leaves_tables_alone_and_nothing_else,
     private_names_stay_in_their_file,
     exceptions_from_the_linter_have_a_reason,
     arrows_go_down,
@@ -314,7 +329,11 @@ def test_every_file_keeps_the_rules() -> None:
 
 
 def test_tests_reach_into_what_is_private_with_a_reason_only() -> None:
-    rules = (exceptions_from_the_linter_have_a_reason, private_names_stay_in_their_file)
+    rules = (
+        exceptions_from_the_linter_have_a_reason,
+        private_names_stay_in_their_file,
+        the_formatter_leaves_tables_alone_and_nothing_else,
+    )
     found = [f"{path}: {text}" for path, source in sources("tests") for rule in rules for text in rule(path, source)]
     assert found == []
 
@@ -429,6 +448,11 @@ def test_a_client_needs_nothing_of_the_controllers_half() -> None:
 
 
 BAD = [
+    (
+        the_formatter_leaves_tables_alone_and_nothing_else,
+        "codecs/q8.py",
+        "x = [\n    1,\n]  # fmt: skip\nf(\n    1,\n)  # fmt: skip",
+    ),
     (private_names_stay_in_their_file, "tests/codecs/test_top_k.py", "from gradbus.codecs.sparse import _by_numpy"),
     (private_names_stay_in_their_file, "models/task.py", "import gradbus.models._mine"),
     (private_names_stay_in_their_file, "models/task.py", "from gradbus.codecs._mine import thing"),
@@ -495,6 +519,11 @@ BAD = [
     (torchvision_is_lazy, "models/data.py", "class A:\n    from torchvision import datasets"),
 ]
 GOOD = [
+    (
+        the_formatter_leaves_tables_alone_and_nothing_else,
+        "codecs/q8.py",
+        "x = {\n    1: 2, 3: 4,\n}  # fmt: skip\nf(1)",
+    ),
     (private_names_stay_in_their_file, "codecs/q8.py", "from torch import _C\nfrom gradbus.runtime._torch import work"),
     (
         exceptions_from_the_linter_have_a_reason,

@@ -176,12 +176,22 @@ def test_an_installed_gradbus_has_the_old_names_and_says_where_experiments_are(t
     for name in ("actors", "codecs", "commands", "models", "runtime"):
         (package / name).symlink_to(ROOT / name)
     done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_EXPERIMENTS], env=os.environ | {"PYTHONPATH": str(tmp_path)}, cwd=tmp_path,
-        capture_output=True, text=True, timeout=100, check=False,
-    )  # fmt: skip
+        [sys.executable, "-c", WITHOUT_EXPERIMENTS],
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     said = done.stdout.splitlines()
     assert [line.partition(" ")[0].removeprefix("gradbus.experiments.") for line in said] == [
-        "bench", "configs", "examples", "figures", "studies", "studies",
-    ]  # fmt: skip
+        "bench",
+        "configs",
+        "examples",
+        "figures",
+        "studies",
+        "studies",
+    ]
     assert all("is not part of an installed gradbus" in line and "make setup" in line for line in said)

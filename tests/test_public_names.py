@@ -39,9 +39,13 @@ def test_a_name_is_found_in_prose_in_imports_in_attributes_and_as_a_base():
         "A rule inherits `ClientRule` in [base.py](../actors/federated/rules/base.py)."
     )
     assert public_names.names_in_page(page) == {
-        "gradbus:FederatedConfig", "gradbus.torch", "gradbus.models", "gradbus.models:Task", "gradbus.torch:poll",
+        "gradbus:FederatedConfig",
+        "gradbus.torch",
+        "gradbus.models",
+        "gradbus.models:Task",
+        "gradbus.torch:poll",
         "gradbus.actors.federated.rules.base:ClientRule",
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.parametrize("name", PLACES)

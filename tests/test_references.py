@@ -82,9 +82,12 @@ def test_references_in_docstrings_lead_to_modules_and_names_that_exist() -> None
 @pytest.mark.parametrize(
     ("kind", "target"),
     [
-        ("mod", ".ddsc"), ("class", ".participant.Nobody"), ("class", "gradbus.runtime.wire.messages.Nobody"),
-        ("class", "Nobody"), ("mod", "gradbus.torch.nothing"),
+        ("mod", ".ddsc"),
+        ("class", ".participant.Nobody"),
+        ("class", "gradbus.runtime.wire.messages.Nobody"),
+        ("class", "Nobody"),
+        ("mod", "gradbus.torch.nothing"),
     ],
-)  # fmt: skip
+)
 def test_a_reference_to_what_is_gone_is_found(kind: str, target: str) -> None:
     assert not is_there("runtime/dds/topics.py", kind, target)

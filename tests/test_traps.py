@@ -281,9 +281,10 @@ def test_the_tests_that_notice_a_break_exist() -> None:
     named = re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", "".join(entries().values()))
     assert len(named) > 30
     gone = [
-        f"{path}::{name}" for path, name in named
+        f"{path}::{name}"
+        for path, name in named
         if not (ROOT / path).is_file() or (name and f"def {name}(" not in (ROOT / path).read_text(encoding="utf-8"))
-    ]  # fmt: skip
+    ]
     assert gone == []
 
 
@@ -295,8 +296,11 @@ def test_the_tests_that_notice_a_break_exist() -> None:
         ("import torch._dynamo", "torch._dynamo"),
         ("def f(loop):\n    return loop._ready", "_ready"),
         ("def f(loop):\n    return getattr(loop, '_ready', None)", "_ready"),
-        ("def f(loop):\n    return loop._ready  # noqa: SLF001 - a reason\nclass A:\n    def __init__(self):\n"
-         "        self._ready = 1", "_ready"),
+        (
+            "def f(loop):\n    return loop._ready  # noqa: SLF001 - a reason\nclass A:\n    def __init__(self):\n"
+            "        self._ready = 1",
+            "_ready",
+        ),
         ("import asyncio\nclass A(asyncio.Queue):\n    def f(self):\n        return self._getters_of", "_getters_of"),
         ("from flwr.common import serde", "flwr.common"),
         ("import ctypes as ct", "ctypes"),
@@ -310,7 +314,7 @@ def test_the_tests_that_notice_a_break_exist() -> None:
         ("path = f'/proc/{1}/stat'", "/proc"),
         ("modules = ['torch._inductor']", "torch._inductor"),
     ],
-)  # fmt: skip
+)
 def test_such_a_place_is_found(source: str, name: str) -> None:
     assert name in uses_in("actors/x.py", source, defined_in(source))
 

@@ -80,11 +80,15 @@ class BoundedStrategy(WrappedStrategy):
             self._marks.setdefault(mark, set()).add(facts.client_id)
         if too_much:
             log.info(
-                "update bounded", client=facts.client_id, round=facts.round_id, marks=too_much,
+                "update bounded",
+                client=facts.client_id,
+                round=facts.round_id,
+                marks=too_much,
                 announced={"samples": facts.num_samples, "steps": facts.steps, **facts.metrics},
                 believed={"samples": believed.num_samples, "steps": believed.steps, **believed.metrics},
-                norms=dict(norms), most={name: self.bounds.most_norm(name) for name in norms},
-            )  # fmt: skip
+                norms=dict(norms),
+                most={name: self.bounds.most_norm(name) for name in norms},
+            )
 
     def marks_of(self, client_id: int) -> list[str]:
         """What was bounded of the updates of this client in this round."""
@@ -116,8 +120,10 @@ def bounded(strategy: Strategy, config: FederatedConfig) -> Strategy:
         return strategy
     has_own_norm = limits.clip_norm is not None or config.privacy.name == "central"
     bounds = Bounds(
-        strategy, times=limits.cap_times_median,
+        strategy,
+        times=limits.cap_times_median,
         sections=[*([] if has_own_norm else [MODEL]), *strategy.sections],
-        fixed_samples=limits.cap_samples is not None, by_rounds=config.mode == "synchronous",
-    )  # fmt: skip
+        fixed_samples=limits.cap_samples is not None,
+        by_rounds=config.mode == "synchronous",
+    )
     return BoundedStrategy(strategy, bounds)

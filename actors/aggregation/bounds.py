@@ -55,9 +55,14 @@ class Bounds:
     """
 
     def __init__(
-        self, strategy: Weighing, *, times: float, sections: Sequence[str], fixed_samples: bool = False,
+        self,
+        strategy: Weighing,
+        *,
+        times: float,
+        sections: Sequence[str],
+        fixed_samples: bool = False,
         by_rounds: bool = True,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Begin without an open round.
 
         Args:

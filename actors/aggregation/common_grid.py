@@ -118,9 +118,7 @@ class CommonGrid:
         """Where the values are in the model, ascending, int64, shape (count,); None: everywhere."""
         return random_k(dim, self.sent, seed).numpy() if self.sent else None
 
-    def by_value(
-        self, table: NDArray[Any], start: int, stop: int, positions: NDArray[np.int64] | None
-    ) -> NDArray[Any]:  # fmt: skip
+    def by_value(self, table: NDArray[Any], start: int, stop: int, positions: NDArray[np.int64] | None) -> NDArray[Any]:
         """For the values ``start .. stop`` of an update what ``table`` has for their blocks, shape (stop - start,)."""
         if positions is not None:
             found: NDArray[Any] = table[positions[start:stop] // self.block_elems]

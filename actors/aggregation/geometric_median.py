@@ -37,7 +37,7 @@ class GeometricMedian(Robust):
 
     def __init__(
         self, dim: int, *, byzantine: int = 1, budget_bytes: int = BUDGET_BYTES, iterations: int = 32, nu: float = 1e-6
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(dim, byzantine=byzantine, budget_bytes=budget_bytes)
         self._iterations, self._nu = iterations, nu
 

@@ -106,9 +106,12 @@ class CommonSteps(WrappedStrategy):
         if risen or largest:
             note = log.warning if largest else log.info
             note(
-                "values reach further than the common grid", blocks=len(found), made_coarser=risen,
-                at_the_largest_step=largest, effect="what was clamped comes in later rounds",
-            )  # fmt: skip
+                "values reach further than the common grid",
+                blocks=len(found),
+                made_coarser=risen,
+                at_the_largest_step=largest,
+                effect="what was clamped comes in later rounds",
+            )
 
     def _peaks(self, total: Integers) -> NDArray[np.float64]:
         """The largest absolute value of each block of the sum, of samples times value."""

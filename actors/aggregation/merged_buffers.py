@@ -31,10 +31,19 @@ from gradbus.codecs.wire import Payload, as_view
 from gradbus.runtime.torch_compat import uncompiled_names
 
 MAGIC = b"GBXB"
-MERGEABLE = frozenset({
-    torch.bool, torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32, torch.uint32, torch.int64,
-    torch.uint64,
-})  # fmt: skip
+MERGEABLE = frozenset(
+    {
+        torch.bool,
+        torch.uint8,
+        torch.int8,
+        torch.int16,
+        torch.uint16,
+        torch.int32,
+        torch.uint32,
+        torch.int64,
+        torch.uint64,
+    }
+)
 _END = struct.Struct("<I4s")
 _NUMBER = struct.Struct("<I")
 _COMBINE: dict[str, Any] = {"max": np.maximum, "any": np.maximum, "min": np.minimum, "all": np.minimum}

@@ -117,9 +117,18 @@ def encode(summary: SumSummary, low: Tensor, carried: Tensor | None) -> bytes:
     if len(clients) > MAX_RANGES:
         raise ValueError(f"the ids of the clients are {len(clients):,} ranges, at most {MAX_RANGES:,} can be sent")
     header = _HEADER.pack(
-        MAGIC, VERSION, FRACTION_BITS, 0 if carried is None else _CARRIED, low.numel(), summary.num_samples,
-        summary.updates, len(clients), summary.loss_samples, len(parts), 0,
-    )  # fmt: skip
+        MAGIC,
+        VERSION,
+        FRACTION_BITS,
+        0 if carried is None else _CARRIED,
+        low.numel(),
+        summary.num_samples,
+        summary.updates,
+        len(clients),
+        summary.loss_samples,
+        len(parts),
+        0,
+    )
     ids = np.array([(each.start, len(each)) for each in clients], "<u4").tobytes()
     pieces = [header, ids, np.array(parts, "<f8").tobytes()]
     for integers in (low, carried):

@@ -81,9 +81,15 @@ class StopVotes:
         self.rest = False
 
     def cast(
-        self, wants_end: bool, name: str, *, step: int, wants_rest: bool = False, is_ready: bool = False,
+        self,
+        wants_end: bool,
+        name: str,
+        *,
+        step: int,
+        wants_rest: bool = False,
+        is_ready: bool = False,
         every: int = 1,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Send this rank's vote.
 
         Args:

@@ -127,10 +127,16 @@ class ElasticWorker(Worker):
     _call = "ElasticWorker(place, task, config)"
 
     def __init__(
-        self, place: ElasticPlace, task: DataParallelTask, config: DataParallelConfig, *,
-        on_open: Callable[[], object] = lambda: None, make_algorithm: MakeAlgorithm | None = None,
-        callbacks: Sequence[Any] = (), fail_at: str | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        place: ElasticPlace,
+        task: DataParallelTask,
+        config: DataParallelConfig,
+        *,
+        on_open: Callable[[], object] = lambda: None,
+        make_algorithm: MakeAlgorithm | None = None,
+        callbacks: Sequence[Any] = (),
+        fail_at: str | None = None,
+    ) -> None:
         """A worker that has not started.
 
         Args:
@@ -238,10 +244,12 @@ class ElasticWorker(Worker):
             traits = await self._prepare()
             elastic, timeouts = self._config.elastic, self._config.timeouts
             limits = ElasticLimits(
-                min_world=elastic.min_world, max_world=elastic.max_world, wait_s=elastic.wait_s,
+                min_world=elastic.min_world,
+                max_world=elastic.max_world,
+                wait_s=elastic.wait_s,
                 collective_s=timeouts.collective_s,
                 last_call_s=math.inf if elastic.last_call_s is None else elastic.last_call_s,
-            )  # fmt: skip
+            )
             async with open_generations(
                 self._place.bus, number=self._place.number, founders=self._place.founders, limits=limits, traits=traits
             ) as self._generations:
@@ -308,21 +316,24 @@ class ElasticWorker(Worker):
         log_timeouts(self._log, parallel_timeouts(config, lease_s=bus.remote_lease_s))
         if bus.remote_lease_s is not None and bus.has_default_lease:
             self._log.warning(
-                "lease is that of a fixed world", lease_s=bus.remote_lease_s,
+                "lease is that of a fixed world",
+                lease_s=bus.remote_lease_s,
                 effect="when another machine is lost, all stand still for so long",
                 do=f"open the bus with lease_s={ELASTIC_LEASE_S:g}, or with another one that you choose",
-            )  # fmt: skip
+            )
         training = await self._load(Place(self._place.number, self._place.number + 1))
         if config.checkpoint.dir is not None and self._place.number == 0 and self._place.founders:
             await self._compute.run(self._directory.hold, begins=True)
             self._saved = await self._compute.run(newest_checkpoint, config, training)
         self._data = await self._compute.run(training.data_facts)
         return {
-            "model": _hash(describe_layout(self.model)), "settings": _hash(self._shared_settings()),
+            "model": _hash(describe_layout(self.model)),
+            "settings": _hash(self._shared_settings()),
             # What ranks send one another as plain data is of no version of the protocol: a rank of before a field was
             # added would fail all ranks that look for it.
-            "data": _hash(self._data), "version": _hash([PROTOCOL, VERSION, POSITION_FIELDS]),
-        }  # fmt: skip
+            "data": _hash(self._data),
+            "version": _hash([PROTOCOL, VERSION, POSITION_FIELDS]),
+        }
 
     # The beginning of a generation
 
@@ -377,18 +388,29 @@ class ElasticWorker(Worker):
             await compute.run(training.begin)  # what was loaded may lack it
         await compute.run(self.profile.begin_run, f"{self._run_id:016x}")
         votes = StopVotes(
-            group, timeout_s=timeout_s, after_steps=True,  # not only for callbacks
+            group,
+            timeout_s=timeout_s,
+            after_steps=True,  # not only for callbacks
             after_epochs=any(hello["callbacks"] for hello in hellos),
-        )  # fmt: skip
+        )
         self._in_group = GroupPart(votes, replicas, self._make_stepper())
         self._probe.note(
-            "started", run=f"{self._run_id:016x}", rank=group.rank, world=group.world, step=self.step,
+            "started",
+            run=f"{self._run_id:016x}",
+            rank=group.rank,
+            world=group.world,
+            step=self.step,
             generation=generation,
-        )  # fmt: skip
+        )
         self._log.info(
-            "generation begins", generation=generation, rank=group.rank, world=group.world, step=self.step,
-            state_of=source, without_state=sorted(copies.follows),
-        )  # fmt: skip
+            "generation begins",
+            generation=generation,
+            rank=group.rank,
+            world=group.world,
+            step=self.step,
+            state_of=source,
+            without_state=sorted(copies.follows),
+        )
         if not self._are_equal and group.rank in copies.follows:
             await self._catch_up()  # it trains by itself from there on; the others meet it in their next exchange
         if not self._are_equal:
@@ -456,9 +478,13 @@ class ElasticWorker(Worker):
         position = self._position
         total = await self._compute.run(self._training.num_batches, position.epoch)
         self._plan = ElasticPlan.rest_of(
-            total, self._group.world, self._config.accumulation_steps, done=position.epoch_batches,
-            first_step=position.epoch_step, follows=self._copies.follows,
-        )  # fmt: skip
+            total,
+            self._group.world,
+            self._config.accumulation_steps,
+            done=position.epoch_batches,
+            first_step=position.epoch_step,
+            follows=self._copies.follows,
+        )
         return self._plan
 
     async def _one_step(self, plan: EpochPlan) -> None:
@@ -480,9 +506,13 @@ class ElasticWorker(Worker):
         if self._are_equal and not votes.after_epochs:  # what a callback wants, the run does one step later
             every = int(VOTE_EVERY_S * (step - votes.newest_at) / max(time.perf_counter() - votes.newest_s, 1e-6))
         votes.cast(
-            self._wants_end, name, step=step, wants_rest=self._wants_rest,
-            is_ready=self._group.rank in copies.follows and copies.held is None, every=every,
-        )  # fmt: skip
+            self._wants_end,
+            name,
+            step=step,
+            wants_rest=self._wants_rest,
+            is_ready=self._group.rank in copies.follows and copies.held is None,
+            every=every,
+        )
         self._wants_end = False
 
     def _is_vote_due(self, step: int) -> bool:
@@ -637,11 +667,14 @@ class ElasticWorker(Worker):
         config = self._config.replaced("checkpoint.resume", True)
         with contextlib.closing(WorkerState(config, 0, 1, label=training.label)) as state:
             size = state.save(
-                self._run_id, position, self.model,
+                self._run_id,
+                position,
+                self.model,
                 RunTensors({} if self._are_equal else training.state.own(), training.state.shared(), model),
                 # Between two epochs it means nothing, and there may be no next one.
-                num_batches=training.num_batches(position.epoch) if position.epoch_step else 0, report=self._report,
-            )  # fmt: skip
+                num_batches=training.num_batches(position.epoch) if position.epoch_step else 0,
+                report=self._report,
+            )
             state.prune()
         return size
 
@@ -650,9 +683,10 @@ def _check_equal_hellos(hellos: Sequence[Mapping[str, Any]]) -> None:
     """Raises ConfigError: processes of a generation do not fit together."""
     check_equal("settings", [hello["settings"] for hello in hellos])
     check_equal(
-        "data", [hello["data"] for hello in hellos],
+        "data",
+        [hello["data"] for hello in hellos],
         hint="Start all processes with the same data set, its options included, and the same batch size",
-    )  # fmt: skip
+    )
     check_equal_layouts([hello["layout"] for hello in hellos])
 
 

@@ -33,9 +33,15 @@ class ElasticPlan(EpochPlan):
 
     @classmethod
     def rest_of(
-        cls, total: int, world: int, accumulation_steps: int, *, done: int, first_step: int,
+        cls,
+        total: int,
+        world: int,
+        accumulation_steps: int,
+        *,
+        done: int,
+        first_step: int,
         follows: Collection[int] = (),
-    ) -> ElasticPlan:  # fmt: skip
+    ) -> ElasticPlan:
         """Raises ValueError: there are no batches at all, or nobody to take them."""
         if total < 1 or len(follows) >= world:
             raise ValueError(f"an epoch needs at least one batch and one rank, got {total} batches for {world} ranks")

@@ -56,15 +56,21 @@ class Evaluation:
         """
         totals, loss_sums, corrects, metrics = zip(*tallies, strict=True)
         return cls(
-            test_samples=sum(totals), correct=None if None in corrects else sum(corrects), loss_sum=sum(loss_sums),
+            test_samples=sum(totals),
+            correct=None if None in corrects else sum(corrects),
+            loss_sum=sum(loss_sums),
             metrics=combined(metrics),
-        )  # fmt: skip
+        )
 
 
 async def sum_counts(
-    group: Group, counts: ShardCounts | None, *, name: str = "evaluation", round_id: int = 0,
+    group: Group,
+    counts: ShardCounts | None,
+    *,
+    name: str = "evaluation",
+    round_id: int = 0,
     timeout_s: float | None = None,
-) -> Evaluation:  # fmt: skip
+) -> Evaluation:
     """Add up what the ranks of a group counted, each on its own part of the test set. All ranks call it.
 
     Args:

@@ -32,8 +32,16 @@ class StepExchange:
     """
 
     __slots__ = (
-        "_ended", "_group", "_is_cancelled", "_round_id", "_runs", "_sent_s", "_timeout_s", "_waiting", "waits",
-    )  # fmt: skip
+        "_ended",
+        "_group",
+        "_is_cancelled",
+        "_round_id",
+        "_runs",
+        "_sent_s",
+        "_timeout_s",
+        "_waiting",
+        "waits",
+    )
 
     def __init__(self, group: Group, *, round_id: int, timeout_s: float) -> None:
         """``timeout_s``: of each request."""

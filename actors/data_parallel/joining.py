@@ -120,9 +120,11 @@ class StateTransfer:
             raw = raw_bytes(tensor)
             for piece in torch.split(raw, PIECE_BYTES):
                 came = await self._group.recv(
-                    f"{self._name}/{number}", source=source, timeout_s=self._timeout_s,
+                    f"{self._name}/{number}",
+                    source=source,
+                    timeout_s=self._timeout_s,
                     max_bytes=PIECE_BYTES + _HASH_BYTES,
-                )  # fmt: skip
+                )
                 if not await self._thread.run(_fill, piece, came):
                     raise BrokenCopy(
                         f"the copy of {key} from rank {source} has another hash than what was sent", source=source

@@ -28,9 +28,13 @@ class RunOptimizer:
     """
 
     def __init__(
-        self, config: DataParallelConfig, task: Any, model: nn.Module, trained: Mapping[str, Tensor],
+        self,
+        config: DataParallelConfig,
+        task: Any,
+        model: nn.Module,
+        trained: Mapping[str, Tensor],
         algorithm: Algorithm,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Make the optimizer: the algorithm's, where it brings one; the task's, where it has ``make_optimizer`` and the
         configuration names none; else the configuration's.
 
@@ -103,9 +107,7 @@ class RunOptimizer:
             self._own_schedule = self._makes_schedule(self.optimizer)
             check_schedule(type(self._own_schedule), "make_schedule of the task")
         elif config.schedule != SCHEDULES.default:
-            self._schedule = Schedule(
-                SCHEDULES, config.schedule, self.optimizer, steps=steps, epochs=config.epochs
-            )  # fmt: skip
+            self._schedule = Schedule(SCHEDULES, config.schedule, self.optimizer, steps=steps, epochs=config.epochs)
         cycles = self._schedule is not None and self._schedule.cycles_momentum
         cycles = cycles or bool(getattr(self._own_schedule, "cycle_momentum", False))
         algorithm = self._algorithm
@@ -140,9 +142,13 @@ class RunOptimizer:
     def tensors(self) -> dict[str, Tensor]:
         """The state by name, not copied. Raises CheckpointError: there is something in it that cannot be saved."""
         return state_tensors(
-            self.optimizer, self._trained, self._own_schedule, made=self._made,
-            skipped=() if self._schedule is None else SET_BY_SCHEDULES, origin=self._origin,
-        )  # fmt: skip
+            self.optimizer,
+            self._trained,
+            self._own_schedule,
+            made=self._made,
+            skipped=() if self._schedule is None else SET_BY_SCHEDULES,
+            origin=self._origin,
+        )
 
     @property
     def _origin(self) -> tuple[str, str]:

@@ -60,9 +60,15 @@ class ParameterExchange:
     """
 
     def __init__(
-        self, step: TrainingStep, programs: StepExchange, rules: ExchangeRules, copy: WeightCopy, *,
-        as_begun: Step | None, is_diverging: bool,
-    ) -> None:  # fmt: skip
+        self,
+        step: TrainingStep,
+        programs: StepExchange,
+        rules: ExchangeRules,
+        copy: WeightCopy,
+        *,
+        as_begun: Step | None,
+        is_diverging: bool,
+    ) -> None:
         """
         Args:
             as_begun: the step as the algorithm sees it; None: as it is when the programs begin, which may be later.

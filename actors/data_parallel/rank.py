@@ -43,9 +43,13 @@ class Rank(ABC):
     _call: ClassVar[str]  # how a program makes it
 
     def __init__(
-        self, group: Group, task: DataParallelTask, config: DataParallelConfig, callbacks: Sequence[Any],
+        self,
+        group: Group,
+        task: DataParallelTask,
+        config: DataParallelConfig,
+        callbacks: Sequence[Any],
         make_algorithm: MakeAlgorithm | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """A rank that has not started.
 
         Args:
@@ -146,12 +150,21 @@ class Rank(ABC):
         (group, world), report = self._group_and_world, self._report
         sent_bytes, received_bytes = self.profile.exchanged
         return WorkerSummary(
-            rank=group.rank, world=world, epochs=self._position.epoch, steps=self._position.step,
-            accuracy=None if report is None else report.accuracy, loss=None if report is None else report.loss,
-            metrics={} if report is None else report.metrics, params_hash=self._params_hash,
-            skipped_steps=self.skipped_steps, bytes_out=sent_bytes, bytes_in=received_bytes,
-            seconds=self._seconds, profile=self.profile.summary(), algorithm=self.algorithm,
-        )  # fmt: skip
+            rank=group.rank,
+            world=world,
+            epochs=self._position.epoch,
+            steps=self._position.step,
+            accuracy=None if report is None else report.accuracy,
+            loss=None if report is None else report.loss,
+            metrics={} if report is None else report.metrics,
+            params_hash=self._params_hash,
+            skipped_steps=self.skipped_steps,
+            bytes_out=sent_bytes,
+            bytes_in=received_bytes,
+            seconds=self._seconds,
+            profile=self.profile.summary(),
+            algorithm=self.algorithm,
+        )
 
     @awaited("worker.run()")
     async def run(self) -> WorkerSummary:
@@ -252,13 +265,22 @@ class Rank(ABC):
         if every and position.step % every == 0:
             loss_sum = await self._compute.run(self._training.loss_sum)
             report = StepProgress(
-                step=position.step, epoch=position.epoch, loss=loss_sum / max(1, position.batches),
-                step_s_mean=seconds / steps, wait_s_mean=wait_s / steps, bytes_out_per_step=bytes_out / steps,
-            )  # fmt: skip
+                step=position.step,
+                epoch=position.epoch,
+                loss=loss_sum / max(1, position.batches),
+                step_s_mean=seconds / steps,
+                wait_s_mean=wait_s / steps,
+                bytes_out_per_step=bytes_out / steps,
+            )
             self._log.info(
-                "training", step=report.step, epoch=report.epoch, loss=report.loss, step_s=round(report.step_s_mean, 4),
-                wait_s=round(report.wait_s_mean, 4), bytes_out_per_step=round(report.bytes_out_per_step),
-            )  # fmt: skip
+                "training",
+                step=report.step,
+                epoch=report.epoch,
+                loss=report.loss,
+                step_s=round(report.step_s_mean, 4),
+                wait_s=round(report.wait_s_mean, 4),
+                bytes_out_per_step=round(report.bytes_out_per_step),
+            )
             self.on_progress(report)
 
     # What the ranks have learnt together
@@ -279,9 +301,12 @@ class Rank(ABC):
         return [position.loss_sum, position.batches, position.metrics, *tally(counts), position.skipped]
 
     def _reported(
-        self, finished: bool, tallies: Sequence[Sequence[Any]], train_metrics: Mapping[str, float] | None = None,
+        self,
+        finished: bool,
+        tallies: Sequence[Sequence[Any]],
+        train_metrics: Mapping[str, float] | None = None,
         **own: Any,
-    ) -> EpochReport:  # fmt: skip
+    ) -> EpochReport:
         """The report of an epoch, which is logged.
 
         Args:
@@ -291,12 +316,19 @@ class Rank(ABC):
         loss_sums, batches, trained, *counts, skipped = list(zip(*tallies, strict=True))
         evaluation = Evaluation.of(list(zip(*counts, strict=True)))
         report = EpochReport(
-            epoch=self._position.epoch, step=self._position.step, finished=finished,
+            epoch=self._position.epoch,
+            step=self._position.step,
+            finished=finished,
             loss=sum(loss_sums) / sum(batches) if sum(batches) else math.nan,
-            accuracy=evaluation.accuracy, eval_loss=evaluation.loss, metrics=evaluation.metrics,
-            train_metrics={**combined(trained), **(train_metrics or {})}, test_samples=evaluation.test_samples,
-            params_hash=self._params_hash, skipped_steps=max(skipped), **own,
-        )  # fmt: skip
+            accuracy=evaluation.accuracy,
+            eval_loss=evaluation.loss,
+            metrics=evaluation.metrics,
+            train_metrics={**combined(trained), **(train_metrics or {})},
+            test_samples=evaluation.test_samples,
+            params_hash=self._params_hash,
+            skipped_steps=max(skipped),
+            **own,
+        )
         unequal_only = ("model", "consensus_distance") if report.model == "equal" else ()
         self._log.info(
             "epoch done",

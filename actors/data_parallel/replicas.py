@@ -124,9 +124,11 @@ class Replicas:
         """The tensors of rank ``root``, whatever their names, shapes and dtypes are, in new memory elsewhere; what the
         others pass does not matter."""
         described = await self._group.broadcast_object(
-            f"{name}/names", described_tensors(tensors) if self._group.rank == root else None, root=root,
+            f"{name}/names",
+            described_tensors(tensors) if self._group.rank == root else None,
+            root=root,
             timeout_s=self._timeout_s,
-        )  # fmt: skip
+        )
         if self._group.rank != root:
             tensors = empty_tensors(described, max_bytes=max_state_bytes(self._model))
         await self.broadcast(name, list(tensors.values()), root=root)

@@ -70,9 +70,12 @@ class Position:
     def next_epoch(self) -> Position:
         """The start of the epoch after this one."""
         return Position(
-            step=self.step, epoch=self.epoch + 1, skipped_in_row=self.skipped_in_row, mean_loss=self.mean_loss,
+            step=self.step,
+            epoch=self.epoch + 1,
+            skipped_in_row=self.skipped_in_row,
+            mean_loss=self.mean_loss,
             ended_exchanges=self.ended_exchanges,
-        )  # fmt: skip
+        )
 
 
 def _without_step(position: Position) -> dict[str, Any]:
@@ -117,9 +120,14 @@ class SavedRank(Meta):
         """As :meth:`Meta.of`, and check that the position is possible."""
         saved, step = super().of(checkpoint), checkpoint.round_id
         for name, most in (
-            ("epoch", step), ("epoch_step", step), ("skipped", saved.epoch_step), ("skipped_in_row", step),
-            ("skipped_exchanges", step), ("ended_exchanges", step), ("batches", saved.num_batches),
-        ):  # fmt: skip
+            ("epoch", step),
+            ("epoch_step", step),
+            ("skipped", saved.epoch_step),
+            ("skipped_in_row", step),
+            ("skipped_exchanges", step),
+            ("ended_exchanges", step),
+            ("batches", saved.num_batches),
+        ):
             if getattr(saved, name) > most:
                 raise CheckpointError(f"meta.{name}: expected 0 to {most} at step {step}, got {getattr(saved, name)}")
         return saved
@@ -136,9 +144,15 @@ class WorkerState(JointCheckpoints):
         self._world = world
 
     def save(
-        self, run_id: int, position: Position, model: nn.Module, contents: RunTensors, *, num_batches: int,
+        self,
+        run_id: int,
+        position: Position,
+        model: nn.Module,
+        contents: RunTensors,
+        *,
+        num_batches: int,
         report: EpochReport | None,
-    ) -> int:  # fmt: skip
+    ) -> int:
         """Save this rank's part; returns its bytes.
 
         Args:
@@ -268,9 +282,14 @@ log = get_logger("worker")
 
 
 async def find_checkpoint(
-    group: Group, compute: ComputeThread, state: WorkerState, steps: Sequence[Sequence[int]], *,
-    has_completed: bool, timeout_s: float,
-) -> Checkpoint | None:  # fmt: skip
+    group: Group,
+    compute: ComputeThread,
+    state: WorkerState,
+    steps: Sequence[Sequence[int]],
+    *,
+    has_completed: bool,
+    timeout_s: float,
+) -> Checkpoint | None:
     """This rank's part of the newest checkpoint that is there and whole on all ranks; None if no rank has any.
 
     Args:

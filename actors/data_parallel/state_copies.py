@@ -48,9 +48,15 @@ class StateCopies:
     """
 
     def __init__(
-        self, group: Group, compute: ComputeThread, training: ShardTraining, *, timeout_s: float,
-        sends_to: Mapping[int, Sequence[int]], stood: Position,
-    ) -> None:  # fmt: skip
+        self,
+        group: Group,
+        compute: ComputeThread,
+        training: ShardTraining,
+        *,
+        timeout_s: float,
+        sends_to: Mapping[int, Sequence[int]],
+        stood: Position,
+    ) -> None:
         """
         Args:
             timeout_s: of each message.

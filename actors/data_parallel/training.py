@@ -64,9 +64,14 @@ class ShardTraining:
     """
 
     def __init__(
-        self, config: DataParallelConfig, place: Place, task: DataParallelTask, make_algorithm: MakeAlgorithm, *,
+        self,
+        config: DataParallelConfig,
+        place: Place,
+        task: DataParallelTask,
+        make_algorithm: MakeAlgorithm,
+        *,
         should_stop: Callable[[], bool],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Load the data, build the model.
 
         Args:
@@ -96,9 +101,10 @@ class ShardTraining:
             check_prediction(self.optimizer.optimizer, self.algorithm, self.delay_steps)
         self.state = TrainingState(self.model, self.trained, self.optimizer, self.algorithm, self.label)
         self._finite_names = [f"parameter/{name}" for name in self.trained] + [
-            f"buffer/{name}" for name, buffer in self.model.named_buffers()
+            f"buffer/{name}"
+            for name, buffer in self.model.named_buffers()
             if buffer.is_floating_point() and are_finite([buffer])
-        ]  # fmt: skip
+        ]
         sets = 1 if self.algorithm.scope == "weights" else self.delay_steps + 1
         self._gradients = GradientBuckets(self.trained, sets=sets, assignment=self._assignment())
         self._buffers = [ModuleBuffers(self.model) for _ in range(sets)]
@@ -120,7 +126,7 @@ class ShardTraining:
             return [range(len(parameters))]
         return assign_buckets(
             parameters, bucket_bytes=config.bucket_bytes, first_bucket_bytes=config.first_bucket_bytes
-        )  # fmt: skip
+        )
 
     def begin(self) -> None:
         """Show the algorithm the weights that all ranks begin with, or go on with."""
@@ -174,15 +180,24 @@ class ShardTraining:
     def new_step(self, plan: EpochPlan, position: Position) -> TrainingStep:
         """The next one, with nothing computed."""
         return TrainingStep(
-            number=position.step, epoch=position.epoch, active=plan.active(position.epoch_step),
-            batches=plan.batches_in(self._place.rank, position.epoch_step), memory=position.step % len(self._buffers),
-            loss=torch.zeros_like(self._sums.loss), weight=plan.weight(self._place.rank, position.epoch_step),
-        )  # fmt: skip
+            number=position.step,
+            epoch=position.epoch,
+            active=plan.active(position.epoch_step),
+            batches=plan.batches_in(self._place.rank, position.epoch_step),
+            memory=position.step % len(self._buffers),
+            loss=torch.zeros_like(self._sums.loss),
+            weight=plan.weight(self._place.rank, position.epoch_step),
+        )
 
     def compute(
-        self, step: TrainingStep, profile: Profile | StepProfile, launch: Launch | None = None, *,
-        overlaps: bool = False, late: Sequence[Mapping[Tensor, Tensor]] = (),
-    ) -> None:  # fmt: skip
+        self,
+        step: TrainingStep,
+        profile: Profile | StepProfile,
+        launch: Launch | None = None,
+        *,
+        overlaps: bool = False,
+        late: Sequence[Mapping[Tensor, Tensor]] = (),
+    ) -> None:
         """Forward and backward over the batches of a step.
 
         Where the loss is not finite, NaN is put into each bucket, so that what all ranks make of it is not finite.
@@ -325,10 +340,15 @@ class ShardTraining:
     def report_of(self, step: TrainingStep) -> StepReport:
         """A step as callbacks get it. Waits for the device."""
         return StepReport(
-            step=step.number + 1, epoch=step.epoch, rank=self._place.rank, world=self._place.world,
-            loss=float(step.loss) / step.batches if step.batches else math.nan, skipped=step.skipped_by is not None,
-            lr=self.optimizer.lr, metrics=combined([step.metrics.plain()]),
-        )  # fmt: skip
+            step=step.number + 1,
+            epoch=step.epoch,
+            rank=self._place.rank,
+            world=self._place.world,
+            loss=float(step.loss) / step.batches if step.batches else math.nan,
+            skipped=step.skipped_by is not None,
+            lr=self.optimizer.lr,
+            metrics=combined([step.metrics.plain()]),
+        )
 
     def close(self) -> None:
         """Let go of the model."""

@@ -21,9 +21,13 @@ class TrainingState:
     compute thread."""
 
     def __init__(
-        self, model: nn.Module, trained: Mapping[str, Tensor], optimizer: RunOptimizer, algorithm: Algorithm,
+        self,
+        model: nn.Module,
+        trained: Mapping[str, Tensor],
+        optimizer: RunOptimizer,
+        algorithm: Algorithm,
         label: AlgorithmLabel,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """``trained``: the parameters that are trained, by name. ``label``: of the algorithm, for errors."""
         self._model = model
         self._trained = trained

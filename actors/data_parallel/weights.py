@@ -51,7 +51,7 @@ class WeightStepper(LateStepper[ParameterExchange]):
 
     def __init__(
         self, parts: StepperParts, position: Position, *, waits_for_all: bool, max_nonfinite_steps: int
-    ) -> None:  # fmt: skip
+    ) -> None:
         """
         Args:
             waits_for_all: apply no result before all ranks have agreed that it counts.
@@ -61,9 +61,12 @@ class WeightStepper(LateStepper[ParameterExchange]):
         super().__init__(parts, position)
         algorithm = self._algorithm
         self._rules = ExchangeRules(
-            algorithm, self.loss, agrees_on_loss=self._delay > 0 and algorithm.needs_loss,
-            waits_for_all=waits_for_all or algorithm.overlaps, commits_late=waits_for_all and self._delay > 0,
-        )  # fmt: skip
+            algorithm,
+            self.loss,
+            agrees_on_loss=self._delay > 0 and algorithm.needs_loss,
+            waits_for_all=waits_for_all or algorithm.overlaps,
+            commits_late=waits_for_all and self._delay > 0,
+        )
         self._max_nonfinite_steps = max_nonfinite_steps
         self._unsettled: deque[tuple[ParameterExchange, asyncio.Task[None]]] = (
             deque()
@@ -126,9 +129,13 @@ class WeightStepper(LateStepper[ParameterExchange]):
         programs = self._open_exchange(step.number)
         copy = await self._compute.run(self._copy_weights)
         exchange = ParameterExchange(
-            step, programs, self._rules, copy, as_begun=as_begun,
+            step,
+            programs,
+            self._rules,
+            copy,
+            as_begun=as_begun,
             is_diverging=0 < self._max_nonfinite_steps <= skipped_in_row,
-        )  # fmt: skip
+        )
         self._launch(exchange).add_done_callback(lambda _: exchange.has_result.set())
 
     async def _wait_before(self, number: int, profile: StepProfile) -> None:
@@ -145,9 +152,13 @@ class WeightStepper(LateStepper[ParameterExchange]):
             await task
 
     def _arrived(
-        self, exchange: ParameterExchange, task: asyncio.Task[None], profile: Profile | StepProfile, *,
+        self,
+        exchange: ParameterExchange,
+        task: asyncio.Task[None],
+        profile: Profile | StepProfile,
+        *,
         waited_since_s: float,
-    ) -> None:  # fmt: skip
+    ) -> None:
         if self._delay:
             self._waited(waited_since_s, time.perf_counter(), profile)
         else:  # to code messages is no wait

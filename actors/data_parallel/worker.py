@@ -91,10 +91,16 @@ class Worker(Rank):
     _call = "Worker(group, task, config)"
 
     def __init__(
-        self, group: Group, task: DataParallelTask, config: DataParallelConfig | None = None, *,
-        on_open: Callable[[], object] = lambda: None, make_algorithm: MakeAlgorithm | None = None,
-        callbacks: Sequence[Any] = (), fail_at: str | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        group: Group,
+        task: DataParallelTask,
+        config: DataParallelConfig | None = None,
+        *,
+        on_open: Callable[[], object] = lambda: None,
+        make_algorithm: MakeAlgorithm | None = None,
+        callbacks: Sequence[Any] = (),
+        fail_at: str | None = None,
+    ) -> None:
         """A worker that has not started.
 
         Args:
@@ -235,10 +241,13 @@ class Worker(Rank):
         checkpoint = None
         if self._state is not None:
             checkpoint = await find_checkpoint(
-                group, self._compute, self._state, [hello["steps"] for hello in hellos],
+                group,
+                self._compute,
+                self._state,
+                [hello["steps"] for hello in hellos],
                 has_completed=any(hello["has_completed"] for hello in hellos),
                 timeout_s=max(config.timeouts.collective_s, config.checkpoint.timeout_s),  # others read theirs
-            )  # fmt: skip
+            )
         if checkpoint is not None:
             await self._restore(checkpoint)
         if checkpoint is None or self._are_equal:
@@ -268,14 +277,20 @@ class Worker(Rank):
     def _make_stepper(self) -> Stepper:
         config, training = self._config, self._training
         parts = StepperParts(
-            self._group, config.timeouts.collective_s, training, self._compute, self.profile,
+            self._group,
+            config.timeouts.collective_s,
+            training,
+            self._compute,
+            self.profile,
             on_sent=partial(self._probe.reached, "after_send") if self._probe.fail.is_armed else None,
-        )  # fmt: skip
+        )
         if training.algorithm.scope == "weights":
             return WeightStepper(
-                parts, self._position, waits_for_all=config.elastic.is_on,
+                parts,
+                self._position,
+                waits_for_all=config.elastic.is_on,
                 max_nonfinite_steps=config.max_nonfinite_steps,
-            )  # fmt: skip
+            )
         if training.delay_steps:
             return LateGradientStepper(parts, self._position)
         return GradientStepper(parts, self._position, overlap=config.overlap)
@@ -429,9 +444,11 @@ class Worker(Rank):
         if self._part.stepper.is_diverged:
             self._part.stepper.is_diverged = False
             of_ranks = await self._group.all_gather_object(
-                "worker/skipped", self._position.skipped_in_row,
-                round_id=self.step, timeout_s=self._config.timeouts.collective_s,
-            )  # fmt: skip
+                "worker/skipped",
+                self._position.skipped_in_row,
+                round_id=self.step,
+                timeout_s=self._config.timeouts.collective_s,
+            )
             limit = self._config.max_nonfinite_steps
             if ranks := [rank for rank, count in enumerate(of_ranks) if count >= limit]:
                 raise self._diverged(f"the last {max(of_ranks)} steps in a row were skipped", ranks)
@@ -453,9 +470,12 @@ class Worker(Rank):
             in_a_row = max(count for _, count in of_ranks)  # with steps of their own they differ
         tells = self._group.rank in (0, *ranks)  # the others have it in their log for whoever looks for it
         (self._log.warning if tells else self._log.info)(
-            "step skipped: NaN or infinity", step=step.number + 1, by_ranks=list(ranks),
-            in_a_row=in_a_row, limit=config.max_nonfinite_steps or None,
-        )  # fmt: skip
+            "step skipped: NaN or infinity",
+            step=step.number + 1,
+            by_ranks=list(ranks),
+            in_a_row=in_a_row,
+            limit=config.max_nonfinite_steps or None,
+        )
         if not is_own and 0 < config.max_nonfinite_steps <= in_a_row:
             raise self._diverged(f"the last {in_a_row} steps in a row were skipped", ranks)
 
@@ -486,21 +506,24 @@ class Worker(Rank):
         optimizer = self._training.optimizer
         limit = "lower optimizer.clip_norm" if optimizer.clip_norm is not None else "set optimizer.clip_norm"
         return TrainingDiverged(
-            self.step, f"{what}, for NaN or infinity in the loss or the gradients of {whose}",
+            self.step,
+            f"{what}, for NaN or infinity in the loss or the gradients of {whose}",
             f"Look at the data and the loss there, lower optimizer.lr ({optimizer.lr:g}), or {limit}. The "
             f"parameters are those of the last step that was not skipped. max_nonfinite_steps "
-            f"({config.max_nonfinite_steps}) says how many may be, 0: any number", ranks,
-        )  # fmt: skip
+            f"({config.max_nonfinite_steps}) says how many may be, 0: any number",
+            ranks,
+        )
 
     async def _check_model(self, tensors: Mapping[str, Tensor]) -> None:
         """Nothing that is not finite is reported as a model, or saved. ``tensors``: equal on all ranks, so that all
         raise TrainingDiverged, or none."""
         if not await self._compute.run(self._training.model_is_finite, tensors):
             raise TrainingDiverged(
-                self.step, "the parameters or buffers have NaN or infinity",
+                self.step,
+                "the parameters or buffers have NaN or infinity",
                 f"Lower optimizer.lr ({self._training.optimizer.lr:g}), or set optimizer.clip_norm; checkpoints from "
                 f"before are as they were",
-            )  # fmt: skip
+            )
 
     async def _compare(self) -> int:
         """The hash of the parameters. Raises ReplicasDiverged: another rank's differs, and is to be compared."""
@@ -529,13 +552,17 @@ class Worker(Rank):
         self._check_progress(finished, [tally[-1] for tally in tallies], in_a_row)
         steps = max(1, clock.steps)
         return self._reported(
-            finished, tallies, model="equal" if mean is None else "mean",
-            consensus_distance=None if mean is None else mean.distance, skipped_exchanges=self._skipped_exchanges,
-            density=self._training.algorithm.density, step_s_mean=clock.step_s / steps,
+            finished,
+            tallies,
+            model="equal" if mean is None else "mean",
+            consensus_distance=None if mean is None else mean.distance,
+            skipped_exchanges=self._skipped_exchanges,
+            density=self._training.algorithm.density,
+            step_s_mean=clock.step_s / steps,
             wait_s_mean=(self._part.stepper.wait_s - clock.wait_before_s) / steps,
             bytes_out_per_step=clock.sent_bytes / steps,
             seconds=time.perf_counter() - clock.started_s,
-        )  # fmt: skip
+        )
 
     def _show(self, tensors: Mapping[str, Tensor] | None) -> None:
         """Put these tensors into the model, and this rank's own aside; None: those back. On the compute thread."""
@@ -570,10 +597,14 @@ class Worker(Rank):
         num_batches = await self._compute.run(self._training.num_batches, position.epoch) if position.epoch_step else 0
         self._probe.reached("before_save", position.step)
         size = await self._compute.run(
-            state.save, self._run_id, position, self.model,
+            state.save,
+            self._run_id,
+            position,
+            self.model,
             RunTensors(self._training.state.own(), self._training.state.shared(), model),
-            num_batches=num_batches, report=self._report,
-        )  # fmt: skip
+            num_batches=num_batches,
+            report=self._report,
+        )
         self._probe.note("saved", step=position.step)
         self._probe.reached("after_save", position.step)
         await self._barrier("worker/saved")

@@ -88,9 +88,16 @@ class BufferRound(Round):
     """
 
     def __init__(
-        self, round_id: int, expected: Iterable[int], rules: RoundRules, settings: AsynchronousSettings, *,
-        now_s: float, accepted: Iterable[int] = (), silent: Iterable[int] = (),
-    ) -> None:  # fmt: skip
+        self,
+        round_id: int,
+        expected: Iterable[int],
+        rules: RoundRules,
+        settings: AsynchronousSettings,
+        *,
+        now_s: float,
+        accepted: Iterable[int] = (),
+        silent: Iterable[int] = (),
+    ) -> None:
         """As for :class:`.rounds.Round`."""
         super().__init__(round_id, expected, rules, now_s=now_s, accepted=accepted, silent=silent)
         self._settings = settings
@@ -155,9 +162,11 @@ class BufferRound(Round):
         if self.updates >= self._settings.buffer and self._full_at_s is None:
             self._full_at_s = now_s
             self._grace_s = adaptive_grace_s(
-                share=self._settings.grace_share, local_s=self._local_s, quorum_s=now_s - self._first_at_s,
+                share=self._settings.grace_share,
+                local_s=self._local_s,
+                quorum_s=now_s - self._first_at_s,
                 sync_s=self._sync_s,
-            )  # fmt: skip
+            )
 
     def fail(self, client_id: int, reason: str) -> None:
         if reason != STALE:  # from the newest model it will count

@@ -81,9 +81,13 @@ class BestModel:
                 self.best, self.round_id = saved.best, round_id
             else:
                 log.info(
-                    "best model removed", round=round_id, metric=saved.best.metric, mode=saved.best.mode,
-                    value=saved.best.value, why="it is of another run, metric or mode, or not the newest",
-                )  # fmt: skip
+                    "best model removed",
+                    round=round_id,
+                    metric=saved.best.metric,
+                    mode=saved.best.mode,
+                    value=saved.best.value,
+                    why="it is of another run, metric or mode, or not the newest",
+                )
                 store.remove(round_id)
 
     def note(self, report: RoundReport) -> None:

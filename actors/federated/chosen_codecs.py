@@ -91,9 +91,7 @@ def check_allowed(welcome: Welcome, allowed: Collection[str], setting: str) -> N
     _made(welcome.section_codec, welcome.section_options, {}, allowed, setting)
 
 
-def codec_of(
-    welcome: Welcome, terms: Mapping[str, Any] | None = None, *, allowed: Collection[str] = ()
-) -> Codec:  # fmt: skip
+def codec_of(welcome: Welcome, terms: Mapping[str, Any] | None = None, *, allowed: Collection[str] = ()) -> Codec:
     """The codec of the updates, with the options that the controller has sent.
 
     Args:

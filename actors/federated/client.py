@@ -142,9 +142,15 @@ class Client:
     _task_methods: ClassVar[tuple[str, ...]] = ("build_model", "prepare", "train")  # that are called here
 
     def __init__(
-        self, bus: Bus, task: FederatedTask, *, client_id: int | None = None, name: str = "",
-        config: ClientConfig | None = None, callbacks: Sequence[Any] = (),
-    ) -> None:  # fmt: skip
+        self,
+        bus: Bus,
+        task: FederatedTask,
+        *,
+        client_id: int | None = None,
+        name: str = "",
+        config: ClientConfig | None = None,
+        callbacks: Sequence[Any] = (),
+    ) -> None:
         """A client that has not started.
 
         Args:
@@ -241,10 +247,22 @@ class Client:
     async def _request_id(self) -> None:
         """Have the controller assign an id, and become the client with that."""
         hello = Hello(
-            protocol=PROTOCOL, dim=self._model.everything[0], layout=self._model.everything[1], ready=False, session=0,
-            phase="idle", round_id=-1, model_round=-1, host=process_name(), next_round=-1, masks=True, grids=True,
-            trained_dim=self._model.trained[0], trained_layout=self._model.trained[1], name=self.name,
-        )  # fmt: skip
+            protocol=PROTOCOL,
+            dim=self._model.everything[0],
+            layout=self._model.everything[1],
+            ready=False,
+            session=0,
+            phase="idle",
+            round_id=-1,
+            model_round=-1,
+            host=process_name(),
+            next_round=-1,
+            masks=True,
+            grids=True,
+            trained_dim=self._model.trained[0],
+            trained_layout=self._model.trained[1],
+            name=self.name,
+        )
         incarnation = self._identity.incarnation
         self.client_id, self.name = await request_id(self._bus, incarnation, hello, self._session, self._check_waiting)
         self._compute.close()
@@ -257,9 +275,14 @@ class Client:
         self._budget.enter()  # on another thread, where the id was assigned
         kept = ClientStateStore(self._config.state_dir, self.client_id)
         self._training = LocalTraining(
-            self._task, self._identity, self._model, kept, self._bus.memory, self._probe,
+            self._task,
+            self._identity,
+            self._model,
+            kept,
+            self._bus.memory,
+            self._probe,
             Allowed(self._config.rule, self._config.codecs),
-        )  # fmt: skip
+        )
         self._training.keeps_local_model = self._config.share_model
         self._opened.callback(self._training.close)
         evaluation = LocalEvaluation(
@@ -284,10 +307,17 @@ class Client:
         own = own_codecs(self._config.codecs, self._codecs_setting)
         self._heartbeat = ClientHeartbeat(self._bus, self._identity, self._session, self._describe)
         self._context = ClientContext(
-            client_id=self.client_id, bus=self._bus, identity=self._identity, config=self._config,
-            session=self._session, status=self._status, heartbeat=self._heartbeat, changed=self._changed,
-            compute=self._compute, probe=self._probe,
-        )  # fmt: skip
+            client_id=self.client_id,
+            bus=self._bus,
+            identity=self._identity,
+            config=self._config,
+            session=self._session,
+            status=self._status,
+            heartbeat=self._heartbeat,
+            changed=self._changed,
+            compute=self._compute,
+            probe=self._probe,
+        )
         self._models = ClientModels(
             self._context,
             self._model.dim,
@@ -304,15 +334,26 @@ class Client:
         current, (phase, phase_s) = self._session, self._status.reported(self._sender.phase)
         is_chosen = current.welcome is not None and bool(current.welcome.include)
         return Hello(
-            protocol=PROTOCOL, dim=self._model.everything[0], layout=self._model.everything[1],
-            ready=self._prepared and matched, session=current.incarnation if current.welcome is not None else 0,
-            phase=phase, phase_s=phase_s, round_id=current.command.round_id if current.command is not None else -1,
-            model_round=self._models.replica.round_id, host=process_name(), memory=self._models.memory_here,
-            next_round=-1 if current.from_round is None else current.from_round, masks=True, grids=True,
-            trained_dim=self._model.trained[0], trained_layout=self._model.trained[1],
-            shared_dim=self._shape.dim if is_chosen else 0, shared_layout=self._shape.layout if is_chosen else 0,
+            protocol=PROTOCOL,
+            dim=self._model.everything[0],
+            layout=self._model.everything[1],
+            ready=self._prepared and matched,
+            session=current.incarnation if current.welcome is not None else 0,
+            phase=phase,
+            phase_s=phase_s,
+            round_id=current.command.round_id if current.command is not None else -1,
+            model_round=self._models.replica.round_id,
+            host=process_name(),
+            memory=self._models.memory_here,
+            next_round=-1 if current.from_round is None else current.from_round,
+            masks=True,
+            grids=True,
+            trained_dim=self._model.trained[0],
+            trained_layout=self._model.trained[1],
+            shared_dim=self._shape.dim if is_chosen else 0,
+            shared_layout=self._shape.layout if is_chosen else 0,
             name=self.name,
-        )  # fmt: skip
+        )
 
     @property
     def is_paused(self) -> bool:
@@ -673,8 +714,9 @@ class Client:
     def _take_terms(self, terms: RoundTerms, group: TaskGroup) -> None:
         current = self._session
         if current.terms is not None and (terms.round_id, terms.attempt) < (
-            current.terms.round_id, current.terms.attempt,
-        ):  # fmt: skip
+            current.terms.round_id,
+            current.terms.attempt,
+        ):
             return
         before, current.terms = current.terms, terms
         if terms.attempt and terms != before:
@@ -768,9 +810,7 @@ class Client:
         is_asked = welcome is not None and command is not None and current.is_for(self.client_id, welcome, command)
         if is_asked and command is not None and current.repeats is None:
             current.mark_handled(command)
-            current.failure = TrainingFailure(
-                current.run_id, command.round_id, PAUSED, PAUSED, attempt=current.attempt
-            )  # fmt: skip
+            current.failure = TrainingFailure(current.run_id, command.round_id, PAUSED, PAUSED, attempt=current.attempt)
             await self._heartbeat.send_hello()
         self._paused_in = None
         if self._status.is_paused:
@@ -786,10 +826,17 @@ class Client:
     async def _make_update(self, welcome: Welcome, command: TrainCmd, base: Tensor) -> EncodedUpdate:
         """Do what the command asks for, from ``base``, and encode it. Whatever is raised is reported as a failure."""
         inputs = RoundInputs(
-            welcome=welcome, command=command, base=base, broadcast=self._models.replica.broadcast,
-            buffers=self._models.replica.buffers, terms=self._session.terms, commanded_s=self._session.commanded_s,
-            spent=self._masking.turn_to(welcome.run_id, command.round_id), route=self._route, pacer=self._budget.pacer,
-        )  # fmt: skip
+            welcome=welcome,
+            command=command,
+            base=base,
+            broadcast=self._models.replica.broadcast,
+            buffers=self._models.replica.buffers,
+            terms=self._session.terms,
+            commanded_s=self._session.commanded_s,
+            spent=self._masking.turn_to(welcome.run_id, command.round_id),
+            route=self._route,
+            pacer=self._budget.pacer,
+        )
         return await self._compute.run(self._training.train, inputs, next(self._transfers), self._compute.should_stop)
 
     def _is_called_off(self) -> bool:
@@ -859,10 +906,14 @@ class Client:
             report = ClientReport.of_update(update.request, reason, bytes_up=sent_bytes, seconds=seconds)
         if report.counted:
             log.info(
-                "round done", **self._facts, round=report.round_id, samples=report.num_samples,
-                loss=None if report.loss is None else round(report.loss, 6), seconds=round(seconds, 3),
+                "round done",
+                **self._facts,
+                round=report.round_id,
+                samples=report.num_samples,
+                loss=None if report.loss is None else round(report.loss, 6),
+                seconds=round(seconds, 3),
                 bytes=sent_bytes,
-            )  # fmt: skip
+            )
         if self._status.is_paused:  # while it was sent: this is said only now
             await self._heartbeat.send_hello()
         await self._observer.round_done(report)
@@ -1004,5 +1055,6 @@ class Client:
             return RunAborted(f"the run has ended: {plain_line(end.reason)}")
         return TrainingFailed(
             f"training failed here: {self._failure}. That has ended the run. Mend it, start the clients and then the "
-            f"controller again: the run goes on from the last committed model", [self.client_id],
-        )  # fmt: skip
+            f"controller again: the run goes on from the last committed model",
+            [self.client_id],
+        )

@@ -33,9 +33,13 @@ class ClientEvaluator:
     """Has clients evaluate models, one at a time."""
 
     def __init__(
-        self, context: RunContext, registry: ClientRegistry, *, sleep_until: Callable[[float], Awaitable[None]],
+        self,
+        context: RunContext,
+        registry: ClientRegistry,
+        *,
+        sleep_until: Callable[[float], Awaitable[None]],
         changed: Callable[[], None],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """``sleep_until`` waits for ``changed``, or until that time."""
         self._context = context
         self._registry = registry
@@ -62,9 +66,12 @@ class ClientEvaluator:
         )
         if summary.missing.keys() - {PAUSED}:
             log.warning(
-                "evaluation without some clients", round=round_id, answered=summary.answered, asked=summary.asked,
+                "evaluation without some clients",
+                round=round_id,
+                answered=summary.answered,
+                asked=summary.asked,
                 missing=dict(summary.missing),
-            )  # fmt: skip
+            )
         return summary
 
     async def present(self, names: Set[str]) -> OpenEvaluation:
@@ -79,15 +86,18 @@ class ClientEvaluator:
 
     async def evaluate(
         self, round_id: int, asked: Iterable[int], is_enough: Callable[[OpenEvaluation], bool] = lambda found: False
-    ) -> OpenEvaluation:  # fmt: skip
+    ) -> OpenEvaluation:
         """Have these clients evaluate the model of this round. Returns when nothing more is awaited, or ``is_enough``
         is true of the results so far."""
         config = self._context.config
         now_s = time.monotonic()
         found = self._open = OpenEvaluation(
-            round_id, asked, now_s=now_s, timeout_s=config.evaluation.timeout_s,
+            round_id,
+            asked,
+            now_s=now_s,
+            timeout_s=config.evaluation.timeout_s,
             max_samples=config.limits.max_samples,
-        )  # fmt: skip
+        )
         repeat_at_s = now_s
         try:
             self.membership_changed()

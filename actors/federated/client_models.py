@@ -68,10 +68,16 @@ class ClientModels:
     """
 
     def __init__(
-        self, context: ClientContext, dim: int, frozen_dim: int, frozen: FrozenParameters,
-        own: Sequence[type[Codec]] = (), *, wait: Callable[[float], Awaitable[None]],
+        self,
+        context: ClientContext,
+        dim: int,
+        frozen_dim: int,
+        frozen: FrozenParameters,
+        own: Sequence[type[Codec]] = (),
+        *,
+        wait: Callable[[float], Awaitable[None]],
         follower: ModelFollower | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """No models yet.
 
         Args:
@@ -242,9 +248,7 @@ class ClientModels:
             await self.fetch_round(welcome, round_id, superseded)
         return self.replica.vector if self.replica.round_id == round_id else None
 
-    async def _fetch_candidate(
-        self, welcome: Welcome, round_id: int, superseded: Callable[[], bool]
-    ) -> Tensor | None:  # fmt: skip
+    async def _fetch_candidate(self, welcome: Welcome, round_id: int, superseded: Callable[[], bool]) -> Tensor | None:
         """Fetch a model that is only evaluated. None: it is no longer wanted."""
         self.receive(True)
         try:
@@ -256,9 +260,14 @@ class ClientModels:
             self.receive(self.receives_all(welcome))
 
     async def fetch(
-        self, welcome: Welcome, replica: ModelReplica, round_id: int, superseded: Callable[[], bool], *,
+        self,
+        welcome: Welcome,
+        replica: ModelReplica,
+        round_id: int,
+        superseded: Callable[[], bool],
+        *,
         first_after_s: float = ASK_AFTER_S,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Wait until the replica has the model of this round, or that is superseded, and request it while nothing of
         it arrives, for the first time after so many seconds. Raises BarrierTimeout: no controller for too long."""
         context = self._context

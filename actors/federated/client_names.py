@@ -160,9 +160,11 @@ class ClientNames:
         """Return the lowest of these ids that is nobody's, nor that of a host's client; None: there is none."""
         hosts = tuple(sorted((ids for host in self._hosts.values() for ids in host), key=lambda ids: ids.start))
         free = (
-            one for ids in among for one in ids
+            one
+            for ids in among
+            for one in ids
             if one not in self._names and not has_id(hosts, one) and not is_taken(one)
-        )  # fmt: skip
+        )
         return next(free, None)
 
     def rows(self, here: Iterable[int] | None = None) -> list[tuple[str, str]]:

@@ -40,9 +40,14 @@ class ClientObserver:
     """
 
     def __init__(
-        self, given: Sequence[Any], named: Sequence[str], models: NamedModel, changed: asyncio.Event, *,
+        self,
+        given: Sequence[Any],
+        named: Sequence[str],
+        models: NamedModel,
+        changed: asyncio.Event,
+        *,
         name: str = "client",
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Follow nothing yet.
 
         Args:

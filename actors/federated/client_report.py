@@ -39,8 +39,14 @@ class ClientReport:
     def of_update(cls, request: UploadRequest, reason: str, *, bytes_up: int, seconds: float) -> ClientReport:
         """Report an update that was sent. ``reason``: why it does not count; empty: it does."""
         return cls(
-            round_id=request.round_id, counted=not reason, reason=reason, num_samples=request.num_samples,
+            round_id=request.round_id,
+            counted=not reason,
+            reason=reason,
+            num_samples=request.num_samples,
             loss=request.loss if math.isfinite(request.loss) else None,
-            metrics=MappingProxyType(dict(request.metrics)), steps=request.steps, train_s=request.train_s,
-            bytes_up=bytes_up, seconds=seconds,
-        )  # fmt: skip
+            metrics=MappingProxyType(dict(request.metrics)),
+            steps=request.steps,
+            train_s=request.train_s,
+            bytes_up=bytes_up,
+            seconds=seconds,
+        )

@@ -171,9 +171,16 @@ class ClientRegistry:
     """
 
     def __init__(
-        self, *, dim: int, layout: int, session: int, dead_after_s: float, duplicate_after_s: float, memory: str = "",
+        self,
+        *,
+        dim: int,
+        layout: int,
+        session: int,
+        dead_after_s: float,
+        duplicate_after_s: float,
+        memory: str = "",
         compares: Compared = "all",
-    ) -> None:  # fmt: skip
+    ) -> None:
         """An empty table.
 
         Args:
@@ -249,9 +256,16 @@ class ClientRegistry:
         return all(_record(m).model_round >= round_id for m in self if self.shares_memory(m.client_id))
 
     def hello(
-        self, sender: Identity, hello: Hello, number: int, *, now_s: float, next_round: int, out_until: int = 0,
+        self,
+        sender: Identity,
+        hello: Hello,
+        number: int,
+        *,
+        now_s: float,
+        next_round: int,
+        out_until: int = 0,
         is_stalled: bool = False,
-    ) -> tuple[HelloAnswer, str]:  # fmt: skip
+    ) -> tuple[HelloAnswer, str]:
         """The answer to a Hello, and the reason of a refusal.
 
         Args:
@@ -293,9 +307,16 @@ class ClientRegistry:
         return (HelloAnswer.NOTHING if knows else HelloAnswer.WELCOME), ""
 
     def host_hello(
-        self, sender: Identity, hello: Hello, number: int, *, now_s: float, next_round: int,
-        out_until: Callable[[int], int], is_stalled: bool = False,
-    ) -> tuple[HelloAnswer, str]:  # fmt: skip
+        self,
+        sender: Identity,
+        hello: Hello,
+        number: int,
+        *,
+        now_s: float,
+        next_round: int,
+        out_until: Callable[[int], int],
+        is_stalled: bool = False,
+    ) -> tuple[HelloAnswer, str]:
         """The answer to the Hello of a host, which brings all of its clients; as :meth:`hello`.
 
         Args:
@@ -473,10 +494,11 @@ class ClientRegistry:
         """Return whether one of these clients has not received the command of this attempt at a round, as its newest
         Hello shows: it works on another round, or, in a further attempt, on nothing."""
         lacking = {
-            record.client_id for record in self._records()
+            record.client_id
+            for record in self._records()
             if record.hello.session == self._session
             and (record.hello.round_id != round_id or (attempt > 1 and record.hello.phase == IDLE))
-        }  # fmt: skip
+        }
         # Of a host there is one record, however many clients it has: as a rule none lacks the command.
         return bool(lacking) and any(
             _record(self._members[one]).client_id in lacking for one in ids if one in self._members

@@ -117,9 +117,16 @@ class Controller:
     _evaluates: ClassVar[bool] = True  # models, after its rounds
 
     def __init__(
-        self, bus: Bus, task: FederatedTask, config: FederatedConfig, *, strategy: Strategy | None = None,
-        on_open: Callable[[], object] = lambda: None, fail_at: str | None = None, callbacks: Sequence[Any] = (),
-    ) -> None:  # fmt: skip
+        self,
+        bus: Bus,
+        task: FederatedTask,
+        config: FederatedConfig,
+        *,
+        strategy: Strategy | None = None,
+        on_open: Callable[[], object] = lambda: None,
+        fail_at: str | None = None,
+        callbacks: Sequence[Any] = (),
+    ) -> None:
         """A controller that has not started.
 
         Args:
@@ -179,9 +186,7 @@ class Controller:
     def _open(self) -> None:
         """Build the model and restore the state, off the loop."""
         config = self._config
-        self._rates = RoundRates(
-            CLIENT_SCHEDULES, config.training.schedule, config.training.first_lr, config.rounds
-        )  # fmt: skip
+        self._rates = RoundRates(CLIENT_SCHEDULES, config.training.schedule, config.training.first_lr, config.rounds)
         given = self._given_strategy
         sharing = Sharing.of(config, STRATEGIES.find(config.strategy.name) if given is None else type(given))
         self._model = FlatModel(build_model(self._task), sharing, rebuild=partial(build_model, self._task))
@@ -232,30 +237,44 @@ class Controller:
         self._bus.open_writer(TrainCmd)  # clients are ready when they are matched with it
         context = self._context = RunContext(
             self._bus, self._identity, self._compute, config, state, self._probe.history
-        )  # fmt: skip
+        )
         self._registry = ClientRegistry(
-            dim=dim, layout=self._model.layout, session=self._identity.incarnation,
-            dead_after_s=config.clients.dead_after_s, duplicate_after_s=duplicate_after_s(config.clients.heartbeat_s),
+            dim=dim,
+            layout=self._model.layout,
+            session=self._identity.incarnation,
+            dead_after_s=config.clients.dead_after_s,
+            duplicate_after_s=duplicate_after_s(config.clients.heartbeat_s),
             memory=self._bus.memory.here,
             compares="shared" if self._model.sharing.has_patterns else config.exchange,
-        )  # fmt: skip
+        )
         self._registry.max_members = most_clients(config)
         self._book = OrderBook(config, self._strategy, state, has_caller=self._has_caller)
         self._publisher = ModelPublisher(context, CODECS.make(config.downlink_codec), self._registry)
         self._selection = ParticipantSelection(
-            context, self._registry, self.progress, self._selector, sleep_until=self._sleep_until,
+            context,
+            self._registry,
+            self.progress,
+            self._selector,
+            sleep_until=self._sleep_until,
             changed=self.membership_changed,
-        )  # fmt: skip
+        )
         admission = UpdateAdmission(
-            state.quarantine, run_id=state.run_id, budget_bytes=config.limits.receive_budget_bytes,
+            state.quarantine,
+            run_id=state.run_id,
+            budget_bytes=config.limits.receive_budget_bytes,
             max_bytes=self._max_update_bytes() + self._model.buffers.max_bytes,
             max_samples=config.limits.max_samples,
-        )  # fmt: skip
+        )
         self._admission = admission
         self._receiver = UpdateReceiver(
-            context, self._strategy, admission, dim=dim, on_strike=self._selection.on_strike, on_change=self._changed,
+            context,
+            self._strategy,
+            admission,
+            dim=dim,
+            on_strike=self._selection.on_strike,
+            on_change=self._changed,
             buffers=self._model.buffers,
-        )  # fmt: skip
+        )
         self._receiver.own_codecs = self._own_codecs()
         self._masked = MaskedRounds(
             context, self._registry, self._receiver, self._selection, self.progress, changed=self._changed
@@ -266,12 +285,14 @@ class Controller:
         if self._bases is not None:
             self._receiver.bases, admission.max_staleness = self._bases, config.asynchronous.max_staleness
         self._monitor = LivenessMonitor(
-            context, self._registry, self._receiver, self.progress, changed=self.membership_changed,
+            context,
+            self._registry,
+            self._receiver,
+            self.progress,
+            changed=self.membership_changed,
             open_round=lambda: self._round,
-        )  # fmt: skip
-        self._dispatcher = Dispatcher(
-            context, self._registry, self._receiver, self._publisher, self._monitor, self
-        )  # fmt: skip
+        )
+        self._dispatcher = Dispatcher(context, self._registry, self._receiver, self._publisher, self._monitor, self)
         self._dispatcher.fetch_models = self._selector.partial
         self._dispatcher.has_terms = (
             config.training.has_terms or self._has_caller or self._strategy.gives_orders or self._has_orders
@@ -377,9 +398,9 @@ class Controller:
         Raises as :meth:`run`, errors possibly in a group."""
         reason = ["the controller was stopped"]
         async with AsyncExitStack() as stack:
-            stack.callback(lambda: self._probe.end(
-                phase=self.progress.phase, reason=reason[0], rejected=dict(self._bus.rejected)
-            ))  # fmt: skip
+            stack.callback(
+                lambda: self._probe.end(phase=self.progress.phase, reason=reason[0], rejected=dict(self._bus.rejected))
+            )
             try:
                 await self._run_rounds(stack, on_report, reason)
             except asyncio.CancelledError:
@@ -406,16 +427,23 @@ class Controller:
         stack.callback(self._close_state)
         stack.callback(self._compute.close)
         log.info(
-            "run starts", job=self._bus.job, rounds=config.rounds, strategy=config.strategy.name,
+            "run starts",
+            job=self._bus.job,
+            rounds=config.rounds,
+            strategy=config.strategy.name,
             trust=config.limits.trust,
-        )  # fmt: skip
+        )
         log_timeouts(log, federated_timeouts(config, lease_s=self._bus.remote_lease_s))
         await self._compute.run(self._open)
         state = self._state
         await claim_job(
-            self._bus, self._identity, config.clients.heartbeat_s, hangs_after_s=config.clients.dead_after_s,
-            run_id=state.run_id, last_start=self._last_start,
-        )  # fmt: skip
+            self._bus,
+            self._identity,
+            config.clients.heartbeat_s,
+            hangs_after_s=config.clients.dead_after_s,
+            run_id=state.run_id,
+            last_start=self._last_start,
+        )
         await self._compute.run(state.record_start)
         self._wire()
         stack.callback(self._publisher.close)
@@ -534,9 +562,7 @@ class Controller:
 
     async def _wait_for_clients(self) -> None:
         """Wait until the first round can start. From then on the clients follow this controller."""
-        await self._selection.wait_for_start(
-            self._state.round_id + 1, timeout_s=self._config.clients.start_timeout_s
-        )  # fmt: skip
+        await self._selection.wait_for_start(self._state.round_id + 1, timeout_s=self._config.clients.start_timeout_s)
         self._dispatcher.has_begun = True
 
     # Clients
@@ -611,9 +637,7 @@ class Controller:
         while tries < self._config.round.max_attempts:
             attempt += 1
             if len(accepted.union(self._selection.ready(round_id, named))) < least:
-                await self._selection.wait_for_start(
-                    round_id, accepted, timeout_s=self._time_left()[0], named=named
-                )  # fmt: skip
+                await self._selection.wait_for_start(round_id, accepted, timeout_s=self._time_left()[0], named=named)
             known = len(self._masked.left_out)
             round_, outcome = await self._collect(round_id, accepted, attempt)
             if outcome is not Outcome.TOO_FEW:
@@ -739,7 +763,7 @@ class Controller:
         most = most_samples(self._config.limits, self._state.participation.samples().values())
         ready, enough = self._selection.participants(
             round_id, accepted, most, named=named, without=self._masked.left_out
-        )  # fmt: skip
+        )
         rules = dataclasses.replace(rules, enough=enough)
         # Of those that were not asked nobody waits for one that sends again.
         silent = set() if self._selector.partial else self._registry.silent_ids(round_id) - self._masked.left_out
@@ -749,7 +773,7 @@ class Controller:
         last = self.progress.reports[-1] if self.progress.reports else None
         buffer = BufferRound(
             round_id, ready, rules, self._config.asynchronous, now_s=time.monotonic(), accepted=accepted, silent=silent
-        )  # fmt: skip
+        )
         if last is not None or accepted:
             buffer.go_on(last, updates=len(self._receiver.totals.staleness) if accepted else 0)
         return buffer
@@ -809,11 +833,19 @@ class Controller:
         self._probe.reached("after_aggregate_before_commit", round_id)
         totals = self._receiver.totals
         report = round_report(
-            round_, totals, self._receiver.timing, (started_s, collected_s, aggregated_s), attempt=attempt,
-            outcome=outcome.value, dropped=self._receiver.take_dropped(), weights_crc32=crc32,
-            strikes=state.quarantine.take_new(), marks=self._marks(), epsilon=self._strategy.epsilon,
+            round_,
+            totals,
+            self._receiver.timing,
+            (started_s, collected_s, aggregated_s),
+            attempt=attempt,
+            outcome=outcome.value,
+            dropped=self._receiver.take_dropped(),
+            weights_crc32=crc32,
+            strikes=state.quarantine.take_new(),
+            marks=self._marks(),
+            epsilon=self._strategy.epsilon,
             order=self._book.order(round_id).to_json(),
-        )  # fmt: skip
+        )
         if self._callbacks.follow("on_aggregate"):
             await self._call_back(self._stop.aggregated, report)
         state.participation.commit(round_id, totals.samples, self._losses.of(round_), totals.loss_of)
@@ -842,17 +874,27 @@ class Controller:
             await self._dispatcher.note_speeds(self._receiver.totals.speeds)
         evaluation = await self._evaluation.after_round(round_id)
         report = state.amend(
-            report, **self._publisher.bytes_down(size, asked), downlink_residual_norm=self._publisher.residual_norm,
-            checkpoint_s=committed_s - aggregated_s, publish_s=published_s - committed_s,
-            eval_s=time.perf_counter() - checked_s, seconds=published_s - started_s,
+            report,
+            **self._publisher.bytes_down(size, asked),
+            downlink_residual_norm=self._publisher.residual_norm,
+            checkpoint_s=committed_s - aggregated_s,
+            publish_s=published_s - committed_s,
+            eval_s=time.perf_counter() - checked_s,
+            seconds=published_s - started_s,
             **evaluation,
-        )  # fmt: skip
+        )
         self.progress.add(report)
         log.info(
-            "round done", round=round_id, accuracy=report.accuracy, metrics=dict(report.metrics) or None,
-            loss=report.loss, clients=list(report.clients), outcome=report.outcome, seconds=round(report.seconds, 3),
+            "round done",
+            round=round_id,
+            accuracy=report.accuracy,
+            metrics=dict(report.metrics) or None,
+            loss=report.loss,
+            clients=list(report.clients),
+            outcome=report.outcome,
+            seconds=round(report.seconds, 3),
             bytes_shared=report.bytes_shared,
-        )  # fmt: skip
+        )
         return report
 
     def _marks(self) -> dict[str, tuple[int, ...]]:

@@ -62,9 +62,14 @@ class LocalModelReceiver:
     """Receives local models, one at a time. All methods are called on the loop."""
 
     def __init__(
-        self, context: RunContext, registry: ClientRegistry, *, dim: int,
-        sleep_until: Callable[[float], Awaitable[None]], changed: Callable[[], None],
-    ) -> None:  # fmt: skip
+        self,
+        context: RunContext,
+        registry: ClientRegistry,
+        *,
+        dim: int,
+        sleep_until: Callable[[float], Awaitable[None]],
+        changed: Callable[[], None],
+    ) -> None:
         """``dim``: of the model. ``sleep_until`` waits for ``changed``, or until that time."""
         self._context = context
         self._registry = registry
@@ -136,9 +141,11 @@ class LocalModelReceiver:
     async def on_request(self, client_id: int, incarnation: int, request: UploadRequest) -> None:
         """A client offers its local model."""
         wanted, source = self._wanted, RequestedUpload(client_id, incarnation, request)
-        if wanted is None or source[:2] != (wanted.client_id, wanted.incarnation) or (
-            request.round_id != wanted.round_id
-        ):  # fmt: skip
+        if (
+            wanted is None
+            or source[:2] != (wanted.client_id, wanted.incarnation)
+            or (request.round_id != wanted.round_id)
+        ):
             await self._send(source.receipt(NOT_WANTED))
             return
         if request.run_id != self._context.run_id or request.total_bytes != self._num_bytes:
@@ -193,7 +200,7 @@ class CrossSiteEvaluation:
 
     def __init__(
         self, context: RunContext, publisher: ModelPublisher, evaluator: ClientEvaluator, models: LocalModelReceiver
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._context = context
         self._publisher = publisher
         self._evaluator = evaluator
@@ -228,10 +235,16 @@ class CrossSiteEvaluation:
         self._note_late(found.failures, asked)
         row = found.row(model)
         gone = dict.fromkeys(set(clients).difference(asked), LATE)
-        return row if not gone else CrossSiteRow(
-            model=model, results=row.results, num_samples=row.num_samples,
-            missing=dict(sorted({**row.missing, **gone}.items())),
-        )  # fmt: skip
+        return (
+            row
+            if not gone
+            else CrossSiteRow(
+                model=model,
+                results=row.results,
+                num_samples=row.num_samples,
+                missing=dict(sorted({**row.missing, **gone}.items())),
+            )
+        )
 
     def _note_late(self, failures: dict[int, str], asked: Collection[int]) -> None:
         for client_id in asked:

@@ -124,9 +124,14 @@ class Dispatcher:
     local_models: LocalModelReceiver
 
     def __init__(
-        self, context: RunContext, registry: ClientRegistry, receiver: UpdateReceiver, publisher: ModelPublisher,
-        monitor: LivenessMonitor, events: RoundEvents,
-    ) -> None:  # fmt: skip
+        self,
+        context: RunContext,
+        registry: ClientRegistry,
+        receiver: UpdateReceiver,
+        publisher: ModelPublisher,
+        monitor: LivenessMonitor,
+        events: RoundEvents,
+    ) -> None:
         self._context = context
         self._registry = registry
         self._receiver = receiver
@@ -142,11 +147,13 @@ class Dispatcher:
         self.terms: Welcome | None = None
         config, state = context.config, context.state
         self._naming = ClientNaming(
-            state.names, num_clients=config.clients.num, is_taken=self._is_taken,
+            state.names,
+            num_clients=config.clients.num,
+            is_taken=self._is_taken,
             node_of=context.bus.access_policy.node_of,
             assigns_from_s=time.monotonic() + duplicate_after_s(config.clients.heartbeat_s),
             is_site=lambda: self.terms is not None,
-        )  # fmt: skip
+        )
 
     def _is_taken(self, client_id: int) -> bool:
         """Whether an id is that of a client that is here, or that took part and may come back."""
@@ -303,9 +310,14 @@ class Dispatcher:
             return HelloAnswer.REFUSE, found.refusal
         if hello.ids:
             return self._registry.host_hello(
-                client, hello, number, now_s=now_s, next_round=next_round, out_until=quarantine.out_until,
+                client,
+                hello,
+                number,
+                now_s=now_s,
+                next_round=next_round,
+                out_until=quarantine.out_until,
                 is_stalled=is_stalled,
-            )  # fmt: skip
+            )
         if out_until == FOR_GOOD:
             return HelloAnswer.REFUSE, quarantine.exclusion_reason(client.sender, next_round) or ""
         if next_round > self._context.config.rounds:
@@ -355,26 +367,44 @@ class Dispatcher:
         masked = config.secure_aggregation.enabled
         is_host = client.client_id >= FIRST_HOST
         welcome = Welcome(
-            to=client.client_id if to is None else to, incarnation=client.incarnation, run_id=self._context.run_id,
-            next_round=client.from_round, codec=config.codec.name, codec_options=CODECS.to_json(config.codec),
-            num_clients=config.clients.num or 0, heartbeat_s=config.clients.heartbeat_s,
-            memory=self._context.bus.memory.here, frozen=self._publisher.frozen_hash,
-            rule=training.rule.name, options=self._options(client.client_id), round_s=config.round.timeout_s,
+            to=client.client_id if to is None else to,
+            incarnation=client.incarnation,
+            run_id=self._context.run_id,
+            next_round=client.from_round,
+            codec=config.codec.name,
+            codec_options=CODECS.to_json(config.codec),
+            num_clients=config.clients.num or 0,
+            heartbeat_s=config.clients.heartbeat_s,
+            memory=self._context.bus.memory.here,
+            frozen=self._publisher.frozen_hash,
+            rule=training.rule.name,
+            options=self._options(client.client_id),
+            round_s=config.round.timeout_s,
             broadcast=self._publisher.num_broadcast,
             has_terms=self.has_terms or self.fetch_models or is_host or masked,
-            fetch_models=self.fetch_models, masked=masked,
-            include=list(sharing.include) if sharing.has_patterns else [], exclude=list(sharing.exclude),
-            buffers=dict(sharing.buffers), buffer_layout=self._context.state.model.buffers.digest,
-            section_codec=config.section_codec.name, section_options=CODECS.to_json(config.section_codec),
+            fetch_models=self.fetch_models,
+            masked=masked,
+            include=list(sharing.include) if sharing.has_patterns else [],
+            exclude=list(sharing.exclude),
+            buffers=dict(sharing.buffers),
+            buffer_layout=self._context.state.model.buffers.digest,
+            section_codec=config.section_codec.name,
+            section_options=CODECS.to_json(config.section_codec),
             downlink_codec=config.downlink_codec.name,
-            client_id=-1 if is_host else client.client_id, named_commands=self.names_commands,
+            client_id=-1 if is_host else client.client_id,
+            named_commands=self.names_commands,
             name=client.hello.name if is_host else self._context.state.names.own_name_of(client.client_id),
-        )  # fmt: skip
+        )
         if (terms := self.terms) is not None:
             welcome = replace(
-                welcome, codec=terms.codec, codec_options=terms.codec_options, section_codec=terms.section_codec,
-                section_options=terms.section_options, rule=terms.rule, options=terms.options,
-            )  # fmt: skip
+                welcome,
+                codec=terms.codec,
+                codec_options=terms.codec_options,
+                section_codec=terms.section_codec,
+                section_options=terms.section_options,
+                rule=terms.rule,
+                options=terms.options,
+            )
         await self._context.publish(welcome)
         await self._publisher.announce_to(client.client_id)
 
@@ -384,7 +414,7 @@ class Dispatcher:
 
     def round_terms(
         self, round_id: int, participants: Collection[int], book: OrderBook, *, held: bool, attempt: int = 0
-    ) -> RoundTerms | None:  # fmt: skip
+    ) -> RoundTerms | None:
         """Return what belongs to the command of a round, and has no field in it; None: there is no such setting.
 
         Args:
@@ -399,9 +429,14 @@ class Dispatcher:
         if names_them or ordered is not None:
             named = ids_in_terms(participants, ordered, may_name_all=not self.fetch_models)
         return RoundTerms(
-            self._context.run_id, round_id, book.terms_of(round_id), named, held=held, attempt=attempt,
+            self._context.run_id,
+            round_id,
+            book.terms_of(round_id),
+            named,
+            held=held,
+            attempt=attempt,
             each=book.each(round_id),
-        )  # fmt: skip
+        )
 
     async def note_speeds(self, speeds: Mapping[int, float]) -> None:
         """Give clients steps in proportion to these, in steps a second: one whose number changes is welcomed anew."""

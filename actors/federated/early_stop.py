@@ -75,11 +75,16 @@ def _of_clients(report: RoundReport, metric: str, key: str, least_answered: floa
     found = by_clients.named(least_answered).get(metric)
     if found is None:
         log.warning(
-            "too few clients have found the metric", setting=key, metric=metric, round=report.round_id,
+            "too few clients have found the metric",
+            setting=key,
+            metric=metric,
+            round=report.round_id,
             asked=by_clients.asked,
-            answered=by_clients.answered, needed=f"{least_answered:.0%} of those asked",
-            found=list(by_clients.named())[:MAX_NAMED], effect="this evaluation counts as none",
-        )  # fmt: skip
+            answered=by_clients.answered,
+            needed=f"{least_answered:.0%} of those asked",
+            found=list(by_clients.named())[:MAX_NAMED],
+            effect="this evaluation counts as none",
+        )
     return found
 
 
@@ -92,9 +97,13 @@ class EarlyStop:
     """
 
     def __init__(
-        self, settings: EarlyStopSettings, callbacks: Callbacks, history: Iterable[RoundReport] = (), *,
+        self,
+        settings: EarlyStopSettings,
+        callbacks: Callbacks,
+        history: Iterable[RoundReport] = (),
+        *,
         least_answered: float = 0.0,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Begin after the rounds of ``history``. ``least_answered``: share of the asked clients that has to have found
         a metric of clients."""
         self._settings = settings

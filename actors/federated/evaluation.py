@@ -89,9 +89,13 @@ class ClientEvaluation:
         """The evaluation without what names clients."""
         metrics = {name: replace(one, worst=()) for name, one in self.metrics.items()}
         return ClientEvaluation(
-            asked=self.asked, answered=self.answered, num_samples=self.num_samples, seconds=self.seconds,
-            metrics=metrics, missing=self.missing,
-        )  # fmt: skip
+            asked=self.asked,
+            answered=self.answered,
+            num_samples=self.num_samples,
+            seconds=self.seconds,
+            metrics=metrics,
+            missing=self.missing,
+        )
 
     def named(self, least_answered: float = 0.0) -> dict[str, float]:
         """All numbers by name: ``client.loss`` is a mean, ``client.loss.median``, ``.max``, ``.min`` and ``.std`` what
@@ -161,7 +165,7 @@ class OpenEvaluation:
 
     def __init__(
         self, round_id: int, asked: Iterable[int], *, now_s: float, timeout_s: float, max_samples: int = 1 << 40
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Ask at ``now_s``. ``max_samples``: that a result may claim."""
         self.round_id = round_id
         self.asked = frozenset(asked)
@@ -211,10 +215,11 @@ class OpenEvaluation:
         """The results as a row of a cross-site evaluation."""
         results = dict(sorted(self.results.items()))
         return CrossSiteRow(
-            model=model, results={one: dict(result.metrics) for one, result in results.items()},
+            model=model,
+            results={one: dict(result.metrics) for one, result in results.items()},
             num_samples={one: result.num_samples for one, result in results.items()},
             missing=dict(sorted(self.failures.items())),
-        )  # fmt: skip
+        )
 
     def summary(self, limits: LimitSettings, maximize: Collection[str], *, now_s: float) -> ClientEvaluation:
         """Return the summary of the results, in an order that does not depend on arrival.
@@ -236,14 +241,17 @@ class OpenEvaluation:
             for client_id, result in results.items()
         }
         return ClientEvaluation(
-            asked=len(self.asked), answered=len(results),
-            num_samples=sum(result.num_samples for result in results.values()), seconds=max(0.0, now_s - self.began_s),
+            asked=len(self.asked),
+            answered=len(results),
+            num_samples=sum(result.num_samples for result in results.values()),
+            seconds=max(0.0, now_s - self.began_s),
             metrics={
                 name: _over_clients(values[name], weights, largest_is_best=name in maximize)
-                for name in values if name in shown
+                for name in values
+                if name in shown
             },
             missing=_counted(self.failures.values()),
-        )  # fmt: skip
+        )
 
 
 def _over_clients(values: Mapping[int, float], weights: Mapping[int, int], *, largest_is_best: bool) -> ClientMetric:
@@ -255,9 +263,13 @@ def _over_clients(values: Mapping[int, float], weights: Mapping[int, int], *, la
     variance = math.fsum((value - plain) ** 2 for value in values.values()) / len(values)
     return ClientMetric(
         mean=min(max(mean, smallest), largest),  # rounding must not lead beyond
-        median=statistics.median(values.values()), std=math.sqrt(variance), min=smallest, max=largest,
-        clients=len(values), worst=tuple(ordered[:WORST]),
-    )  # fmt: skip
+        median=statistics.median(values.values()),
+        std=math.sqrt(variance),
+        min=smallest,
+        max=largest,
+        clients=len(values),
+        worst=tuple(ordered[:WORST]),
+    )
 
 
 def _counted(reasons: Iterable[str]) -> dict[str, int]:

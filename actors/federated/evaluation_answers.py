@@ -32,9 +32,14 @@ class EvaluationAnswers:
     """The answers of one client, one at a time. All methods are called on the loop."""
 
     def __init__(
-        self, context: ClientContext, models: ClientModels, evaluation: LocalEvaluation, training: LocalTraining,
-        sender: UpdateSender, transfers: Iterator[int],
-    ) -> None:  # fmt: skip
+        self,
+        context: ClientContext,
+        models: ClientModels,
+        evaluation: LocalEvaluation,
+        training: LocalTraining,
+        sender: UpdateSender,
+        transfers: Iterator[int],
+    ) -> None:
         """``transfers``: numbers for uploads, none of which this client uses twice."""
         self._context = context
         self._models = models
@@ -60,10 +65,13 @@ class EvaluationAnswers:
             group.create_task(context.heartbeat.send_hello(), name=f"client-{context.client_id}-hello")
             try:
                 result = await context.compute.run(
-                    self._evaluation.evaluate, vector, welcome, request,
+                    self._evaluation.evaluate,
+                    vector,
+                    welcome,
+                    request,
                     lambda: context.compute.should_stop() or not current.wants_result(request, session),
                     self._models.replica.buffers,
-                )  # fmt: skip
+                )
             except EvaluationStopped:
                 return
             finally:

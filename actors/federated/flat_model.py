@@ -97,9 +97,8 @@ class FlatModel:
         division = divide(self.specs, sharing)
         self.sharing = sharing
         self.integers = [
-            spec for spec in self.specs
-            if spec.kind != "buffer" and spec.dtype in MERGEABLE and spec.name == spec.first
-        ]  # fmt: skip
+            spec for spec in self.specs if spec.kind != "buffer" and spec.dtype in MERGEABLE and spec.name == spec.first
+        ]
         state = self.module.state_dict(keep_vars=True)
         self._places: dict[str, slice] = {}  # of every name in the vector; tied weights share one
         self.table: list[Row] = []
@@ -137,13 +136,20 @@ class FlatModel:
         self._note_frozen()
         in_vector_or_built = {*self._places, *self.buffers.names, *(spec.name for spec in self.personal)}
         self.state_layout = StateLayout(
-            sharing=sharing, specs=self._spec_of, names=tuple(state), dim=self.dim, places=self._places,
-            personal=frozenset(spec.name for spec in self.personal), buffers=self.buffers, built=self._initial,
+            sharing=sharing,
+            specs=self._spec_of,
+            names=tuple(state),
+            dim=self.dim,
+            places=self._places,
+            personal=frozenset(spec.name for spec in self.personal),
+            buffers=self.buffers,
+            built=self._initial,
             held={
-                name: one for name, one in state.items()
+                name: one
+                for name, one in state.items()
                 if name not in self._spec_of or self._spec_of[name].first not in in_vector_or_built
             },
-        )  # fmt: skip
+        )
 
     def _note_names(self, state: Mapping[str, object]) -> None:
         """Note which names of the state are not those of saved tensors, as plain data for ``StateNames`` of a
@@ -191,9 +197,10 @@ class FlatModel:
             self._build_again(self._rebuild())
             structure = structure_of(self.module)
             log.warning(
-                "model built again", reason=why,
+                "model built again",
+                reason=why,
                 effect="whatever else the task has kept from the old one, such as an optimizer, is of no use any more",
-            )  # fmt: skip
+            )
         self._before = structure
 
     def _is_frozen_part_changed(self) -> bool:
@@ -223,10 +230,11 @@ class FlatModel:
             return {}
         found = _copied(self.module.state_dict(), [spec.name for spec in self.personal])
         return {
-            spec.name: found[spec.name] for spec in self.personal
+            spec.name: found[spec.name]
+            for spec in self.personal
             if (spec.is_inexact and spec.kind != "frozen")
             or not torch.equal(found[spec.name], self._initial[spec.name])
-        }  # fmt: skip
+        }
 
     def write_personal(self, kept: Mapping[str, Tensor]) -> None:
         """Set the personal tensors to what :meth:`read_personal` gave; those that it left out, as they were built.

@@ -63,9 +63,15 @@ class ModelReplica:
     """
 
     def __init__(
-        self, dim: int, *, max_bytes: int | None = None, probe: Probe | None = None,
-        access_policy: AccessPolicy | None = None, kind: ModelKind = "round", own: Sequence[type[Codec]] = (),
-    ) -> None:  # fmt: skip
+        self,
+        dim: int,
+        *,
+        max_bytes: int | None = None,
+        probe: Probe | None = None,
+        access_policy: AccessPolicy | None = None,
+        kind: ModelKind = "round",
+        own: Sequence[type[Codec]] = (),
+    ) -> None:
         """``max_bytes``: the longest a message can be; None: that of a sparse one with raw indices, 8 bytes an element,
         and a header. ``kind``: of models that it takes.
         ``own``: codecs that are not built in, in which they may come.
@@ -196,9 +202,13 @@ class ModelReplica:
         model = self._decode(key, payload)
         if model is not None and self._probe.history.on:
             self._probe.note(
-                "decoded", run=f"{key.job:016x}", session=key.incarnation, round=key.round_id, transfer=key.transfer,
+                "decoded",
+                run=f"{key.job:016x}",
+                session=key.incarnation,
+                round=key.round_id,
+                transfer=key.transfer,
                 crc32=self._probe.history.checksum(model.vector[: self._dim].numpy().data),
-            )  # fmt: skip
+            )
         return model
 
     def _decode(self, key: FrameKey, payload: memoryview) -> DecodedModel | None:
@@ -319,7 +329,7 @@ class SharedModelReader:
         flags = Flags.DELTA if notice.delta else Flags.NONE
         key = FrameKey(
             Kind.MODEL, notice.run_id, notice.round_id, CONTROLLER, session, notice.transfer, notice.signature
-        )  # fmt: skip
+        )
         wanted = self.here and is_here(notice.memory) and self._copy.expect(key, int(flags), notice.total_bytes)
         return key if wanted else None
 
@@ -336,9 +346,12 @@ class SharedModelReader:
             if self._copy.give_up(key) and self.here and not self._ended and not self._worth_asking(key, error):
                 self.here = ""
                 log.warning(
-                    "no shared memory", client=self._client_id, of="the controller", reason=str(error),
+                    "no shared memory",
+                    client=self._client_id,
+                    of="the controller",
+                    reason=str(error),
                     effect="models go over DDS",
-                )  # fmt: skip
+                )
         else:
             self._memory.read_bytes[TOPICS[ModelBlob].name] += notice.total_bytes
             self._copy.adopt(key, model)

@@ -38,13 +38,22 @@ class HandoverTask:
         """Do nothing: the script has its data."""
 
     def train(  # noqa: PLR0913 - the signature of a task
-        self, model: nn.Module, *, client_id: int, round_id: int, epochs: int, lr: float, seed: int, subset_size: int,
-        should_stop: Callable[[], bool], steps: int = 0,
-    ) -> ScriptResult:  # fmt: skip
+        self,
+        model: nn.Module,
+        *,
+        client_id: int,
+        round_id: int,
+        epochs: int,
+        lr: float,
+        seed: int,
+        subset_size: int,
+        should_stop: Callable[[], bool],
+        steps: int = 0,
+    ) -> ScriptResult:
         """Have the script train. Raises ScriptLeft: it has left its client."""
         offered = TrainingRound(
             round_id=round_id, epochs=epochs, lr=lr, steps=steps, seed=seed, subset_size=subset_size
-        )  # fmt: skip
+        )
         return self._handover.train(offered, should_stop)
 
     def evaluate(self, model: nn.Module) -> None:
@@ -61,9 +70,16 @@ class HandoverClient(Client):
     _budget_kind = ScriptBudget
 
     def __init__(
-        self, bus: Bus, task: HandoverTask, handover: RoundHandover, *, client_id: int | None, name: str,
-        config: ClientConfig, callbacks: Sequence[Any] = (),
-    ) -> None:  # fmt: skip
+        self,
+        bus: Bus,
+        task: HandoverTask,
+        handover: RoundHandover,
+        *,
+        client_id: int | None,
+        name: str,
+        config: ClientConfig,
+        callbacks: Sequence[Any] = (),
+    ) -> None:
         super().__init__(bus, task, client_id=client_id, name=name, config=config, callbacks=callbacks)
         self._handover = handover
         self._is_unwanted = False

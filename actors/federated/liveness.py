@@ -48,19 +48,29 @@ def make_status(
     last = progress.reports[-1] if progress.reports else None
     total = Counter(progress.dropped) + Counter(dropped)
     return Status(
-        run_id, progress.round_id, progress.phase, progress.ready, progress.expected, host,
-        minimum=progress.minimum, rounds=progress.rounds, clients=len(members),
+        run_id,
+        progress.round_id,
+        progress.phase,
+        progress.ready,
+        progress.expected,
+        host,
+        minimum=progress.minimum,
+        rounds=progress.rounds,
+        clients=len(members),
         round_s=0.0 if round_ is None else max(0.0, now_s - round_.opened_at_s),
         remaining_s=0.0 if round_ is None else max(0.0, round_.deadline_at_s - now_s),
-        awaited=awaited, silent_s=[_silent_s(members, client_id, now_s) for client_id in awaited],
+        awaited=awaited,
+        silent_s=[_silent_s(members, client_id, now_s) for client_id in awaited],
         quarantined=sorted(progress.out)[:MAX_NAMED],
         dropped={reason[:64]: count for reason, count in total.most_common(MAX_NAMED // 2)},
         last_s=0.0 if last is None else last.seconds,
-        bytes_up=0 if last is None else last.bytes_up, bytes_down=0 if last is None else last.bytes_down,
-        accuracy=-1.0 if progress.accuracy is None else progress.accuracy, metrics=_finite(progress.metrics),
+        bytes_up=0 if last is None else last.bytes_up,
+        bytes_down=0 if last is None else last.bytes_down,
+        accuracy=-1.0 if progress.accuracy is None else progress.accuracy,
+        metrics=_finite(progress.metrics),
         epsilon=-1.0 if progress.epsilon is None else progress.epsilon,
         epsilon_budget=-1.0 if progress.epsilon_budget is None else progress.epsilon_budget,
-    )  # fmt: skip
+    )
 
 
 def _finite(metrics: Mapping[str, float]) -> dict[str, float]:
@@ -254,9 +264,15 @@ class LivenessMonitor:
     """Publishes the controller's heartbeat, and watches those of the clients."""
 
     def __init__(
-        self, context: RunContext, registry: ClientRegistry, receiver: UpdateReceiver, progress: Progress, *,
-        changed: Callable[[], None], open_round: Callable[[], Round | None],
-    ) -> None:  # fmt: skip
+        self,
+        context: RunContext,
+        registry: ClientRegistry,
+        receiver: UpdateReceiver,
+        progress: Progress,
+        *,
+        changed: Callable[[], None],
+        open_round: Callable[[], Round | None],
+    ) -> None:
         """``changed`` is called when clients have fallen silent. ``open_round`` gives the open round."""
         self._context = context
         self._registry = registry
@@ -277,9 +293,14 @@ class LivenessMonitor:
         self._clock.start()
         while True:
             status = make_status(
-                self._progress, self._open_round(), registry, self._receiver.dropped, run_id=self._context.run_id,
-                host=host, now_s=time.monotonic(),
-            )  # fmt: skip
+                self._progress,
+                self._open_round(),
+                registry,
+                self._receiver.dropped,
+                run_id=self._context.run_id,
+                host=host,
+                now_s=time.monotonic(),
+            )
             with contextlib.suppress(BusError):  # the next one will do
                 await self._context.publish(status)
             now_s = time.monotonic()
@@ -287,10 +308,13 @@ class LivenessMonitor:
             silent = registry.find_silent(now_s)
             for client in silent:
                 log.warning(
-                    "client silent", **self._context.client_facts(client.client_id), host=client.hello.host,
+                    "client silent",
+                    **self._context.client_facts(client.client_id),
+                    host=client.hello.host,
                     phase=client.hello.phase,
-                    seconds=round(client.silent_for_s(now_s), 1), effect="not waited for until it sends again",
-                )  # fmt: skip
+                    seconds=round(client.silent_for_s(now_s), 1),
+                    effect="not waited for until it sends again",
+                )
             if silent:
                 self._changed()
             await asyncio.sleep(heartbeat_s)

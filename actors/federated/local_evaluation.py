@@ -69,9 +69,13 @@ class LocalEvaluation:
     tells_errors: bool = True
 
     def evaluate(
-        self, vector: Tensor, welcome: Welcome, request: EvaluationRequest, should_stop: Callable[[], bool],
+        self,
+        vector: Tensor,
+        welcome: Welcome,
+        request: EvaluationRequest,
+        should_stop: Callable[[], bool],
         buffers: bytes = b"",
-    ) -> EvaluationResult:  # fmt: skip
+    ) -> EvaluationResult:
         """The result of this request. Clients that share a process take turns. What the task raises becomes the
         failure of the result.
 

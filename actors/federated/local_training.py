@@ -175,9 +175,15 @@ class LocalTraining:
     """
 
     def __init__(
-        self, task: FederatedTask, identity: Identity, model: FlatModel, kept: ClientStateStore,
-        memory: PayloadMemory, probe: Probe | None = None, allowed: Allowed = NOTHING_OWN,
-    ) -> None:  # fmt: skip
+        self,
+        task: FederatedTask,
+        identity: Identity,
+        model: FlatModel,
+        kept: ClientStateStore,
+        memory: PayloadMemory,
+        probe: Probe | None = None,
+        allowed: Allowed = NOTHING_OWN,
+    ) -> None:
         defer_compiler()
         self._probe = probe or no_probe()
         self._probe.note("started", incarnation=identity.incarnation)
@@ -253,9 +259,7 @@ class LocalTraining:
         rule = make_rule(welcome.rule, options, allowed=self._allowed.rule)
         paced = PacedTraining(None, should_stop) if inputs.pacer is None else inputs.pacer.begin(should_stop)
         training = _Training(inputs, rule, chosen, terms, paced)
-        key = FrameKey(
-            Kind.UPDATE, welcome.run_id, command.round_id, identity.sender, identity.incarnation, transfer
-        )  # fmt: skip
+        key = FrameKey(Kind.UPDATE, welcome.run_id, command.round_id, identity.sender, identity.incarnation, transfer)
         in_one_piece = welcome.masked or privacy is not None or bool(rule.sections or self._model.buffers)
         own = self._train_own(training, rule.personal(), kept)
         self._begin(inputs, kept)
@@ -286,15 +290,20 @@ class LocalTraining:
         payload, buffers = updates.join([(updates.MODEL, encoded), *sections]), self._changed_buffers()
         encoded_s = time.perf_counter()
         request = UploadRequest(
-            run_id=welcome.run_id, round_id=command.round_id, transfer=transfer,
-            total_bytes=len(payload) + len(buffers), num_samples=num_samples, train_s=trained_s - started_s,
+            run_id=welcome.run_id,
+            round_id=command.round_id,
+            transfer=transfer,
+            total_bytes=len(payload) + len(buffers),
+            num_samples=num_samples,
+            train_s=trained_s - started_s,
             loss=math.nan if loss is None else float(loss),
             encode_s=encoded_s - trained_s,
             wait_s=max(0.0, started_s - inputs.commanded_s),
             update_norm=-1.0 if welcome.masked else update_norm,  # it says something of a single update
             residual_norm=-1.0 if self._feeds_back else 0.0 if residual is None else l2_norm(residual),
-            steps=num_steps, metrics=facts,
-        )  # fmt: skip
+            steps=num_steps,
+            metrics=facts,
+        )
         state = {**_to_keep(end, residual, optimizer_state), **residuals, **own, **self._personal()}
         update = EncodedUpdate(key, request, payload, state, buffers=buffers)
         # One that is to be masked stays in this process alone until it is.
@@ -327,9 +336,14 @@ class LocalTraining:
     def _note_offered(self, request: UploadRequest, payload: bytes | memoryview) -> None:
         """Note in the journal what the controller is to count, just before it is offered."""
         self._probe.note(
-            "offered", run=f"{request.run_id:016x}", round=request.round_id, transfer=request.transfer,
-            bytes=request.total_bytes, num_samples=request.num_samples, crc32=self._probe.history.checksum(payload),
-        )  # fmt: skip
+            "offered",
+            run=f"{request.run_id:016x}",
+            round=request.round_id,
+            transfer=request.transfer,
+            bytes=request.total_bytes,
+            num_samples=request.num_samples,
+            crc32=self._probe.history.checksum(payload),
+        )
         self._probe.reached("after_training_before_offer", request.round_id)
 
     def _offered(self, update: EncodedUpdate) -> EncodedUpdate:
@@ -366,10 +380,12 @@ class LocalTraining:
             self._unsent.note((request.run_id, request.round_id), masks.roster.terms, residual)
             self._warn_of_unsent(request.round_id, residual, clamped)
         request = replace(
-            request, transfer=transfer, total_bytes=len(payload) + len(update.buffers),
+            request,
+            transfer=transfer,
+            total_bytes=len(payload) + len(update.buffers),
             attempt=masks.roster.attempt.number,
             encode_s=request.encode_s + time.perf_counter() - started_s,
-        )  # fmt: skip
+        )
         key = update.key._replace(transfer=transfer)
         return self._offered(replace(update, key=key, request=request, payload=payload, state=state))
 
@@ -386,11 +402,14 @@ class LocalTraining:
         if not self._has_warned_of_unsent and (norm := l2_norm(residual)) > _MUCH_UNSENT * self._update_norm > 0.0:
             self._has_warned_of_unsent = True
             log.warning(
-                "most of what was trained has not gone out", client=self._identity.sender, round=round_id,
-                updates=round(norm / self._update_norm, 1), values_at_the_limit=clamped,
+                "most of what was trained has not gone out",
+                client=self._identity.sender,
+                round=round_id,
+                updates=round(norm / self._update_norm, 1),
+                values_at_the_limit=clamped,
                 effect="it comes in later rounds, where the controller's steps let it",
                 remedy="if that goes on, look at docs/secure-aggregation.md, or use the codec fp32",
-            )  # fmt: skip
+            )
 
     def _begin(self, inputs: RoundInputs, kept: Mapping[str, Tensor]) -> None:
         """Set the module to the global model, with what this client keeps of its own."""
@@ -424,9 +443,10 @@ class LocalTraining:
             yield
         if (over_s := training.paced.overtime_s) > MUCH_OVERTIME_S and not training.paced.is_out_of_time:
             self._warn_of_budget(
-                "training took longer than its budget", seconds_over=round(over_s, 1),
+                "training took longer than its budget",
+                seconds_over=round(over_s, 1),
                 remedy="let train ask should_stop() between two batches",
-            )  # fmt: skip
+            )
 
     def _outcome_so_far(self, error: Exception) -> TrainOutcome:
         """What training has done that has ended with this error, as its time is over. Raises NothingToTrain: it has
@@ -434,11 +454,12 @@ class LocalTraining:
         outcome: TrainOutcome | None = getattr(error, "result", None)
         if outcome is None:
             self._warn_of_budget(
-                "nothing was trained within the budget", error=f"{type(error).__name__}: {error}",
+                "nothing was trained within the budget",
+                error=f"{type(error).__name__}: {error}",
                 effect="this client sits the round out",
                 remedy="raise client.budget.seconds_per_round; let train return what it has done once should_stop() is "
                 "true",
-            )  # fmt: skip
+            )
             raise NothingToTrain from error
         return outcome
 
@@ -446,10 +467,12 @@ class LocalTraining:
         """Raises NothingToTrain: there was no time for the steps of a round that counts them."""
         if training.paced.is_out_of_time:
             self._warn_of_budget(
-                "too few steps within the budget", steps=made, asked=training.steps,
+                "too few steps within the budget",
+                steps=made,
+                asked=training.steps,
                 effect="this client sits the round out",
                 remedy="raise client.budget.seconds_per_round, or set federated.training.epochs in place of steps",
-            )  # fmt: skip
+            )
             raise NothingToTrain
 
     def _warn_of_budget(self, event: str, **facts: Any) -> None:
@@ -464,9 +487,12 @@ class LocalTraining:
         return layout.pack(layout.changes(self._buffers_before, self._model.read_buffers())) if layout else b""
 
     def _run(
-        self, training: _Training, kept: Mapping[str, Tensor], open_packets: Callable[[], RoundPackets],
+        self,
+        training: _Training,
+        kept: Mapping[str, Tensor],
+        open_packets: Callable[[], RoundPackets],
         optimizer_part: str = _OF_OPTIMIZER,
-    ) -> tuple[TrainOutcome, RoundPackets | None, dict[str, Tensor]]:  # fmt: skip
+    ) -> tuple[TrainOutcome, RoundPackets | None, dict[str, Tensor]]:
         """Train the module as it is, by the task and with the rule. Returns what the task does, its packets, None: it
         has made none, and the state of an optimizer that is kept, by its names there, which begin with
         ``optimizer_part``."""
@@ -479,17 +505,28 @@ class LocalTraining:
         if takes_round(self._task):
             packets = own["round"] = open_packets()
         begin = RoundStart(
-            round_id=command.round_id, lr=command.lr, model=self._model.module, base=inputs.base,
-            parameters=self._model.parameters(), broadcast=inputs.broadcast, local_loss=self._local_loss,
+            round_id=command.round_id,
+            lr=command.lr,
+            model=self._model.module,
+            base=inputs.base,
+            parameters=self._model.parameters(),
+            broadcast=inputs.broadcast,
+            local_loss=self._local_loss,
             state=part_of(kept, _OF_RULE),
-        )  # fmt: skip
+        )
         with rule.attached(begin), self._paced_steps(training):
             try:
                 outcome: TrainOutcome = self._task.train(
-                    self._model.module, client_id=self._identity.sender, round_id=self._number, epochs=command.epochs,
-                    lr=command.lr, seed=command.seed, subset_size=command.subset_size,
-                    should_stop=training.paced.should_stop, **own,
-                )  # fmt: skip
+                    self._model.module,
+                    client_id=self._identity.sender,
+                    round_id=self._number,
+                    epochs=command.epochs,
+                    lr=command.lr,
+                    seed=command.seed,
+                    subset_size=command.subset_size,
+                    should_stop=training.paced.should_stop,
+                    **own,
+                )
             except Exception as error:
                 if not training.paced.is_out_of_time:
                     raise
@@ -511,21 +548,24 @@ class LocalTraining:
         except Exception as error:
             raise WrongResult(
                 f"train has returned {described(outcome)}: expected an object with num_samples, an integer, and loss, "
-                f"a number or None, such as gradbus.models.TrainResult(num_samples=..., loss=...) ({error})", train,
-            ) from None  # fmt: skip
+                f"a number or None, such as gradbus.models.TrainResult(num_samples=..., loss=...) ({error})",
+                train,
+            ) from None
         if int(outcome.num_samples) == 0 and outcome.loss is None:
             raise NothingToTrain
         if int(outcome.num_samples) < 1:
             raise WrongResult(
                 f"train has returned num_samples={outcome.num_samples} and loss={outcome.loss}: expected at least one "
-                f"sample. If there was nothing to train, return gradbus.models.TrainResult.nothing()", train,
-            )  # fmt: skip
+                f"sample. If there was nothing to train, return gradbus.models.TrainResult.nothing()",
+                train,
+            )
         if difference := self._model.misfit:
             raise WrongResult(
                 f"training has changed the tensors of the model: {difference}. They are exchanged by name and shape. "
                 f"Undo the change before train returns (prune.remove, remove_parametrizations), or make it in "
-                f"build_model, on all nodes", train,
-            )  # fmt: skip
+                f"build_model, on all nodes",
+                train,
+            )
 
     def _train_own(
         self, training: _Training, how: PersonalTraining | None, kept: Mapping[str, Tensor]
@@ -544,18 +584,24 @@ class LocalTraining:
         inputs = replace(training.inputs, command=command, broadcast=torch.empty(0, dtype=torch.float32))
         key = FrameKey(Kind.UPDATE, 0, command.round_id, 0, 0)
         outcome, _, optimizer_state = self._run(
-            replace(training, inputs=inputs, rule=how.rule), _without(kept, _OF_RULE),
-            partial(self._open_packets, inputs, key, True), _OF_OWN_OPTIMIZER,
-        )  # fmt: skip
+            replace(training, inputs=inputs, rule=how.rule),
+            _without(kept, _OF_RULE),
+            partial(self._open_packets, inputs, key, True),
+            _OF_OWN_OPTIMIZER,
+        )
         self._model.check_frozen()
         try:
             self._check_loss(outcome.loss)
             return {**_named(OWN_MODEL, _checked_finite(self._model.read_own())), **optimizer_state}
         except NonFiniteResult as error:  # it concerns this client alone, and no update of the global model
             log.warning(
-                "the client's own model has diverged", client=self._identity.sender, round=command.round_id,
-                reason=str(error), effect="it stays as it was before this round", remedy="lower own_lr",
-            )  # fmt: skip
+                "the client's own model has diverged",
+                client=self._identity.sender,
+                round=command.round_id,
+                reason=str(error),
+                effect="it stays as it was before this round",
+                remedy="lower own_lr",
+            )
             before_it = {name: one for name, one in kept.items() if name.startswith(_OF_OWN_OPTIMIZER)}
             return {**_named(OWN_MODEL, before), **before_it}
 
@@ -579,9 +625,16 @@ class LocalTraining:
         here = self._memory.here
         sealed = self._memory.put(payload) if here and here == welcome.memory else None
         request = UploadRequest(
-            run_id=welcome.run_id, round_id=round_id, transfer=transfer, total_bytes=len(payload), num_samples=1,
-            loss=math.nan, train_s=0.0, encode_s=0.0, memory="" if sealed is None else sealed.place,
-        )  # fmt: skip
+            run_id=welcome.run_id,
+            round_id=round_id,
+            transfer=transfer,
+            total_bytes=len(payload),
+            num_samples=1,
+            loss=math.nan,
+            train_s=0.0,
+            encode_s=0.0,
+            memory="" if sealed is None else sealed.place,
+        )
         me = self._identity
         key = FrameKey(Kind.UPDATE, welcome.run_id, round_id, me.sender, me.incarnation, transfer)
         return EncodedUpdate(key, request, payload if sealed is None else sealed.payload, sealed=sealed)
@@ -683,9 +736,14 @@ class LocalTraining:
         )
 
     def _check(
-        self, payload: bytes | memoryview, codec: Codec, base: Tensor, num_samples: int, update_norm: float,
+        self,
+        payload: bytes | memoryview,
+        codec: Codec,
+        base: Tensor,
+        num_samples: int,
+        update_norm: float,
         residual: Tensor | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Raises TooLarge: the update would be refused, as it has no room in the sum."""
         norm = update_norm + (0.0 if residual is None else l2_norm(residual))
         # No value is larger than the norm, which is known; half, as a lossy codec may round up.
@@ -716,9 +774,13 @@ class LocalTraining:
         if own and not self._kept.is_durable and not self._has_warned:
             self._has_warned = True
             log.warning(
-                "tensors of the model are kept in memory alone", client=self._identity.sender, tensors=len(own),
-                first=own[:5], effect="a restart loses them", remedy="set client.state_dir",
-            )  # fmt: skip
+                "tensors of the model are kept in memory alone",
+                client=self._identity.sender,
+                tensors=len(own),
+                first=own[:5],
+                effect="a restart loses them",
+                remedy="set client.state_dir",
+            )
 
     def kept_personal(self, welcome: Welcome) -> dict[str, Tensor]:
         """Return the personal tensors of this client after its newest update that counts, by name."""
@@ -754,9 +816,9 @@ def _checked_finite(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     for name, tensor in tensors.items():
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             raise NonFiniteResult(
-                NON_FINITE_MODEL, f"training made {name!r}, which stays at this client, non-finite. Lower the "
-                f"learning rate"
-            )  # fmt: skip
+                NON_FINITE_MODEL,
+                f"training made {name!r}, which stays at this client, non-finite. Lower the learning rate",
+            )
     return tensors
 
 

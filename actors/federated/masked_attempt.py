@@ -67,9 +67,15 @@ class MaskedAttempt:
     """
 
     def __init__(
-        self, context: RunContext, round_: Round, number: int, terms: AttemptTerms, *,
-        is_here: Callable[[int, int], bool], changed: Callable[[], None],
-    ) -> None:  # fmt: skip
+        self,
+        context: RunContext,
+        round_: Round,
+        number: int,
+        terms: AttemptTerms,
+        *,
+        is_here: Callable[[int, int], bool],
+        changed: Callable[[], None],
+    ) -> None:
         """An attempt that has not begun.
 
         Args:
@@ -188,9 +194,12 @@ class MaskedAttempt:
         if judgement.disputed:
             self.disputed = judgement.disputed
             log.warning(
-                "clients in dispute", clients=sorted(self.disputed), round=self._round.round_id, attempt=self.number,
+                "clients in dispute",
+                clients=sorted(self.disputed),
+                round=self._round.round_id,
+                attempt=self.number,
                 reason="some say that they cannot use the shares of others, which may be true or not",
-            )  # fmt: skip
+            )
         if judgement.is_blocked:
             others = sorted({*self.liars, *self.disputed})
             self.fail(f"secure aggregation: too few clients can use the shares of others, which is due to {others}")

@@ -37,9 +37,15 @@ class MaskedRounds:
     """
 
     def __init__(
-        self, context: RunContext, registry: ClientRegistry, receiver: UpdateReceiver, selection: ParticipantSelection,
-        progress: Progress, *, changed: Callable[[], None],
-    ) -> None:  # fmt: skip
+        self,
+        context: RunContext,
+        registry: ClientRegistry,
+        receiver: UpdateReceiver,
+        selection: ParticipantSelection,
+        progress: Progress,
+        *,
+        changed: Callable[[], None],
+    ) -> None:
         """``changed`` is called when an attempt has changed its round."""
         self._context = context
         self._registry = registry
@@ -69,9 +75,13 @@ class MaskedRounds:
     def begin(self, round_: Round, terms: AttemptTerms) -> MaskedAttempt:
         """Return a new attempt at a round."""
         self.attempt = MaskedAttempt(
-            self._context, round_, next(self._numbers), terms,
-            is_here=lambda *client: self._registry.get(*client) is not None, changed=self._changed,
-        )  # fmt: skip
+            self._context,
+            round_,
+            next(self._numbers),
+            terms,
+            is_here=lambda *client: self._registry.get(*client) is not None,
+            changed=self._changed,
+        )
         return self.attempt
 
     def on_answer(self, client_id: int, incarnation: int, answer: MaskAnswer) -> None:

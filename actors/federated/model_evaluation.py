@@ -52,9 +52,12 @@ def check_evaluation(config: FederatedConfig, model: FlatModel) -> None:
             f"their own, such as {OF_CLIENTS}loss, with federated.evaluation.every"
         )
     log.info(
-        "personal tensors", tensors=len(names), first=names[:_NAMED], shared_values=model.dim,
+        "personal tensors",
+        tensors=len(names),
+        first=names[:_NAMED],
+        shared_values=model.dim,
         effect="they stay at the clients, which alone can evaluate the model (federated.evaluation)",
-    )  # fmt: skip
+    )
 
 
 def _deciding_metrics(config: FederatedConfig, *, of_clients: bool) -> dict[str, str]:
@@ -74,7 +77,7 @@ class ModelEvaluation:
 
     def __init__(
         self, context: RunContext, task: FederatedTask, model: FlatModel, evaluator: ClientEvaluator, progress: Progress
-    ) -> None:  # fmt: skip
+    ) -> None:
         """``model``: it holds what was evaluated last. ``evaluator``: asks the clients."""
         self._context = context
         self._task = task
@@ -138,10 +141,14 @@ class ModelEvaluation:
                 known = [f"{OF_CLIENTS}{one}{end}" for one in sorted(found.names)[:MAX_NAMES]]
                 if not (known and may_end) or answered < least:
                     log.warning(
-                        "metric not found by clients", setting=key, metric=metric, asked=asked,
-                        answered=answered, found=known[:MAX_NAMED],
+                        "metric not found by clients",
+                        setting=key,
+                        metric=metric,
+                        asked=asked,
+                        answered=answered,
+                        found=known[:MAX_NAMED],
                         effect="the run goes on: it is not known that no client ever finds it",
-                    )  # fmt: skip
+                    )
                     continue
                 raise ConfigError(
                     f"{key}: none of the {answered} clients that have evaluated the model has found a finite "
@@ -186,9 +193,11 @@ class ModelEvaluation:
         """The newest report with what this Controller finds: the round before a crash was committed, but may not have
         been evaluated. None: nothing was missing."""
         last = _newest(reports)
-        return None if last is None or last.eval_loss is not None else self._amended(
-            last, await self._by_controller(last.round_id)
-        )  # fmt: skip
+        return (
+            None
+            if last is None or last.eval_loss is not None
+            else self._amended(last, await self._by_controller(last.round_id))
+        )
 
     async def resumed_by_clients(self, reports: Sequence[RoundReport]) -> RoundReport | None:
         """Return the same with what the clients find, once they are here."""

@@ -62,9 +62,15 @@ class ClientNaming:
     """Finds the id and the name of each sender of a Hello, and keeps the pairs of those that take part."""
 
     def __init__(
-        self, names: ClientNames, *, num_clients: int | None, is_taken: Callable[[int], bool],
-        node_of: Callable[[int, int], ClientNode | None], assigns_from_s: float, is_site: Callable[[], bool] = bool,
-    ) -> None:  # fmt: skip
+        self,
+        names: ClientNames,
+        *,
+        num_clients: int | None,
+        is_taken: Callable[[int], bool],
+        node_of: Callable[[int, int], ClientNode | None],
+        assigns_from_s: float,
+        is_site: Callable[[], bool] = bool,
+    ) -> None:
         """Args:
         names: the pairs of the run.
         num_clients: names get ids below; None: there is no such limit.
@@ -163,9 +169,11 @@ class ClientNaming:
         if free is not None:
             return free
         unused = (
-            one for ids in among for one in ids
+            one
+            for ids in among
+            for one in ids
             if not self._is_taken(one) and (one in self._seen or not self._names.own_name_of(one))  # else of a host
-        )  # fmt: skip
+        )
         return next(unused, None)
 
     def _no_id_left(self, limit: int) -> str:

@@ -120,9 +120,12 @@ class OrderBook:
         """Return the order that holds for a round that a crash has cut off, whatever is wanted now."""
         if wanted != found:
             log.warning(
-                "the order of the interrupted round holds", round=round_id, order=found.to_json(),
-                given=wanted.to_json(), reason="clients may have trained by it",
-            )  # fmt: skip
+                "the order of the interrupted round holds",
+                round=round_id,
+                order=found.to_json(),
+                given=wanted.to_json(),
+                reason="clients may have trained by it",
+            )
         try:
             check_order(self._config, found)
         except ConfigError as error:
@@ -156,8 +159,11 @@ class OrderBook:
         """Return the command of a round. ``lr``: of the schedule."""
         training = self._config.training
         command = {
-            "subset_size": training.subset_size, "epochs": training.epochs, "lr": lr, "seed": self._config.seed,
-        }  # fmt: skip
+            "subset_size": training.subset_size,
+            "epochs": training.epochs,
+            "lr": lr,
+            "seed": self._config.seed,
+        }
         changed = self._changes(round_id)
         return TrainCmd(round_id, **{**command, **{key: changed[key] for key in IN_COMMAND if key in changed}})
 

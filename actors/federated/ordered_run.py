@@ -131,9 +131,7 @@ class OrderedRun:
         reports: of the rounds that are done, those before a resume included, oldest first.
     """
 
-    def __init__(
-        self, requests: RoundRequests, progress: Progress, check: Callable[[RoundOrder], None]
-    ) -> None:  # fmt: skip
+    def __init__(self, requests: RoundRequests, progress: Progress, check: Callable[[RoundOrder], None]) -> None:
         """``check`` raises ConfigError for an order that this run cannot have."""
         self._requests = requests
         self._progress = progress
@@ -161,10 +159,16 @@ class OrderedRun:
 
     @awaited("run.round(...)")
     async def round(
-        self, *, lr: float | None = None, epochs: int | None = None, steps: int | None = None,
-        subset_size: int | None = None, seed: int | None = None, clients: Iterable[int | str] | None = None,
+        self,
+        *,
+        lr: float | None = None,
+        epochs: int | None = None,
+        steps: int | None = None,
+        subset_size: int | None = None,
+        seed: int | None = None,
+        clients: Iterable[int | str] | None = None,
         each: Mapping[int | str, ClientOrder | Mapping[str, Any]] | None = None,
-    ) -> RoundReport:  # fmt: skip
+    ) -> RoundReport:
         """Have the clients train a round, and return its report: the new model is committed and published.
 
         What is left out is as the strategy orders it, or else as ``federated.training`` has it. If this is cancelled,
@@ -186,9 +190,14 @@ class OrderedRun:
         if clients is not None and not isinstance(clients, str | bytes):
             clients = [self._id_of("clients", one) for one in clients]
         order = RoundOrder.of(
-            lr=lr, epochs=epochs, steps=steps, subset_size=subset_size, seed=seed, clients=clients,
+            lr=lr,
+            epochs=epochs,
+            steps=steps,
+            subset_size=subset_size,
+            seed=seed,
+            clients=clients,
             **({} if each is None else {"each": self._by_id(each)}),
-        )  # fmt: skip
+        )
         self._check(order)
         return await self._requests.order(order)
 

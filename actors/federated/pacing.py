@@ -60,9 +60,13 @@ class Pacer:
     """Holds the trainings of one client to its budget, one after the other."""
 
     def __init__(
-        self, budget: BudgetSettings, cpu_s: Callable[[], float], wait: Callable[[float], object], *,
+        self,
+        budget: BudgetSettings,
+        cpu_s: Callable[[], float],
+        wait: Callable[[float], object],
+        *,
         clock: Callable[[], float] = time.monotonic,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """
         Args:
             cpu_s: processor time of what trains, in seconds.
@@ -95,9 +99,12 @@ class PacedTraining:
     """
 
     def __init__(
-        self, pacer: Pacer | None, is_called_off: Callable[[], bool], clock: Callable[[], float] = time.monotonic,
+        self,
+        pacer: Pacer | None,
+        is_called_off: Callable[[], bool],
+        clock: Callable[[], float] = time.monotonic,
         seconds: float | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """``pacer``: None: there is no budget. ``seconds``: of the round; None: there is no limit."""
         self._pacer = pacer
         self._clock = clock
@@ -167,10 +174,12 @@ class TrainingBudget:
         if cores and (threads := torch.get_num_threads()) > len(cores) and not self._has_warned:
             self._has_warned = True
             log.warning(
-                "more threads than cores", threads=threads, cores=sorted(cores),
+                "more threads than cores",
+                threads=threads,
+                cores=sorted(cores),
                 effect="they take the cores from each other",
                 remedy=f"call torch.set_num_threads({len(cores)}) before the client runs, or set task.threads",
-            )  # fmt: skip
+            )
 
 
 class ScriptBudget(TrainingBudget):

@@ -109,9 +109,7 @@ class PacketCollector:
             return f"packets of {num_bytes} bytes in all, at most {self._max_bytes} with this model"
         return ""
 
-    def _known(
-        self, update: RequestedUpload, under_way: Iterable[RequestedUpload]
-    ) -> dict[int, RequestedUpload]:  # fmt: skip
+    def _known(self, update: RequestedUpload, under_way: Iterable[RequestedUpload]) -> dict[int, RequestedUpload]:
         """The packets of the same update by number, those that are here and those that are ``under_way``."""
         held = self._of.get(update.client_id)
         here = () if held is None else held.sources.values()
@@ -165,9 +163,7 @@ class PacketCollector:
         held, request = self._of.get(update.client_id), update.request
         if held is None or held.key != update.whole_key or not isinstance(request, PacketRequest) or not request.last:
             return None
-        return PacketsMissing(
-            update.client_id, update.incarnation, request.round_id, request.transfer, held.missing
-        )  # fmt: skip
+        return PacketsMissing(update.client_id, update.incarnation, request.round_id, request.transfer, held.missing)
 
     def forget(self, client_id: int, incarnation: int) -> bool:
         """Forget the packets of a client that is gone. Returns whether there were any."""

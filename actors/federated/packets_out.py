@@ -59,9 +59,14 @@ class RoundPackets:
     """
 
     def __init__(
-        self, base: Tensor, layers: Callable[[], dict[str, slice]], read: Callable[[], Tensor], key: FrameKey,
-        route: PacketRoute | None = None, own: Sequence[type[Codec]] = (),
-    ) -> None:  # fmt: skip
+        self,
+        base: Tensor,
+        layers: Callable[[], dict[str, slice]],
+        read: Callable[[], Tensor],
+        key: FrameKey,
+        route: PacketRoute | None = None,
+        own: Sequence[type[Codec]] = (),
+    ) -> None:
         """Begin without a packet.
 
         Args:
@@ -126,10 +131,18 @@ class RoundPackets:
             route.put(EncodedUpdate(key, request, self._payloads[number - 2]))
         key = self._key if number == 1 else self._key._replace(transfer=next(route.transfers))
         request = PacketRequest(
-            run_id=key.job, round_id=key.round_id, transfer=key.transfer, total_bytes=num_bytes,
-            num_samples=max(1, self._num_samples), loss=math.nan, train_s=0.0, encode_s=0.0,
-            update=self._key.transfer, packet=number, last=False,
-        )  # fmt: skip
+            run_id=key.job,
+            round_id=key.round_id,
+            transfer=key.transfer,
+            total_bytes=num_bytes,
+            num_samples=max(1, self._num_samples),
+            loss=math.nan,
+            train_s=0.0,
+            encode_s=0.0,
+            update=self._key.transfer,
+            packet=number,
+            last=False,
+        )
         self._newest = key, request
 
     def take(self, outcome: Any, should_stop: Callable[[], bool]) -> Any:
@@ -148,9 +161,10 @@ class RoundPackets:
         if not self.count:
             raise ValueError("TrainResult.packets without a packet: if there was nothing to train, return nothing()")
         return FinishedTraining(
-            num_samples=self._num_samples or outcome.num_samples, loss=outcome.loss,
+            num_samples=self._num_samples or outcome.num_samples,
+            loss=outcome.loss,
             metrics=getattr(outcome, "metrics", None),
-        )  # fmt: skip
+        )
 
     @property
     def count(self) -> int:

@@ -161,9 +161,12 @@ class Participation:
         self._known: dict[int, ParticipationRecord] = {}
 
     def commit(
-        self, round_id: int, counted: Mapping[int, int], missed: Mapping[int, str],
+        self,
+        round_id: int,
+        counted: Mapping[int, int],
+        missed: Mapping[int, str],
         losses: Mapping[int, float] = MappingProxyType({}),
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Note the clients whose updates count in a round, with their samples, and their mean training ``losses``, and
         the ``missed`` ones, with the reasons."""
         for client_id, num_samples in counted.items():

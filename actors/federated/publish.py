@@ -163,10 +163,16 @@ class ModelPublisher:
     def note_commit(self, report: RoundReport) -> None:
         """Note a durable round, and the clients' model after it."""
         self._context.history.note(
-            "committed", round=report.round_id, clients=list(report.clients), num_samples=report.num_samples,
-            crc32=report.weights_crc32, outcome=report.outcome, attempt=report.attempt, dropped=dict(report.dropped),
+            "committed",
+            round=report.round_id,
+            clients=list(report.clients),
+            num_samples=report.num_samples,
+            crc32=report.weights_crc32,
+            outcome=report.outcome,
+            attempt=report.attempt,
+            dropped=dict(report.dropped),
             held_crc32=report.weights_crc32 if self.held_apart is None else self._held_crc32,
-        )  # fmt: skip
+        )
 
     async def publish(self) -> int:
         """Send the prepared message to all clients. Returns its bytes."""

@@ -25,8 +25,10 @@ def replaced(own_run: int, run_id: int, incarnation: int, host: str, state: str 
         f"{started_at(incarnation)}{standing}. This one was paused or cut off meanwhile, and commits nothing more. "
         f"Training goes on there: do not start this one again. If you want this one instead, stop the other one first; "
         f"a start with this state directory then goes on from the last round that is committed in it",
-        run_id, incarnation, host,
-    )  # fmt: skip
+        run_id,
+        incarnation,
+        host,
+    )
 
 
 def started_at(incarnation: int) -> str:

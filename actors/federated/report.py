@@ -156,16 +156,22 @@ class RoundTiming:
         began_s = moments.offered_s - request.wait_s - request.train_s - request.encode_s
         commanded_s = next((at_s for at_s in reversed(self._commands) if at_s <= began_s), origin_s)
         timeline = ClientTimeline(
-            client_id=client_id, num_bytes=request.total_bytes,
-            commanded_s=commanded_s - origin_s, offered_s=moments.offered_s - origin_s,
+            client_id=client_id,
+            num_bytes=request.total_bytes,
+            commanded_s=commanded_s - origin_s,
+            offered_s=moments.offered_s - origin_s,
             granted_s=None if granted_s is None else granted_s - origin_s,
-            received_s=others.get("received", adding_s) - origin_s, adding_s=adding_s - origin_s,
+            received_s=others.get("received", adding_s) - origin_s,
+            adding_s=adding_s - origin_s,
             counted_s=now_s - origin_s,
-            wait_s=request.wait_s, train_s=request.train_s, encode_s=request.encode_s,
-            update_norm=_norm(request.update_norm), residual_norm=_norm(request.residual_norm),
+            wait_s=request.wait_s,
+            train_s=request.train_s,
+            encode_s=request.encode_s,
+            update_norm=_norm(request.update_norm),
+            residual_norm=_norm(request.residual_norm),
             loss=request.loss if math.isfinite(request.loss) else None,
             metrics=dict(list(request.metrics.items())[:MAX_CLIENT_METRICS]),
-        )  # fmt: skip
+        )
         self._done.append(timeline)
 
     def timelines(self) -> tuple[ClientTimeline, ...]:
@@ -283,13 +289,16 @@ class RoundReport:
         """As a JSON object."""
         values = {item.name: getattr(self, item.name) for item in fields(self)}
         return {
-            **values, "clients": list(self.clients), "dropped": dict(self.dropped),
-            "metrics": dict(self.metrics), "train_metrics": dict(self.train_metrics),
+            **values,
+            "clients": list(self.clients),
+            "dropped": dict(self.dropped),
+            "metrics": dict(self.metrics),
+            "train_metrics": dict(self.train_metrics),
             "by_clients": self.by_clients.to_json(),
             "strikes": [strike.to_json() for strike in self.strikes],
             "marks": {mark: list(clients) for mark, clients in self.marks.items()},
             "timeline": [client.to_json() for client in self.timeline],
-        }  # fmt: skip
+        }
 
     @classmethod
     def from_json(cls, entry: Mapping[str, Any]) -> RoundReport:
@@ -329,16 +338,26 @@ def round_report(
     """
     started_s, collected_s, aggregated_s = times_s
     return RoundReport(
-        round_id=round_.round_id, clients=tuple(sorted(round_.accepted)), expected=round_.wanted,
-        num_samples=totals.num_samples, loss=totals.loss(), train_metrics=totals.mean_metrics(),
-        bytes_up=totals.bytes_up, bytes_up_shared=totals.bytes_up_shared,
-        train_s=totals.train_s, encode_s=totals.encode_s,
+        round_id=round_.round_id,
+        clients=tuple(sorted(round_.accepted)),
+        expected=round_.wanted,
+        num_samples=totals.num_samples,
+        loss=totals.loss(),
+        train_metrics=totals.mean_metrics(),
+        bytes_up=totals.bytes_up,
+        bytes_up_shared=totals.bytes_up_shared,
+        train_s=totals.train_s,
+        encode_s=totals.encode_s,
         wire_s=max(0.0, collected_s - started_s - totals.train_s - totals.encode_s - totals.aggregate_s),
-        aggregate_s=totals.aggregate_s + aggregated_s - collected_s, step_s=aggregated_s - collected_s,
-        command_s=timing.first_command_s - started_s, timeline=timing.timelines(), updates=len(totals.staleness),
+        aggregate_s=totals.aggregate_s + aggregated_s - collected_s,
+        step_s=aggregated_s - collected_s,
+        command_s=timing.first_command_s - started_s,
+        timeline=timing.timelines(),
+        updates=len(totals.staleness),
         staleness=sum(totals.staleness) / max(1, len(totals.staleness)),
-        max_staleness=max(totals.staleness, default=0), **others,
-    )  # fmt: skip
+        max_staleness=max(totals.staleness, default=0),
+        **others,
+    )
 
 
 @dataclass(slots=True)

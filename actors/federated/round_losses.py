@@ -64,10 +64,14 @@ class TrainingFailureLog:
             known[client] = value
         is_first = bool(key) and self._seen[key] == 1
         (log.info if repeated and not is_first else log.error)(
-            f"{what} failed {'again ' * (repeated and not is_first)}on a client", **self._names.facts(client),
-            round=round_id, reason=reason, error=error, times=self._seen[key],
+            f"{what} failed {'again ' * (repeated and not is_first)}on a client",
+            **self._names.facts(client),
+            round=round_id,
+            reason=reason,
+            error=error,
+            times=self._seen[key],
             **({"traceback": text} if is_first else {}),
-        )  # fmt: skip
+        )
 
     def newest(self, client: int | str) -> str:
         """The last line of this client's newest traceback."""
@@ -105,9 +109,7 @@ class RoundLosses:
                 self._receiver.dropped -= Counter({CLIENT_SILENT: 1})  # it is not lost to this round any more
             log.info("client waited for again", **self._names.facts(client_id), round=round_.round_id)
 
-    def note_failure(
-        self, round_: Round | None, client_id: int, report: TrainingFailure, *, attempt: int = 1
-    ) -> bool:  # fmt: skip
+    def note_failure(self, round_: Round | None, client_id: int, report: TrainingFailure, *, attempt: int = 1) -> bool:
         """Note that the training of a client failed, or that it had nothing to train; whether that is new to the open
         round. ``attempt``: at the round. Of a client that had paused in an earlier one, and goes on by now, the report
         may be late: it sits out no other attempt. Another failure counts in whatever attempt it arrives."""
@@ -168,8 +170,9 @@ class RoundLosses:
         if failed and would_do and round_.expected == round_.accepted.union(failed, sat_out, alone):
             return TrainingFailed(
                 f"{self._describe(failed)}. Mend it there, start the clients and then the controller again: the run "
-                f"goes on from the last committed model", failed,
-            )  # fmt: skip
+                f"goes on from the last committed model",
+                failed,
+            )
         reasons = [why] if why else []
         if failed:
             reasons.append(self._describe(failed))

@@ -70,9 +70,15 @@ class Round:
     """
 
     def __init__(
-        self, round_id: int, expected: Iterable[int], rules: RoundRules, *, now_s: float,
-        accepted: Iterable[int] = (), silent: Iterable[int] = (),
-    ) -> None:  # fmt: skip
+        self,
+        round_id: int,
+        expected: Iterable[int],
+        rules: RoundRules,
+        *,
+        now_s: float,
+        accepted: Iterable[int] = (),
+        silent: Iterable[int] = (),
+    ) -> None:
         """Open the round at ``now_s``.
 
         Args:

@@ -47,9 +47,14 @@ log = get_logger("client")
 
 
 def client(
-    job: str | None = None, *, name: str = "", client_id: int | None = None, config: ClientConfig | None = None,
-    callbacks: Sequence[Any] = (), **bus: Any,
-) -> ScriptClient:  # fmt: skip
+    job: str | None = None,
+    *,
+    name: str = "",
+    client_id: int | None = None,
+    config: ClientConfig | None = None,
+    callbacks: Sequence[Any] = (),
+    **bus: Any,
+) -> ScriptClient:
     """Take part in a federated run from a script that has a training loop of its own.
 
     Args:
@@ -113,9 +118,13 @@ class ScriptClient(contextlib.AbstractContextManager["ScriptClient"]):
     """A client of a federated run, for a script. Made by :func:`gradbus.client`."""
 
     def __init__(
-        self, job: str, named: Named, config: ClientConfig, opening: contextlib.AbstractAsyncContextManager[Bus],
+        self,
+        job: str,
+        named: Named,
+        config: ClientConfig,
+        opening: contextlib.AbstractAsyncContextManager[Bus],
         callbacks: Sequence[Any] = (),
-    ) -> None:  # fmt: skip
+    ) -> None:
         """A client that has not been entered. ``opening``: gives the bus."""
         self.job = job
         self._named = named
@@ -230,9 +239,13 @@ class ScriptClient(contextlib.AbstractContextManager["ScriptClient"]):
             return True
 
     def send(
-        self, model: nn.Module, *, samples: int, loss: SupportsFloat | None = None,
+        self,
+        model: nn.Module,
+        *,
+        samples: int,
+        loss: SupportsFloat | None = None,
         metrics: Mapping[str, float] | None = None,
-    ) -> bool:  # fmt: skip
+    ) -> bool:
         """Send what was trained since :meth:`receive`, and wait until it has arrived.
 
         Args:
@@ -363,9 +376,14 @@ class ScriptClient(contextlib.AbstractContextManager["ScriptClient"]):
                 await self._has_begun.wait()
                 assert self._task is not None
                 self._client = HandoverClient(
-                    bus, self._task, self._handover, client_id=self._named.client_id, name=self._named.name,
-                    config=self._config, callbacks=self._callbacks,
-                )  # fmt: skip
+                    bus,
+                    self._task,
+                    self._handover,
+                    client_id=self._named.client_id,
+                    name=self._named.name,
+                    config=self._config,
+                    callbacks=self._callbacks,
+                )
                 self._apply_pause(self._paused_by is not None)
                 try:
                     return await self._client.run()

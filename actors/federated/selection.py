@@ -64,9 +64,16 @@ class StartCondition:
     later, and gives up ``timeout_s`` after ``now_s``. A pure decision."""
 
     def __init__(
-        self, *, minimum: int, expected: Collection[int], now_s: float, timeout_s: float, grace_s: float,
-        excused: Collection[int] = (), describe: Callable[[], StartTrouble] = lambda: StartTrouble("start"),
-    ) -> None:  # fmt: skip
+        self,
+        *,
+        minimum: int,
+        expected: Collection[int],
+        now_s: float,
+        timeout_s: float,
+        grace_s: float,
+        excused: Collection[int] = (),
+        describe: Callable[[], StartTrouble] = lambda: StartTrouble("start"),
+    ) -> None:
         """Begin to wait.
 
         Args:
@@ -100,10 +107,14 @@ class StartCondition:
         if now_s >= self._deadline_at_s:
             found = self._describe()
             raise BarrierTimeout(
-                found.what, missing={one: found.label(one) for one in self.missing(ready)}, ready=len(ready),
-                needed=self._minimum, timeout_s=self._timeout_s, misconfiguration=found.misconfiguration,
+                found.what,
+                missing={one: found.label(one) for one in self.missing(ready)},
+                ready=len(ready),
+                needed=self._minimum,
+                timeout_s=self._timeout_s,
+                misconfiguration=found.misconfiguration,
                 hint=found.hint,
-            )  # fmt: skip
+            )
         return False
 
     def _count(self, clients: Collection[int]) -> int:
@@ -169,9 +180,15 @@ class ParticipantSelection:
     """Waits for clients, selects those of a round, and puts those with too many strikes in quarantine."""
 
     def __init__(
-        self, context: RunContext, registry: ClientRegistry, progress: Progress, selector: Selector, *,
-        sleep_until: Callable[[float], Awaitable[None]], changed: Callable[[], None],
-    ) -> None:  # fmt: skip
+        self,
+        context: RunContext,
+        registry: ClientRegistry,
+        progress: Progress,
+        selector: Selector,
+        *,
+        sleep_until: Callable[[float], Awaitable[None]],
+        changed: Callable[[], None],
+    ) -> None:
         """``sleep_until`` waits for an event, or until that time by ``time.monotonic``. ``changed`` is called when the
         registry has changed."""
         self._selector = selector
@@ -186,7 +203,7 @@ class ParticipantSelection:
 
     async def wait_for_start(
         self, round_id: int, accepted: Collection[int] = (), *, timeout_s: float, named: Collection[int] | None = None
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Wait until enough clients are matched both ways and welcomed: of those that are ``named``; None: of all.
         Those in ``accepted`` need not be there, as their updates count already.
 
@@ -201,13 +218,19 @@ class ParticipantSelection:
         kept_out = f" (kept out: {', '.join(map(names.label, list(out)[:20]))})" if out else ""
         failed = self._failed
         condition = StartCondition(
-            minimum=config.clients.min, expected=expected, now_s=time.monotonic(), timeout_s=timeout_s,
-            grace_s=config.clients.start_grace_s, excused=out,
+            minimum=config.clients.min,
+            expected=expected,
+            now_s=time.monotonic(),
+            timeout_s=timeout_s,
+            grace_s=config.clients.start_grace_s,
+            excused=out,
             describe=lambda: StartTrouble(
-                f"round {round_id} cannot start{kept_out}: clients", bus.misconfiguration,
-                self._advice(condition.missing(self.ready(round_id, named))), names.label,
+                f"round {round_id} cannot start{kept_out}: clients",
+                bus.misconfiguration,
+                self._advice(condition.missing(self.ready(round_id, named))),
+                names.label,
             ),
-        )  # fmt: skip
+        )
         waiting = WaitLog(log, bus.reach, job=bus.job, round=round_id)
         while not self._may_start(condition, ready := sorted({*accepted, *self.ready(round_id, named)}), round_id):
             missing = condition.missing(ready)
@@ -305,9 +328,14 @@ class ParticipantSelection:
         return ready if bus.matched_readers(TrainCmd) and bus.matched_writers(ClientUpdate) else []
 
     def participants(
-        self, round_id: int, accepted: Collection[int], most: int | None, *,
-        named: Collection[int] | None = None, without: Collection[int] = (),
-    ) -> Participants:  # fmt: skip
+        self,
+        round_id: int,
+        accepted: Collection[int],
+        most: int | None,
+        *,
+        named: Collection[int] | None = None,
+        without: Collection[int] = (),
+    ) -> Participants:
         """Return who of the ready clients takes part in a round. Those in ``accepted`` do: their updates count already.
 
         Args:
@@ -338,9 +366,11 @@ class ParticipantSelection:
         known = self._context.state.participation.of(client_id)
         samples = known.num_samples if most is None else min(known.num_samples, most)
         return ClientFacts(
-            client_id=client_id, num_samples=samples, loss=known.loss,
+            client_id=client_id,
+            num_samples=samples,
+            loss=known.loss,
             rounds=known.counted + known.missed,
-        )  # fmt: skip
+        )
 
     async def on_strike(self, strike: Strike) -> None:
         """Log a bad update, and put its client in quarantine where that follows."""

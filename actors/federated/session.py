@@ -322,9 +322,14 @@ class ControllerSession:
         limit_s = self.controller_timeout_s
         if time.monotonic() - self._seen_s > limit_s:
             raise BarrierTimeout(
-                "controller", missing=(), ready=0, needed=1, timeout_s=limit_s,
-                misconfiguration=misconfiguration or self.replaced, hint=advice(),
-            )  # fmt: skip
+                "controller",
+                missing=(),
+                ready=0,
+                needed=1,
+                timeout_s=limit_s,
+                misconfiguration=misconfiguration or self.replaced,
+                hint=advice(),
+            )
 
 
 class ClientStatus:

@@ -253,11 +253,15 @@ def left_out(specs: Sequence[TensorSpec], sharing: Sharing) -> list[TensorSpec]:
     sides = divide(specs, sharing)
     exchanged = sides.shared | sides.constant | sides.merged
     return [
-        spec for spec in specs
-        if not spec.is_inexact and spec.name == spec.first and spec.name not in exchanged
-        and _matches(spec.name, sharing.include) and not _matches(spec.name, sharing.exclude)
+        spec
+        for spec in specs
+        if not spec.is_inexact
+        and spec.name == spec.first
+        and spec.name not in exchanged
+        and _matches(spec.name, sharing.include)
+        and not _matches(spec.name, sharing.exclude)
         and not (spec.kind == "buffer" and sharing.pattern_of(spec) not in ("", REST))
-    ]  # fmt: skip
+    ]
 
 
 def _default_rule(config: FederatedConfig, strategy: type[Strategy]) -> str:

@@ -106,9 +106,16 @@ class SiteMember(Client):
     _task_methods = ("build_model",)  # its clients train
 
     def __init__(
-        self, bus: Bus, task: FederatedTask, upstream: UpstreamConfig, make_controller: MakeController,
-        on_report: Callable[[RoundReport], object], *, followed: Followed | None, newest: ControllerStart,
-    ) -> None:  # fmt: skip
+        self,
+        bus: Bus,
+        task: FederatedTask,
+        upstream: UpstreamConfig,
+        make_controller: MakeController,
+        on_report: Callable[[RoundReport], object],
+        *,
+        followed: Followed | None,
+        newest: ControllerStart,
+    ) -> None:
         """A member that has not started.
 
         Args:
@@ -292,14 +299,20 @@ class SiteMember(Client):
         sealed = self._bus.memory.put(payload) if here and here == welcome.memory else None
         loss, transfer = update.totals.loss(), next(self._transfers)
         request = UploadRequest(
-            run_id=welcome.run_id, round_id=command.round_id, transfer=transfer, total_bytes=len(payload),
-            num_samples=update.num_samples, loss=math.nan if loss is None else loss,
-            train_s=max(0.0, time.perf_counter() - began_s), encode_s=0.0,
-            memory="" if sealed is None else sealed.place, wait_s=max(0.0, began_s - self._session.commanded_s),
-        )  # fmt: skip
+            run_id=welcome.run_id,
+            round_id=command.round_id,
+            transfer=transfer,
+            total_bytes=len(payload),
+            num_samples=update.num_samples,
+            loss=math.nan if loss is None else loss,
+            train_s=max(0.0, time.perf_counter() - began_s),
+            encode_s=0.0,
+            memory="" if sealed is None else sealed.place,
+            wait_s=max(0.0, began_s - self._session.commanded_s),
+        )
         key = FrameKey(
             Kind.UPDATE, welcome.run_id, command.round_id, self.client_id, self._identity.incarnation, transfer
-        )  # fmt: skip
+        )
         return EncodedUpdate(key, request, payload if sealed is None else sealed.payload, sealed=sealed)
 
 
@@ -311,9 +324,15 @@ class Site:
     """
 
     def __init__(
-        self, above: Bus, bus: Bus, task: FederatedTask, config: FederatedConfig, upstream: UpstreamConfig, *,
+        self,
+        above: Bus,
+        bus: Bus,
+        task: FederatedTask,
+        config: FederatedConfig,
+        upstream: UpstreamConfig,
+        *,
         on_open: Callable[[], object] = lambda: None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """A site that has not started.
 
         Args:
@@ -365,9 +384,14 @@ class Site:
     async def _serve(self, on_report: Callable[[RoundReport], object]) -> None:
         while True:
             member = SiteMember(
-                self._above, self._task, self._upstream, self._make_controller, on_report, followed=self._followed,
+                self._above,
+                self._task,
+                self._upstream,
+                self._make_controller,
+                on_report,
+                followed=self._followed,
                 newest=self._newest,
-            )  # fmt: skip
+            )
             try:
                 try:
                     await member.run()
@@ -435,9 +459,12 @@ class Site:
         history = [] if newest is None else SavedRun.of(newest).history
         samples = history[-1].num_samples if history else 0
         log.warning(
-            "level above is back", rounds_alone=0 if newest is None else newest.round_id, samples=samples,
-            kept=str(kept), rejoin=self._upstream.rejoin,
-        )  # fmt: skip
+            "level above is back",
+            rounds_alone=0 if newest is None else newest.round_id,
+            samples=samples,
+            kept=str(kept),
+            rejoin=self._upstream.rejoin,
+        )
         if newest is not None and samples and self._upstream.rejoin == "contribute":
             if self._contribution is not None and self._contribution.kept != kept:
                 _give_up(self._contribution, f"the site was cut off again, after round {round_id}")
@@ -488,10 +515,19 @@ def _rules_of(welcome: Welcome) -> tuple[object, ...]:
     """Return what of a Welcome a site passes on to its clients, and its own deadline. The same in all of one start of
     the level above: what could change its options there is refused above sites."""
     return (
-        welcome.codec, welcome.codec_options, welcome.section_codec, welcome.section_options, welcome.rule,
-        welcome.options, welcome.round_s, welcome.frozen, welcome.include, welcome.exclude, welcome.buffers,
+        welcome.codec,
+        welcome.codec_options,
+        welcome.section_codec,
+        welcome.section_options,
+        welcome.rule,
+        welcome.options,
+        welcome.round_s,
+        welcome.frozen,
+        welcome.include,
+        welcome.exclude,
+        welcome.buffers,
         welcome.buffer_layout,
-    )  # fmt: skip
+    )
 
 
 def _give_up(contribution: RoundsAlone, reason: str) -> None:
@@ -510,9 +546,10 @@ async def _until_heard(bus: Bus, newest: ControllerStart) -> None:
                 return
             if not is_named:
                 log.warning(
-                    "earlier start of the level above ignored", host=message.body.host,
+                    "earlier start of the level above ignored",
+                    host=message.body.host,
                     hint="the site has followed a later one: start that again, or restart this site to follow any",
-                )  # fmt: skip
+                )
             is_named = True
 
 

@@ -113,9 +113,16 @@ class RelayingController(Controller):
     _call = "Site(above, bus, task, config, upstream)"
 
     def __init__(
-        self, bus: Bus, task: FederatedTask, config: FederatedConfig, *, terms: Welcome, frozen: Tensor | None = None,
-        command: TrainCmd | None = None, on_open: Callable[[], object] = lambda: None,
-    ) -> None:  # fmt: skip
+        self,
+        bus: Bus,
+        task: FederatedTask,
+        config: FederatedConfig,
+        *,
+        terms: Welcome,
+        frozen: Tensor | None = None,
+        command: TrainCmd | None = None,
+        on_open: Callable[[], object] = lambda: None,
+    ) -> None:
         """A controller that has not started.
 
         Args:
@@ -176,9 +183,16 @@ class SiteController(RelayingController):
     _evaluates = False  # the top level does
 
     def __init__(
-        self, bus: Bus, task: FederatedTask, config: FederatedConfig, *, terms: Welcome, frozen: Tensor | None,
-        progress: Progress, on_open: Callable[[], object],
-    ) -> None:  # fmt: skip
+        self,
+        bus: Bus,
+        task: FederatedTask,
+        config: FederatedConfig,
+        *,
+        terms: Welcome,
+        frozen: Tensor | None,
+        progress: Progress,
+        on_open: Callable[[], object],
+    ) -> None:
         """``progress``: of the site, over all such controllers; else as of :class:`RelayingController`."""
         super().__init__(bus, task, config, terms=terms, frozen=frozen, on_open=on_open)
         self.progress = progress
@@ -266,9 +280,11 @@ class SiteController(RelayingController):
                     await self._compute.run(self._contribute, contribution)
                 except (ValueError, OSError) as error:  # it is kept on the disk all the same
                     log.warning(
-                        "rounds alone not contributed", round=command.round_id, kept=str(contribution.kept),
+                        "rounds alone not contributed",
+                        round=command.round_id,
+                        kept=str(contribution.kept),
                         reason=str(error),
-                    )  # fmt: skip
+                    )
                     self.contribution = self._contributed = None
         if self._gathered[1] in (Outcome.NOTHING, Outcome.GIVEN_UP) and self._contributed is None:
             raise NothingToTrain
@@ -311,9 +327,11 @@ class SiteController(RelayingController):
                 log.warning("round without this site", round=round_id, held=self._published)
             if (lost := self._contributed) is not None:
                 log.warning(
-                    "rounds alone not contributed", round=round_id, kept=str(lost.kept),
+                    "rounds alone not contributed",
+                    round=round_id,
+                    kept=str(lost.kept),
                     reason="the round with them was committed without this site, as far as it knows",
-                )  # fmt: skip
+                )
                 self._contributed = None
             await self._take_over(round_id)
         self._published = self.progress.round_id = round_id

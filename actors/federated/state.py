@@ -432,10 +432,17 @@ class RunState:
         held_crc32 = crc32 if self.held is None else zlib.crc32(self.held.numpy().data)
         history.keep(weights_name(self.run_id, self.round_id), weights)
         history.note(
-            "started", run=f"{self.run_id:016x}", incarnation=self.incarnation, round=self.round_id,
-            crc32=crc32, held_crc32=held_crc32, dim=self.weights.numel(), has_buffers=bool(self.buffers),
-            federated=self._config.model_dump(mode="json"), **({"adopts": True} if self.adopts else {}),
-        )  # fmt: skip
+            "started",
+            run=f"{self.run_id:016x}",
+            incarnation=self.incarnation,
+            round=self.round_id,
+            crc32=crc32,
+            held_crc32=held_crc32,
+            dim=self.weights.numel(),
+            has_buffers=bool(self.buffers),
+            federated=self._config.model_dump(mode="json"),
+            **({"adopts": True} if self.adopts else {}),
+        )
 
     def buffer_block(self) -> bytes:
         """Return the merged buffers that are not as they were built, as they follow a model; b"": none ever do."""
@@ -574,20 +581,28 @@ class RunState:
     def _meta(self, history: Iterable[RoundReport]) -> dict[str, Any]:
         return {
             "run_id": f"{self.run_id:016x}",
-            "incarnation": self.incarnation, "layout": self._layout, "tensors": self._table,
+            "incarnation": self.incarnation,
+            "layout": self._layout,
+            "tensors": self._table,
             "downlink_codec": self._downlink_codec,
-            "downlink": self._kind(), "strategy": self._strategy.name, "conduct": self.quarantine.state(),
-            "participation": self.participation.state(), "client_names": self.names.state(),
+            "downlink": self._kind(),
+            "strategy": self._strategy.name,
+            "conduct": self.quarantine.state(),
+            "participation": self.participation.state(),
+            "client_names": self.names.state(),
             "counted": [
                 (client_id, key.round_id, f"{key.incarnation:016x}", key.transfer)
                 for client_id, key in list(self.counted.items())[-MAX_KNOWN:]
             ],
-            "frozen": f"{self.model.frozen:016x}", "frozen_tensors": self.model.frozen_table,
+            "frozen": f"{self.model.frozen:016x}",
+            "frozen_tensors": self.model.frozen_table,
             "integers": self._integers,
-            "personal": self.model.personal_table, "names": self.model.names,
-            "share": self._config.share.model_dump(mode="json"), "exchange": self._config.exchange,
+            "personal": self.model.personal_table,
+            "names": self.model.names,
+            "share": self._config.share.model_dump(mode="json"),
+            "exchange": self._config.exchange,
             "history": [{k: v for k, v in report.to_json().items() if k != "timeline"} for report in history],
-        }  # fmt: skip
+        }
 
     def close(self) -> None:
         """Let another process use the state directory."""

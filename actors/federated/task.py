@@ -49,9 +49,17 @@ class FederatedTask(Protocol):
         """
 
     def train(
-        self, model: nn.Module, *, client_id: int, round_id: int, epochs: int, lr: float, seed: int, subset_size: int,
+        self,
+        model: nn.Module,
+        *,
+        client_id: int,
+        round_id: int,
+        epochs: int,
+        lr: float,
+        seed: int,
+        subset_size: int,
         should_stop: Callable[[], bool],
-    ) -> TrainOutcome:  # fmt: skip
+    ) -> TrainOutcome:
         """Train in place. ``should_stop()`` says that the result is no longer wanted: return or raise soon.
 
         One more keyword comes where ``federated.training.optimizer`` names an optimizer: ``make_optimizer``, a function

@@ -91,10 +91,13 @@ class UnexchangedTensors:
         specs = {spec.name: spec for spec in self._specs}
         remedies = dict.fromkeys(_remedy(specs.get(name), welcome) for name in names)
         log.warning(
-            "training has changed tensors that are not exchanged", client=client_id, tensors=len(names),
-            first=names[:_NAMED], effect="the global model does not get what was trained of them",
+            "training has changed tensors that are not exchanged",
+            client=client_id,
+            tensors=len(names),
+            first=names[:_NAMED],
+            effect="the global model does not get what was trained of them",
             remedy="; ".join(remedies),
-        )  # fmt: skip
+        )
 
 
 def _remedy(spec: TensorSpec | None, welcome: Welcome) -> str:

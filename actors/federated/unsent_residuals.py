@@ -30,9 +30,7 @@ class UnsentResiduals:
         self._last: tuple[Name, Tensor] | None = None
         self._left: OrderedDict[Hashable, Tensor] = OrderedDict()  # by that round, by terms
 
-    def before(
-        self, name: Name, after: int, kept: Tensor | None, spent: Mapping[int, Hashable]
-    ) -> Tensor | None:  # fmt: skip
+    def before(self, name: Name, after: int, kept: Tensor | None, spent: Mapping[int, Hashable]) -> Tensor | None:
         """The residual to begin a round with, float32, shape (D,); None: there is none.
 
         Args:

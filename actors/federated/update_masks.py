@@ -141,9 +141,12 @@ class ClientMasking:
             if str(error) != own.refused:  # the request is repeated
                 own.refused = str(error)
                 (log.info if isinstance(error, NotMember) else log.warning)(
-                    "no part in this attempt", client=self._identity.sender, round=request.round_id,
-                    attempt=request.attempt, reason=own.refused,
-                )  # fmt: skip
+                    "no part in this attempt",
+                    client=self._identity.sender,
+                    round=request.round_id,
+                    attempt=request.attempt,
+                    reason=own.refused,
+                )
             if isinstance(request, MaskRoster):
                 self._answer(own, 1, b"", group)  # so that it is not waited for
         finally:
@@ -154,9 +157,12 @@ class ClientMasking:
         if about and not own.has_complained:
             own.has_complained = True
             log.warning(
-                "shares of other clients cannot be used", client=self._identity.sender,
-                round=own.client.attempt.round_id, attempt=own.client.attempt.number, senders=about[:20],
-            )  # fmt: skip
+                "shares of other clients cannot be used",
+                client=self._identity.sender,
+                round=own.client.attempt.round_id,
+                attempt=own.client.attempt.number,
+                senders=about[:20],
+            )
 
     @staticmethod
     def _share(client: MaskingClient, request: MaskRoster, welcome: Welcome, dim: int) -> list[bytes]:

@@ -66,9 +66,13 @@ log = get_logger("controller")
 def facts_of(client_id: int, request: UploadRequest, weight: int) -> Facts:
     """Return what a client has announced, where its update counts with this weight."""
     return Facts(
-        client_id=client_id, num_samples=weight, round_id=request.round_id, steps=request.steps,
-        loss=request.loss if math.isfinite(request.loss) else None, metrics=request.metrics,
-    )  # fmt: skip
+        client_id=client_id,
+        num_samples=weight,
+        round_id=request.round_id,
+        steps=request.steps,
+        loss=request.loss if math.isfinite(request.loss) else None,
+        metrics=request.metrics,
+    )
 
 
 @dataclass(slots=True, eq=False)
@@ -125,10 +129,16 @@ class UpdateReceiver:
     """
 
     def __init__(
-        self, context: RunContext, strategy: Strategy, admission: UpdateAdmission, *, dim: int,
-        on_strike: Callable[[Strike], Awaitable[None]], on_change: Callable[[], None],
+        self,
+        context: RunContext,
+        strategy: Strategy,
+        admission: UpdateAdmission,
+        *,
+        dim: int,
+        on_strike: Callable[[Strike], Awaitable[None]],
+        on_change: Callable[[], None],
         buffers: BufferLayout | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """``on_strike`` is called with each strike, ``on_change`` when an update was counted or refused. ``buffers``:
         that end each update, and are merged; None: none do."""
         self._context = context
@@ -580,9 +590,7 @@ class UpdateReceiver:
     ) -> None:
         client_id, request = update.client_id, update.request
         staleness = round_.staleness(request.round_id)
-        self.totals.count(
-            client_id, request, weight, from_memory=from_memory, partial=partial, staleness=staleness
-        )  # fmt: skip
+        self.totals.count(client_id, request, weight, from_memory=from_memory, partial=partial, staleness=staleness)
         if self.counted is not None and self.masked is None:  # a masked one may still be lost with its attempt
             self.counted.append(dataclasses.replace(facts_of(client_id, request, weight), staleness=staleness))
         self.timing.counted(client_id, request)
@@ -647,12 +655,20 @@ class UpdateReceiver:
     def _note_counted(self, key: FrameKey, request: UploadRequest, weight: int, crc32: int) -> None:
         marks = [] if self._bounded is None else self._bounded.marks_of(key.sender)
         self._context.history.note(
-            "counted", round=key.round_id, **self._context.client_facts(key.sender), incarnation=key.incarnation,
-            transfer=key.transfer, num_samples=request.num_samples, bytes=request.total_bytes, crc32=crc32,
-            weight=weight, steps=request.steps,
-            loss=request.loss if math.isfinite(request.loss) else None, metrics=request.metrics,
+            "counted",
+            round=key.round_id,
+            **self._context.client_facts(key.sender),
+            incarnation=key.incarnation,
+            transfer=key.transfer,
+            num_samples=request.num_samples,
+            bytes=request.total_bytes,
+            crc32=crc32,
+            weight=weight,
+            steps=request.steps,
+            loss=request.loss if math.isfinite(request.loss) else None,
+            metrics=request.metrics,
             **({"bounded": marks} if marks else {}),
-        )  # fmt: skip
+        )
 
     def _add_sum(self, site_id: int, payload: memoryview, announced: int) -> SumSummary:
         """Add the exact sum of a site."""
@@ -718,10 +734,7 @@ class UpdateReceiver:
         """Forget the bytes of an update that has been measured, to make room for another one: it is requested again."""
         if not self._held.must_measure:
             return False
-        measured = (
-            one for one in self._complete
-            if one.is_measured and not (one.in_memory or one.adding)
-        )  # fmt: skip
+        measured = (one for one in self._complete if one.is_measured and not (one.in_memory or one.adding))
         if (given_up := next(measured, None)) is None:
             return False
         self._drop(given_up.key)

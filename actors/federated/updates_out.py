@@ -39,9 +39,14 @@ log = get_logger("client")
 def note_receipt(probe: Probe, receipt: Receipt, **client: int) -> None:
     """Note in the journal what answer an update got. ``client``: its id, where the journal is of several clients."""
     probe.note(
-        "receipt", **client, run=f"{receipt.run_id:016x}", round=receipt.round_id, transfer=receipt.transfer,
-        accepted=receipt.accepted, reason=receipt.reason,
-    )  # fmt: skip
+        "receipt",
+        **client,
+        run=f"{receipt.run_id:016x}",
+        round=receipt.round_id,
+        transfer=receipt.transfer,
+        accepted=receipt.accepted,
+        reason=receipt.reason,
+    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -40,7 +40,7 @@ class RequestedUpload(NamedTuple):
         request = self.request
         return FrameKey(
             Kind.UPDATE, request.run_id, request.round_id, self.client_id, self.incarnation, request.transfer
-        )  # fmt: skip
+        )
 
     @property
     def whole_key(self) -> FrameKey:
@@ -67,9 +67,14 @@ class RequestedUpload(NamedTuple):
         """The answer that ends it. ``refusal``: the reason why it does not count; empty: it does."""
         client_id, incarnation, request = self
         return Receipt(
-            client_id, incarnation, request.run_id, request.round_id, request.transfer, not refusal,
+            client_id,
+            incarnation,
+            request.run_id,
+            request.round_id,
+            request.transfer,
+            not refusal,
             refusal[:MAX_REASON_CHARS],
-        )  # fmt: skip
+        )
 
 
 @dataclass(slots=True, eq=False)
@@ -159,9 +164,10 @@ class Uploads(Generic[U]):
         request = upload.request
         if (message.num_samples, frame.total_bytes) != (request.num_samples, request.total_bytes):
             raise FrameError(
-                "mismatch", f"frame of {frame.total_bytes} bytes and {message.num_samples} samples: "
-                f"{request.total_bytes} and {request.num_samples} were announced"
-            )  # fmt: skip
+                "mismatch",
+                f"frame of {frame.total_bytes} bytes and {message.num_samples} samples: "
+                f"{request.total_bytes} and {request.num_samples} were announced",
+            )
         verdict = self._assembler.feed(frame)
         if verdict is Verdict.REPEATED:
             raise FrameError(REPEATED, f"frame {frame.seq} of {frame.seq_cnt} is here")

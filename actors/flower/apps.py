@@ -157,17 +157,23 @@ class AppNodeConfig(dict[str, Value]):
 
 
 def make_context(
-    app: FlowerApp, run_id: int, overrides: Mapping[str, Value], place: NodePlace | None,
+    app: FlowerApp,
+    run_id: int,
+    overrides: Mapping[str, Value],
+    place: NodePlace | None,
     node_config: Mapping[str, Value] | None = None,
-) -> Any:  # fmt: skip
+) -> Any:
     """The Context of a component. ``place``: of a node; None: it is that of the ServerApp. ``node_config``: of the
     node. In this process, messages are from this run from now on."""
     node_id = SUPERLINK_NODE_ID if place is None else NODE_ID_BASE + place.number
     TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = run_id, node_id, 0
     return Context(
-        run_id=run_id, node_id=node_id, node_config=AppNodeConfig(node_config or {}), state=RecordDict(),
+        run_id=run_id,
+        node_id=node_id,
+        node_config=AppNodeConfig(node_config or {}),
+        state=RecordDict(),
         run_config=app.run_config(overrides),
-    )  # fmt: skip
+    )
 
 
 class ClientAppAnswering:
@@ -220,10 +226,16 @@ class ClientAppAnswering:
     def refuse(self, reason: str) -> list[bytes | memoryview]:
         """A reply with an error. Who it is from, and to what, the controller knows."""
         metadata = Metadata(
-            run_id=self._context.run_id, message_id="", src_node_id=self._context.node_id,
-            dst_node_id=SUPERLINK_NODE_ID, reply_to_message_id="", group_id="", created_at=0.0, ttl=1.0,
+            run_id=self._context.run_id,
+            message_id="",
+            src_node_id=self._context.node_id,
+            dst_node_id=SUPERLINK_NODE_ID,
+            reply_to_message_id="",
+            group_id="",
+            created_at=0.0,
+            ttl=1.0,
             message_type="query",
-        )  # fmt: skip
+        )
         return encode(Message(metadata=metadata, error=Error(ErrorCode.MESSAGE_UNAVAILABLE, reason[:8000])))
 
 

@@ -117,9 +117,14 @@ class MessageHub:
     """
 
     def __init__(
-        self, bus: Bus, *, run_id: int, options: Mapping[str, bool | int | float | str] | None = None,
-        max_bytes: int = DEFAULT_MAX_BYTES, dead_after_s: float = 30.0,
-    ) -> None:  # fmt: skip
+        self,
+        bus: Bus,
+        *,
+        run_id: int,
+        options: Mapping[str, bool | int | float | str] | None = None,
+        max_bytes: int = DEFAULT_MAX_BYTES,
+        dead_after_s: float = 30.0,
+    ) -> None:
         """A hub that has not started.
 
         Args:
@@ -136,9 +141,13 @@ class MessageHub:
         self._max_bytes = max_bytes
         self._identity = Identity(CONTROLLER, new_incarnation())
         self._registry = ClientRegistry(
-            dim=0, layout=0, session=self._identity.incarnation, dead_after_s=dead_after_s, duplicate_after_s=3.0,
+            dim=0,
+            layout=0,
+            session=self._identity.incarnation,
+            dead_after_s=dead_after_s,
+            duplicate_after_s=3.0,
             memory=bus.memory.here,
-        )  # fmt: skip
+        )
         self._others = DuplicateControllers(bus.job, self._identity)
         self._clock = BeatClock(HEARTBEAT_S)
         self._partitions: tuple[int, str] | None = None  # how many there are, and the node that said so first
@@ -278,10 +287,15 @@ class MessageHub:
         awaited = sum(len(one.awaited) for one in self._open.values())
         await self._publish(
             Status(
-                self.run_id, newest, "training" if awaited else "waiting", 0, awaited, process_name(),
+                self.run_id,
+                newest,
+                "training" if awaited else "waiting",
+                0,
+                awaited,
+                process_name(),
                 clients=len(self._registry),
             )
-        )  # fmt: skip
+        )
         numbers = sorted(self._open)
         start = self._next_named % max(1, len(numbers))
         named = max(NAMED_AT_ONCE, -(-len(numbers) // NAMED_WITHIN))
@@ -295,10 +309,15 @@ class MessageHub:
         await self._publish(RoundTerms(self.run_id, instruction.number, {}, format_ids(instruction.awaited)))
         await self._publish(
             ModelAvailable(
-                self.run_id, instruction.number, instruction.number, False, len(instruction.payload.data),
-                instruction.payload.place, instruction.signature,
+                self.run_id,
+                instruction.number,
+                instruction.number,
+                False,
+                len(instruction.payload.data),
+                instruction.payload.place,
+                instruction.signature,
             )
-        )  # fmt: skip
+        )
 
     async def _tell_over(self) -> None:
         """Send that nobody waits for these instructions: where they lay in shared memory, they are no longer."""
@@ -355,9 +374,13 @@ class MessageHub:
             return
         known = self._registry.incarnation_of(sender.sender)
         answer, why = self._registry.hello(
-            sender, dataclasses.replace(hello, layout=0), message.number, now_s=time.monotonic(), next_round=0,
+            sender,
+            dataclasses.replace(hello, layout=0),
+            message.number,
+            now_s=time.monotonic(),
+            next_round=0,
             is_stalled=self._clock.is_stalled(),
-        )  # fmt: skip
+        )
         if answer is HelloAnswer.REFUSE:
             await self._publish(Refused(*_of(sender), _of_nodes(why, sender.sender)))
             return
@@ -367,10 +390,18 @@ class MessageHub:
             log.info("node welcomed", **self._facts(sender.sender), host=hello.host)
             await self._publish(
                 Welcome(
-                    *_of(sender), self.run_id, 0, CODEC, "{}", self._partitions[0] if self._partitions else 0,
-                    HEARTBEAT_S, memory=self._bus.memory.here, options=self._options, fetch_models=True,
+                    *_of(sender),
+                    self.run_id,
+                    0,
+                    CODEC,
+                    "{}",
+                    self._partitions[0] if self._partitions else 0,
+                    HEARTBEAT_S,
+                    memory=self._bus.memory.here,
+                    options=self._options,
+                    fetch_models=True,
                 )
-            )  # fmt: skip
+            )
             for instruction in list(self._open.values()):
                 if sender.sender in instruction.awaited:  # to this start of it: it was out of reach for a while
                     await self._name(instruction)

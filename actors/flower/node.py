@@ -120,9 +120,14 @@ class MessageNode:
     """Answers the instructions of a hub, one after the other."""
 
     def __init__(
-        self, bus: Bus, answering: Answering, *, place: NodePlace,
-        controller_timeout_s: float = 120.0, max_bytes: int = DEFAULT_MAX_BYTES,
-    ) -> None:  # fmt: skip
+        self,
+        bus: Bus,
+        answering: Answering,
+        *,
+        place: NodePlace,
+        controller_timeout_s: float = 120.0,
+        max_bytes: int = DEFAULT_MAX_BYTES,
+    ) -> None:
         """A node that has not started.
 
         Args:
@@ -275,14 +280,20 @@ class MessageNode:
     async def _send_hello(self) -> None:
         current = self._session
         hello = Hello(
-            protocol=PROTOCOL, dim=0, layout=layout_of(self.place.num_partitions),
+            protocol=PROTOCOL,
+            dim=0,
+            layout=layout_of(self.place.num_partitions),
             ready=self._bus.matched_readers(ClientUpdate) > 0,
             session=current.incarnation if current.welcome is not None else 0,
             phase=self._phase if self._sender.phase == "idle" else self._sender.phase,
-            round_id=self._current, model_round=-1, host=process_name(), next_round=-1,
-            memory=self._bus.memory.here if self._reads_memory else "", phase_s=time.monotonic() - self._phase_s,
+            round_id=self._current,
+            model_round=-1,
+            host=process_name(),
+            next_round=-1,
+            memory=self._bus.memory.here if self._reads_memory else "",
+            phase_s=time.monotonic() - self._phase_s,
             name=self.place.name,
-        )  # fmt: skip
+        )
         with contextlib.suppress(BusError):  # sent again with the next heartbeat
             await self._bus.publish(self._identity, hello)
 
@@ -368,13 +379,22 @@ class MessageNode:
         outgoing = await self._compute.run(make_payload, self._bus.memory, parts)
         del parts
         request = UploadRequest(
-            run_id=run_id, round_id=number, transfer=number, total_bytes=len(outgoing.data), num_samples=1, loss=0.0,
-            train_s=train_s, encode_s=time.perf_counter() - started_s - train_s, memory=outgoing.place,
-        )  # fmt: skip
+            run_id=run_id,
+            round_id=number,
+            transfer=number,
+            total_bytes=len(outgoing.data),
+            num_samples=1,
+            loss=0.0,
+            train_s=train_s,
+            encode_s=time.perf_counter() - started_s - train_s,
+            memory=outgoing.place,
+        )
         update = EncodedUpdate(
-            reply_key(run_id, number, self.number, self._identity.incarnation), request, outgoing.data,
+            reply_key(run_id, number, self.number, self._identity.incarnation),
+            request,
+            outgoing.data,
             sealed=outgoing.shared,
-        )  # fmt: skip
+        )
         receipt = await self._sender.deliver(update, check=lambda: self._is_current(session))
         await self._compute.run(self._answering.release)
         if receipt is None:
@@ -405,9 +425,12 @@ class MessageNode:
             if answering.done():
                 return answering.result()
             log.warning(
-                "the run has ended while a message is answered", node=self.number, number=number,
-                since_s=round(time.monotonic() - started_s, 1), effect=f"waits for at most {LET_GO_S:g} s, then leaves",
-            )  # fmt: skip
+                "the run has ended while a message is answered",
+                node=self.number,
+                number=number,
+                since_s=round(time.monotonic() - started_s, 1),
+                effect=f"waits for at most {LET_GO_S:g} s, then leaves",
+            )
         finally:
             over.cancel()
             answering.cancel()  # it waits for the thread for LET_GO_S

@@ -111,10 +111,15 @@ class AggregatorActor:
             await _until_a_worker_comes(bus, world)
         try:
             joining = join_group(
-                bus, rank=world + node, world=world + nodes, name=GROUP, timeout_s=timeout_s, stall_warning_s=0.0,
+                bus,
+                rank=world + node,
+                world=world + nodes,
+                name=GROUP,
+                timeout_s=timeout_s,
+                stall_warning_s=0.0,
                 max_payload_bytes=payload_limit(self._config.block_elems),
                 describe_missing=describe_missing(world, nodes),
-            )  # fmt: skip
+            )
             async with joining as network:
                 await self._serve(bus.job, network, world, node)
         except ConfigError as error:
@@ -198,9 +203,11 @@ class AggregatorActor:
             return TreeNode(node, lanes)
         config = self._config
         protocol = Aggregator(
-            self._slots, block_elems=config.block_elems, times=self._times,
+            self._slots,
+            block_elems=config.block_elems,
+            times=self._times,
             max_groups_per_job=min(config.max_groups_per_job, 2 * plan.window_groups),
-        )  # fmt: skip
+        )
         protocol.open_job(node.job, node.world)
         reserved.callback(protocol.close_job, node.job)
         return protocol
@@ -251,10 +258,13 @@ class _JobServer:
         """Return what the log says of the job."""
         streams, protocol, traffic = self._streams, self._protocol, self._streams.traffic
         return {
-            "packets": self._packets, "bytes_in": traffic.received_bytes, "bytes_out": traffic.sent_bytes,
-            "dropped": self.dropped + protocol.dropped, "violations": protocol.violations,
+            "packets": self._packets,
+            "bytes_in": traffic.received_bytes,
+            "bytes_out": traffic.sent_bytes,
+            "dropped": self.dropped + protocol.dropped,
+            "violations": protocol.violations,
             "dropped_on_purpose": streams.lost_packets,
-        }  # fmt: skip
+        }
 
     async def run(self, job: str) -> str:
         """Until all members below this one have left, or one above it, or its lease has ended. Returns the reason that
@@ -289,9 +299,14 @@ class _JobServer:
                 self.is_expired = True
                 group, waits_for = next(iter(stalled.items()))
                 log.warning(
-                    "slots freed", job=job, groups=len(stalled), first=group, waits_for=waits_for,
-                    reason=f"nothing new for {config.lease_s:g} s", effect="the workers go on without aggregators",
-                )  # fmt: skip
+                    "slots freed",
+                    job=job,
+                    groups=len(stalled),
+                    first=group,
+                    waits_for=waits_for,
+                    reason=f"nothing new for {config.lease_s:g} s",
+                    effect="the workers go on without aggregators",
+                )
                 self._end(f"gave up group {group}, which got nothing new of {waits_for} for {config.lease_s:g} s")
                 return
 

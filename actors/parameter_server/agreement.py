@@ -114,16 +114,20 @@ async def agree(
     check_equal_layouts([hello["layout"] for hello in hellos])
     workers, servers = hellos[: roles.workers], hellos[roles.workers :]
     return Agreement(
-        int(hellos[0]["run_id"]), tuple(int(hello["batches"]) for hello in workers),
-        any(hello["callbacks"] for hello in workers), [list(hello["steps"]) for hello in servers],
+        int(hellos[0]["run_id"]),
+        tuple(int(hello["batches"]) for hello in workers),
+        any(hello["callbacks"] for hello in workers),
+        [list(hello["steps"]) for hello in servers],
         any(hello["has_completed"] for hello in servers),
-    )  # fmt: skip
+    )
 
 
 async def find_version(
-    network: Group, agreement: Agreement, config: DataParallelConfig,
+    network: Group,
+    agreement: Agreement,
+    config: DataParallelConfig,
     load: Callable[[int], Awaitable[Mapping[str, Any]]] | None = None,
-) -> int | None:  # fmt: skip
+) -> int | None:
     """The newest version that all servers have, whole and of one run; None: there is none, the run begins.
 
     Args:

@@ -98,9 +98,15 @@ class Clocks:
         return min((worker.clock for worker in self._live.values()), default=self.start)
 
     def push(
-        self, rank: int, clock: int, *, has_gradient: bool = True, is_refused: bool = False, meets: bool = False,
+        self,
+        rank: int,
+        clock: int,
+        *,
+        has_gradient: bool = True,
+        is_refused: bool = False,
+        meets: bool = False,
         wants_end: bool = False,
-    ) -> Decision:  # fmt: skip
+    ) -> Decision:
         """A gradient has arrived.
 
         Args:
@@ -151,9 +157,10 @@ class Clocks:
             return self._complete(waiting, apply, count)
         slowest = self.slowest
         release = tuple(
-            rank for rank, request in waiting.items()
+            rank
+            for rank, request in waiting.items()
             if not request.meets and self._live[rank].clock - slowest <= (self.staleness or 0)
-        )  # fmt: skip
+        )
         if len(waiting) == len(self._live) and waiting and not release:
             raise ProtocolError(f"the workers wait for different things: {self._text(waiting)}")
         return self._released(Decision(apply, count, release))

@@ -86,9 +86,18 @@ def encode(message: Message, tensors: Sequence[Tensor] = ()) -> Tensor:
     packed_bytes = sum(part.numel() for part in parts)
     whole = torch.empty(HEADER_BYTES + packed_bytes + len(meta) + len(state), dtype=torch.uint8)
     header = _HEADER.pack(
-        _MAGIC, PROTOCOL, _KINDS.index(message.kind), int(message.flags), message.epoch, message.clock,
-        message.updates, message.lr, len(meta), len(state), packed_bytes,
-    )  # fmt: skip
+        _MAGIC,
+        PROTOCOL,
+        _KINDS.index(message.kind),
+        int(message.flags),
+        message.epoch,
+        message.clock,
+        message.updates,
+        message.lr,
+        len(meta),
+        len(state),
+        packed_bytes,
+    )
     at = 0
     for one in (_bytes(header.ljust(HEADER_BYTES, b"\0")), *parts, _bytes(meta), _bytes(state)):
         whole[at : at + one.numel()] = one

@@ -79,9 +79,14 @@ class ParameterServer:
     """One server of a run. It runs once; make another one to run again."""
 
     def __init__(
-        self, network: Group, task: DataParallelTask, config: DataParallelConfig, settings: ParameterServerSettings, *,
+        self,
+        network: Group,
+        task: DataParallelTask,
+        config: DataParallelConfig,
+        settings: ParameterServerSettings,
+        *,
         on_open: Callable[[], object] = lambda: None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """A server that has not started.
 
         Args:
@@ -132,12 +137,19 @@ class ParameterServer:
         clocks, (bytes_in, bytes_out) = self._clocks, self._exchanged
         counts = clocks.staleness_counts
         return ServerSummary(
-            server=self._index, servers=self._roles.servers, workers=self._roles.workers, steps=clocks.slowest,
-            updates=clocks.updates, refused=clocks.refused, lost=tuple(self._lost),
+            server=self._index,
+            servers=self._roles.servers,
+            workers=self._roles.workers,
+            steps=clocks.slowest,
+            updates=clocks.updates,
+            refused=clocks.refused,
+            lost=tuple(self._lost),
             staleness_mean=counts.total() and sum(k * n for k, n in counts.items()) / counts.total(),
-            staleness_max=max(counts, default=0), held_bytes=self._shard.nbytes, bytes_in=bytes_in,
+            staleness_max=max(counts, default=0),
+            held_bytes=self._shard.nbytes,
+            bytes_in=bytes_in,
             bytes_out=bytes_out,
-        )  # fmt: skip
+        )
 
     @property
     def _exchanged(self) -> tuple[int, int]:
@@ -183,10 +195,11 @@ class ParameterServer:
         if config.checkpoint.dir is not None:
             self._state = await self._compute.run(ServerState, config, settings, self._index, roles, layout, names)
         hello = Introduction(
-            optimizer=type(self._shard.optimizer.optimizer).__name__, layout=layout,
+            optimizer=type(self._shard.optimizer.optimizer).__name__,
+            layout=layout,
             steps=[] if self._state is None else self._state.steps(),
             has_completed=self._state is not None and self._state.has_completed,
-        )  # fmt: skip
+        )
         agreement = await agree(self._network, roles, hello, config, settings)
         self._run_id = agreement.run_id
         await self._compute.run(self._shard.optimizer.start_schedule, _steps(agreement, config))
@@ -202,9 +215,15 @@ class ParameterServer:
         self._max_bytes = largest(self._shard.nbytes, state_bytes)
         self._on_open()
         log.info(
-            "serving", server=self._index, servers=roles.servers, workers=roles.workers, mode=settings.mode, step=step,
-            tensors=len(self._shard.pieces), bytes=self._shard.nbytes,
-        )  # fmt: skip
+            "serving",
+            server=self._index,
+            servers=roles.servers,
+            workers=roles.workers,
+            mode=settings.mode,
+            step=step,
+            tensors=len(self._shard.pieces),
+            bytes=self._shard.nbytes,
+        )
 
     def _build(self) -> tuple[list[str], Mapping[str, Any], int]:
         """Make the model and keep the part of this server. Returns the layout, the names in the model's state, and the
@@ -318,9 +337,12 @@ class ParameterServer:
         if not self._clocks.has_enough:
             raise error
         log.warning(
-            "going on without a worker", worker=rank, reason=str(error), left=list(self._clocks.live),
+            "going on without a worker",
+            worker=rank,
+            reason=str(error),
+            left=list(self._clocks.live),
             at_least=self._clocks.needed,
-        )  # fmt: skip
+        )
         await self._carry_out(decision)
 
     async def _answer(self, rank: int, request: Message) -> Tensor:
@@ -350,10 +372,14 @@ class ParameterServer:
         self._epoch = max(self._epoch, request.epoch)
         return self._decided(
             lambda: self._clocks.push(
-                rank, request.clock, has_gradient=Flag.HAS_GRADIENT in flags, is_refused=Flag.REFUSED in flags,
-                meets=Flag.MEETS in flags, wants_end=Flag.WANTS_END in flags,
+                rank,
+                request.clock,
+                has_gradient=Flag.HAS_GRADIENT in flags,
+                is_refused=Flag.REFUSED in flags,
+                meets=Flag.MEETS in flags,
+                wants_end=Flag.WANTS_END in flags,
             )
-        )  # fmt: skip
+        )
 
     def _decided(self, event: Callable[[], Decision]) -> Decision:
         self._step_number = self._clocks.slowest  # before the event: what is applied now belongs to that step
@@ -415,9 +441,7 @@ class ParameterServer:
                 return {rank: Message(kind, clock) for rank in asked}
             case "meet":
                 return self._exchange(asked)
-        return {
-            rank: Message(kind, clock, meta={"all": {str(r): m.meta for r, m in asked.items()}}) for rank in asked
-        }  # fmt: skip
+        return {rank: Message(kind, clock, meta={"all": {str(r): m.meta for r, m in asked.items()}}) for rank in asked}
 
     def _start(self, asked: Mapping[int, Message]) -> dict[int, Message]:
         """The weights, and what each worker has kept; of a new run those of worker 0."""
@@ -436,9 +460,14 @@ class ParameterServer:
             meta, tensors = self._own.get(rank) or self._own.get(first, ({}, {}))
             more = {"is_own": rank in self._own, "run_id": f"{self._run_id:016x}", "kept": dict(meta)}
             replies[rank] = Message(
-                "start", self._clocks.start, updates=self._clocks.updates, lr=self._shard.optimizer.lr, packed=packed,
-                meta=more, state={**tensors, **self._frozen},
-            )  # fmt: skip
+                "start",
+                self._clocks.start,
+                updates=self._clocks.updates,
+                lr=self._shard.optimizer.lr,
+                packed=packed,
+                meta=more,
+                state={**tensors, **self._frozen},
+            )
         self._own = {}
         return replies
 
@@ -459,17 +488,26 @@ class ParameterServer:
             return
         if not await self._compute.run(self._shard.is_finite):
             raise TrainingDiverged(
-                clock, f"the weights of server {self._index} have NaN or infinity",
+                clock,
+                f"the weights of server {self._index} have NaN or infinity",
                 f"Lower optimizer.lr ({self._shard.optimizer.lr:g}), or set optimizer.clip_norm; checkpoints from "
                 f"before are as they were",
-            )  # fmt: skip
+            )
         own = {rank: (m.meta or {}, m.state) for rank, m in asked.items()} if self._index == 0 else {}
         bytes_in, bytes_out = self._exchanged
         size = await self._compute.run(
-            self._state.save, clock, self._shard, own, self._frozen, run_id=f"{self._run_id:016x}",
-            updates=self._clocks.updates, refused=self._clocks.refused, bytes_in=bytes_in, bytes_out=bytes_out,
+            self._state.save,
+            clock,
+            self._shard,
+            own,
+            self._frozen,
+            run_id=f"{self._run_id:016x}",
+            updates=self._clocks.updates,
+            refused=self._clocks.refused,
+            bytes_in=bytes_in,
+            bytes_out=bytes_out,
             staleness={str(key): number for key, number in self._clocks.staleness_counts.items()},
-        )  # fmt: skip
+        )
         self._has_saved = True
         log.info("checkpoint", server=self._index, step=clock, bytes=size)
 

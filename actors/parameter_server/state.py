@@ -77,9 +77,14 @@ class ServerState(JointCheckpoints):
     """The checkpoints of one server."""
 
     def __init__(
-        self, config: DataParallelConfig, settings: ParameterServerSettings, server: int, roles: Roles,
-        layout: list[str], names: Mapping[str, Any] | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        config: DataParallelConfig,
+        settings: ParameterServerSettings,
+        server: int,
+        roles: Roles,
+        layout: list[str],
+        names: Mapping[str, Any] | None = None,
+    ) -> None:
         """``names``: of the model, see ``StateNames.of_model``.
 
         Raises:
@@ -93,9 +98,13 @@ class ServerState(JointCheckpoints):
         self._names = names
 
     def save(
-        self, step: int, shard: Shard, own: Mapping[int, tuple[Mapping[str, Any], Mapping[str, Tensor]]],
-        frozen: Mapping[str, Tensor], **counts: Any,
-    ) -> int:  # fmt: skip
+        self,
+        step: int,
+        shard: Shard,
+        own: Mapping[int, tuple[Mapping[str, Any], Mapping[str, Tensor]]],
+        frozen: Mapping[str, Tensor],
+        **counts: Any,
+    ) -> int:
         """Save a version; returns its bytes.
 
         Args:

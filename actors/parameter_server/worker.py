@@ -72,10 +72,16 @@ class ParameterServerWorker(Rank):
     _call = "ParameterServerWorker(workers, network, task, config, settings)"
 
     def __init__(
-        self, workers: Group, network: Group, task: DataParallelTask, config: DataParallelConfig,
-        settings: ParameterServerSettings, *, on_open: Callable[[], object] = lambda: None,
+        self,
+        workers: Group,
+        network: Group,
+        task: DataParallelTask,
+        config: DataParallelConfig,
+        settings: ParameterServerSettings,
+        *,
+        on_open: Callable[[], object] = lambda: None,
         callbacks: Sequence[Any] = (),
-    ) -> None:  # fmt: skip
+    ) -> None:
         """A worker that has not started.
 
         Args:
@@ -164,10 +170,12 @@ class ParameterServerWorker(Rank):
         held = max(sum(piece.nbytes for piece in own) for own in self._pieces)
         self._max_bytes = largest(held, state_bytes_of(self.model))
         hello = Introduction(
-            optimizer=type(training.optimizer.optimizer).__name__, layout=describe_layout(self.model),
-            batches=await self._compute.run(training.num_batches, 0), callbacks=bool(self._callbacks),
+            optimizer=type(training.optimizer.optimizer).__name__,
+            layout=describe_layout(self.model),
+            batches=await self._compute.run(training.num_batches, 0),
+            callbacks=bool(self._callbacks),
             run_id=int.from_bytes(os.urandom(8), "little"),
-        )  # fmt: skip
+        )
         agreement = await agree(self._network, self._roles, hello, config, settings)
         self._votes = agreement.votes
         step = await find_version(self._network, agreement, config)
@@ -201,9 +209,14 @@ class ParameterServerWorker(Rank):
     # Requests
 
     async def _ask(
-        self, kind: Kind, *, meta: Any = None, state: Mapping[str, Tensor] | None = None,
-        tensors: Mapping[str, Tensor] | None = None, flags: Flag = Flag.NONE,
-    ) -> list[Message]:  # fmt: skip
+        self,
+        kind: Kind,
+        *,
+        meta: Any = None,
+        state: Mapping[str, Tensor] | None = None,
+        tensors: Mapping[str, Tensor] | None = None,
+        flags: Flag = Flag.NONE,
+    ) -> list[Message]:
         """Ask all servers, or server 0 for what is not about weights. Returns their replies, in order.
 
         Args:
@@ -284,9 +297,7 @@ class ParameterServerWorker(Rank):
         """Exchange values with all workers that are left. Returns the reply, and a value, or None, by rank."""
         (reply,) = await self._ask("meet", meta={"name": name, "value": value}, state=state)
         found = meta_of(reply, "all", dict)
-        self._staleness = Counter(
-            {int(key): int(count) for key, count in meta_of(reply, "staleness", dict).items()}
-        )  # fmt: skip
+        self._staleness = Counter({int(key): int(count) for key, count in meta_of(reply, "staleness", dict).items()})
         self._refused = meta_of(reply, "refused", int)
         return reply, [found.get(str(rank)) for rank in range(self._roles.workers)]
 
@@ -347,9 +358,11 @@ class ParameterServerWorker(Rank):
         self._count(step)
         before = self._before
         await self._report_progress_if_due(
-            steps=position.step - before.step, seconds=time.perf_counter() - before.started_s,
-            wait_s=self._wait_s - before.wait_s, bytes_out=self._sent_bytes - before.sent_bytes,
-        )  # fmt: skip
+            steps=position.step - before.step,
+            seconds=time.perf_counter() - before.started_s,
+            wait_s=self._wait_s - before.wait_s,
+            bytes_out=self._sent_bytes - before.sent_bytes,
+        )
         if self._callbacks.follow("on_step"):
             report = await self._compute.run(training.report_of, step)
             self._wants_end = bool(await self._compute.run(self._callbacks.call, "on_step", report))
@@ -382,16 +395,20 @@ class ParameterServerWorker(Rank):
         position.skipped_in_row += 1
         self.skipped_steps += 1
         self._log.warning(
-            "gradient not pushed: NaN or infinity", step=step.number + 1, in_a_row=position.skipped_in_row,
+            "gradient not pushed: NaN or infinity",
+            step=step.number + 1,
+            in_a_row=position.skipped_in_row,
             limit=config.max_nonfinite_steps or None,
-        )  # fmt: skip
+        )
         if 0 < config.max_nonfinite_steps <= position.skipped_in_row:
             raise TrainingDiverged(
-                position.step, f"the last {position.skipped_in_row} gradients of worker {self._rank} in a row had NaN "
-                f"or infinity", f"Look at the data and the loss there, lower optimizer.lr "
+                position.step,
+                f"the last {position.skipped_in_row} gradients of worker {self._rank} in a row had NaN or infinity",
+                f"Look at the data and the loss there, lower optimizer.lr "
                 f"({self._training.optimizer.lr:g}), or set optimizer.clip_norm. max_nonfinite_steps "
-                f"({config.max_nonfinite_steps}) says how many may be, 0: any number", (self._rank,),
-            )  # fmt: skip
+                f"({config.max_nonfinite_steps}) says how many may be, 0: any number",
+                (self._rank,),
+            )
 
     async def _after_epoch(self, report: EpochReport) -> None:
         if not self._votes:
@@ -424,9 +441,14 @@ class ParameterServerWorker(Rank):
             served["staleness_mean"] = total_staleness / max(1, counted.total())
             served["staleness_max"] = float(max(counted, default=0))
         return self._reported(
-            finished, tallies, served, step_s_mean=seconds / steps, wait_s_mean=(self._wait_s - before.wait_s) / steps,
-            bytes_out_per_step=(self._sent_bytes - before.sent_bytes) / steps, seconds=seconds,
-        )  # fmt: skip
+            finished,
+            tallies,
+            served,
+            step_s_mean=seconds / steps,
+            wait_s_mean=(self._wait_s - before.wait_s) / steps,
+            bytes_out_per_step=(self._sent_bytes - before.sent_bytes) / steps,
+            seconds=seconds,
+        )
 
     async def _save(self) -> None:
         """Have all servers save this version. They answer when they have."""

@@ -27,8 +27,11 @@ from gradbus.runtime.needs import how_to_install
 SAMPLING_RATE = 1.0
 # Orders of the Renyi divergence; epsilon is the smallest over them. Those beyond 64 are for small epsilons.
 ORDERS = [1 + tenth / 10 for tenth in range(1, 100)] + [
-    *range(11, 64), *range(64, 256, 8), *range(256, 1024, 32), *range(1024, 8193, 256)
-]  # fmt: skip
+    *range(11, 64),
+    *range(64, 256, 8),
+    *range(256, 1024, 32),
+    *range(1024, 8193, 256),
+]
 _LONGEST = 1_000_000  # entries of a ledger in a checkpoint: one for each multiplier of the noise
 _LEAST, _MOST = 1e-2, 1e6  # multipliers of the noise that are looked for
 
@@ -71,9 +74,7 @@ def epsilon_of(releases: Iterable[tuple[float, int]], delta: float) -> float:
     analysis = rdp_analysis()
     spent = [0.0] * len(ORDERS)
     for noise_multiplier, times in releases:
-        more = analysis.compute_rdp(
-            q=SAMPLING_RATE, noise_multiplier=noise_multiplier, steps=times, orders=ORDERS
-        )  # fmt: skip
+        more = analysis.compute_rdp(q=SAMPLING_RATE, noise_multiplier=noise_multiplier, steps=times, orders=ORDERS)
         spent = [one + float(other) for one, other in zip(spent, more, strict=True)]
     if not any(spent):
         return 0.0

@@ -113,9 +113,7 @@ def _uniform(size: int, below: int, random_bytes: RandomBytes) -> _Integers:
     return (words % np.uint64(below)).astype(np.int64)
 
 
-def _happens(
-    g: NDArray[np.float64], exact: Callable[[int], Fraction], random_bytes: RandomBytes
-) -> NDArray[np.bool_]:  # fmt: skip
+def _happens(g: NDArray[np.float64], exact: Callable[[int], Fraction], random_bytes: RandomBytes) -> NDArray[np.bool_]:
     """Events of probability ``exp(-g)``. ``exact(at)``: the true value of ``g[at]``, which is rounded."""
     words = _words(len(g), random_bytes)
     lead = np.exp(-g) - words * 2.0**-64

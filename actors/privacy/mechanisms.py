@@ -245,9 +245,11 @@ class CentralPrivacy(_Private):
 
     def terms(self) -> Mapping[str, Any]:
         return {
-            **super().terms(), "privacy.name": self.choice, "privacy.clip_norm": self._clip_norm,
+            **super().terms(),
+            "privacy.name": self.choice,
+            "privacy.clip_norm": self._clip_norm,
             "privacy.adaptive": self._target is not None,
-        }  # fmt: skip
+        }
 
     def broadcast(self) -> Tensor | None:
         return None if self._target is None else self._bound
@@ -338,9 +340,11 @@ class LocalPrivacy(_Private):
 
     def terms(self) -> Mapping[str, Any]:
         return {
-            **super().terms(), "privacy.name": self.choice, "privacy.clip_norm": self._clip_norm,
+            **super().terms(),
+            "privacy.name": self.choice,
+            "privacy.clip_norm": self._clip_norm,
             "privacy.noise_multiplier": self._noise,
-        }  # fmt: skip
+        }
 
     def add(self, update: Update, facts: Facts) -> None:
         if self._most < math.inf and not (norm := self._norm(update)) <= self._most:

@@ -195,9 +195,7 @@ class Roster:
         return b"".join(_ENTRY.pack(*entry) for entry in entries)
 
     @classmethod
-    def parse(
-        cls, attempt: Attempt, threshold: int, data: bytes, cap: int = 0, grid: CommonGrid = EXACT
-    ) -> Roster:  # fmt: skip
+    def parse(cls, attempt: Attempt, threshold: int, data: bytes, cap: int = 0, grid: CommonGrid = EXACT) -> Roster:
         """Raises NotInProtocol: the length, or what :meth:`__post_init__` checks, is wrong."""
         if len(data) % _ENTRY.size or len(data) > MAX_MEMBERS * _ENTRY.size:
             raise NotInProtocol(f"a roster of {len(data)} bytes: expected at most {MAX_MEMBERS} x {_ENTRY.size}")

@@ -70,9 +70,14 @@ class MaskingServer:
     """
 
     def __init__(
-        self, attempt: Attempt, threshold: int | float, *, cap: int = 0, grid: CommonGrid = EXACT,
+        self,
+        attempt: Attempt,
+        threshold: int | float,
+        *,
+        cap: int = 0,
+        grid: CommonGrid = EXACT,
         least_members: int = MIN_MEMBERS,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """An attempt that has not begun.
 
         Args:
@@ -308,9 +313,7 @@ class MaskingServer:
             raise NotInProtocol("there is no roster yet")
         return self.roster
 
-    def _check_enough(
-        self, found: Collection[int], needed: int, did: str, end: str = "Nothing was revealed"
-    ) -> None:  # fmt: skip
+    def _check_enough(self, found: Collection[int], needed: int, did: str, end: str = "Nothing was revealed") -> None:
         if len(found) < needed:
             raise TooFewMembers(
                 f"secure aggregation: {len(found)} clients have {did}, the threshold is {needed}. {end}"

@@ -26,9 +26,12 @@ class Stopped(Exception):
 
 
 def add_masks(
-    values: Words, seeds: Iterable[tuple[bytes, bool]], should_stop: Callable[[], bool] = lambda: False, *,
+    values: Words,
+    seeds: Iterable[tuple[bytes, bool]],
+    should_stop: Callable[[], bool] = lambda: False,
+    *,
     threads: int = 1,
-) -> None:  # fmt: skip
+) -> None:
     """Add masks to values in place, or take them off, modulo 2^64, or 2^16 of such values. A seed makes one mask only.
 
     Args:
@@ -54,7 +57,7 @@ def add_masks(
 
 def _add_streams(
     values: Words, share: int, seeds: Sequence[tuple[bytes, bool]], should_stop: Callable[[], bool], first: int
-) -> None:  # fmt: skip
+) -> None:
     """To ``share`` values from ``first`` on."""
     width = values.itemsize
     streams = []

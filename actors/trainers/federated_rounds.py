@@ -82,9 +82,12 @@ class FederatedRounds:
     """
 
     def __init__(
-        self, open_client: Callable[[], ScriptClient], length: RoundLength, optimizer_state: OptimizerState = "keep",
+        self,
+        open_client: Callable[[], ScriptClient],
+        length: RoundLength,
+        optimizer_state: OptimizerState = "keep",
         metrics: Sequence[str] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """No run yet.
 
         Args:
@@ -168,9 +171,15 @@ class FederatedRounds:
         return alone and self._round is not None and self._client is not None and self._client.should_stop
 
     def advance(
-        self, model: nn.Module, metrics: Mapping[str, Any], *, step: int, dataset: int | None = None,
-        loss: float | None = None, is_last: bool = False,
-    ) -> bool:  # fmt: skip
+        self,
+        model: nn.Module,
+        metrics: Mapping[str, Any],
+        *,
+        step: int,
+        dataset: int | None = None,
+        loss: float | None = None,
+        is_last: bool = False,
+    ) -> bool:
         """Send what was trained in this round, unless it is unwanted, and load the model of the next one.
 
         Args:
@@ -214,9 +223,13 @@ class FederatedRounds:
         self.leave()
         if was_running and client is not None:
             log.warning(
-                "the trainer has ended before the run", client=client.client_id, job=client.job, rounds=self.sent,
-                effect="the client has left, and the run goes on without it", remedy=remedy,
-            )  # fmt: skip
+                "the trainer has ended before the run",
+                client=client.client_id,
+                job=client.job,
+                rounds=self.sent,
+                effect="the client has left, and the run goes on without it",
+                remedy=remedy,
+            )
 
     def _receive(self, model: nn.Module, timeout_s: float | None) -> Turn:
         assert self._client is not None

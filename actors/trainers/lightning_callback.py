@@ -96,9 +96,12 @@ class LightningCallback(RoundsCallback, Callback):  # type: ignore[misc]  # a se
 
     def _advance(self, trainer: Any, pl_module: nn.Module) -> None:
         goes_on = self._rounds.advance(
-            pl_module, trainer.callback_metrics, step=trainer.global_step,
-            dataset=length_of(trainer.train_dataloader), is_last=_ends_by_itself(trainer),
-        )  # fmt: skip
+            pl_module,
+            trainer.callback_metrics,
+            step=trainer.global_step,
+            dataset=length_of(trainer.train_dataloader),
+            is_last=_ends_by_itself(trainer),
+        )
         if not goes_on:
             trainer.should_stop = True
 

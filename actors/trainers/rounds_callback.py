@@ -20,10 +20,16 @@ class RoundsCallback:
     """Follows the rounds of a run for a trainer, whose own class of callbacks comes behind this one."""
 
     def __init__(
-        self, job: str | None = None, *, every_n_epochs: int | None = None, every_n_steps: int | None = None,
-        optimizer_state: OptimizerState = "keep", metrics: Sequence[str] | None = None,
-        samples_in: Callable[[Any], int] = batch_size_of, **settings: Any,
-    ) -> None:  # fmt: skip
+        self,
+        job: str | None = None,
+        *,
+        every_n_epochs: int | None = None,
+        every_n_steps: int | None = None,
+        optimizer_state: OptimizerState = "keep",
+        metrics: Sequence[str] | None = None,
+        samples_in: Callable[[Any], int] = batch_size_of,
+        **settings: Any,
+    ) -> None:
         """A client that joins when training begins; each ``fit`` or ``train`` joins anew.
 
         Args:

@@ -136,9 +136,13 @@ class TransformersCallback(RoundsCallback, TrainerCallback):  # type: ignore[mis
         self._losses = []
         has_all_steps = 0 < state.max_steps <= state.global_step
         goes_on = self._rounds.advance(
-            kwargs["model"], self._logs, step=state.global_step, dataset=length_of(kwargs["train_dataloader"]),
-            loss=loss, is_last=has_all_steps or control.should_training_stop,
-        )  # fmt: skip
+            kwargs["model"],
+            self._logs,
+            step=state.global_step,
+            dataset=length_of(kwargs["train_dataloader"]),
+            loss=loss,
+            is_last=has_all_steps or control.should_training_stop,
+        )
         if not goes_on:
             control.should_training_stop = True
 
@@ -157,9 +161,12 @@ class TransformersCallback(RoundsCallback, TrainerCallback):  # type: ignore[mis
 
 
 def _count(
-    rounds: FederatedRounds, samples_in: Callable[[Any], int], module: nn.Module, args: tuple[Any, ...],
+    rounds: FederatedRounds,
+    samples_in: Callable[[Any], int],
+    module: nn.Module,
+    args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
-) -> None:  # fmt: skip
+) -> None:
     """Count the samples of a call in training: not those of an evaluation, nor of a check without gradients."""
     if module.training and torch.is_grad_enabled():
         rounds.counts.add_batch(samples_in({**dict(enumerate(args)), **kwargs}))

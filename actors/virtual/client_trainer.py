@@ -129,9 +129,13 @@ class ClientTrainer:
         terms = control.decode(terms) if terms else None
         assert terms is None or isinstance(terms, control.RoundTerms)
         self._inputs = RoundInputs(
-            welcome=welcome, command=TrainCmd(**head["command"]), base=_vector(vector), broadcast=_vector(broadcast),
-            buffers=bytes(buffers), terms=terms,
-        )  # fmt: skip
+            welcome=welcome,
+            command=TrainCmd(**head["command"]),
+            base=_vector(vector),
+            broadcast=_vector(broadcast),
+            buffers=bytes(buffers),
+            terms=terms,
+        )
 
     def answer(self, do: str, given: Mapping[str, Any], open_kept: OpenKept) -> Parcel:
         """Answer what a :class:`.pool.TrainingProcess` asks for one client."""
@@ -192,9 +196,7 @@ class ClientTrainer:
         releases = privacy is not None and privacy.is_local  # which are kept before they leave
         with contextlib.closing(open_kept(client.sender, releases)) as kept:
             memory = self._memory if len(self._sealed) < MAX_SEALED else self._no_memory
-            training = LocalTraining(
-                self._task, client, self._model, kept, memory, self._probe, self._settings.allowed
-            )  # fmt: skip
+            training = LocalTraining(self._task, client, self._model, kept, memory, self._probe, self._settings.allowed)
             update = training.train(inputs, transfer, should_stop)
             released = kept.released(inputs.command.round_id) if releases and not kept.is_durable else None
         if should_stop():

@@ -156,9 +156,16 @@ class ClientHost(Client):
     _session: HostSession
 
     def __init__(
-        self, bus: Bus, task: FederatedTask, *, ids: Iterable[int], pool: TrainingPool[Any], state_dir: Path,
-        config: ClientConfig | None = None, name: str = "",
-    ) -> None:  # fmt: skip
+        self,
+        bus: Bus,
+        task: FederatedTask,
+        *,
+        ids: Iterable[int],
+        pool: TrainingPool[Any],
+        state_dir: Path,
+        config: ClientConfig | None = None,
+        name: str = "",
+    ) -> None:
         """A host that has not started.
 
         Args:
@@ -291,9 +298,14 @@ class ClientHost(Client):
         random.Random(f"{command.seed} {command.round_id}").shuffle(order)
         queue = deque((client_id, 0) for client_id in order)
         inputs = RoundInputs(
-            welcome=welcome, command=command, base=base, broadcast=self._models.replica.broadcast,
-            buffers=self._models.replica.buffers, terms=current.terms, commanded_s=current.commanded_s,
-        )  # fmt: skip
+            welcome=welcome,
+            command=command,
+            base=base,
+            broadcast=self._models.replica.broadcast,
+            buffers=self._models.replica.buffers,
+            terms=current.terms,
+            commanded_s=current.commanded_s,
+        )
         frozen = vector_bytes(self._model.read_frozen()) if welcome.frozen else b""
         work = self._work_now = self._pool.new_work(inputs, frozen)
         began_s, asked, before = time.monotonic(), len(queue), self._rounds
@@ -313,9 +325,12 @@ class ClientHost(Client):
             self._work_now = None
             self._status.set("idle")
         log.info(
-            "round done", round=command.round_id, clients=asked, counted=self._rounds - before,
+            "round done",
+            round=command.round_id,
+            clients=asked,
+            counted=self._rounds - before,
             seconds=round(time.monotonic() - began_s, 3),
-        )  # fmt: skip
+        )
 
     async def _train_some(
         self, work: RoundWork, queue: deque[tuple[int, int]], room: asyncio.Semaphore, group: TaskGroup
@@ -460,9 +475,7 @@ class ClientHost(Client):
             await self._bus.publish(Identity(client_id, self._identity.incarnation), body)
 
     async def _refuse_model(self, request: LocalModelRequest) -> None:
-        await self._send(
-            request.to, EvaluationResult(request.run_id, request.round_id, 0, {}, HOSTED, 0.0)
-        )  # fmt: skip
+        await self._send(request.to, EvaluationResult(request.run_id, request.round_id, 0, {}, HOSTED, 0.0))
 
     async def _fail(self, client_id: int, error: ClientFailed) -> None:
         """Report that the training of a client failed."""

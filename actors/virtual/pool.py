@@ -81,10 +81,17 @@ class RoundWork(PoolWork):
         self.run_id, self.round_id = inputs.welcome.run_id, inputs.command.round_id
         self.dim = inputs.base.numel()
         terms = b"" if inputs.terms is None else control.encode(inputs.terms)
-        self.parcel = Parcel({"do": ROUND, "work": number, "command": asdict(inputs.command)}, [
-            vector_bytes(inputs.base), frozen, control.encode(inputs.welcome), vector_bytes(inputs.broadcast), terms,
-            inputs.buffers,
-        ])  # fmt: skip
+        self.parcel = Parcel(
+            {"do": ROUND, "work": number, "command": asdict(inputs.command)},
+            [
+                vector_bytes(inputs.base),
+                frozen,
+                control.encode(inputs.welcome),
+                vector_bytes(inputs.broadcast),
+                terms,
+                inputs.buffers,
+            ],
+        )
 
     def needs(self, kept: ClientStateStore) -> Mapping[str, Tensor]:
         return kept.before(self.round_id)
@@ -98,15 +105,27 @@ class EvaluationWork(PoolWork):
     """
 
     def __init__(
-        self, number: int, welcome: control.Welcome, request: control.EvaluationRequest, vector: Tensor,
-        frozen: Any = b"", buffers: bytes = b"",
-    ) -> None:  # fmt: skip
+        self,
+        number: int,
+        welcome: control.Welcome,
+        request: control.EvaluationRequest,
+        vector: Tensor,
+        frozen: Any = b"",
+        buffers: bytes = b"",
+    ) -> None:
         self.number = number
         self.request = request
         self.run_id, self.round_id, self.dim = welcome.run_id, request.round_id, vector.numel()
-        self.parcel = Parcel({"do": MODEL, "work": number}, [
-            vector_bytes(vector), frozen, control.encode(welcome), control.encode(request), buffers,
-        ])  # fmt: skip
+        self.parcel = Parcel(
+            {"do": MODEL, "work": number},
+            [
+                vector_bytes(vector),
+                frozen,
+                control.encode(welcome),
+                control.encode(request),
+                buffers,
+            ],
+        )
 
     def needs(self, kept: ClientStateStore) -> Mapping[str, Tensor]:
         return {name: one for name, one in kept_for(kept, self.round_id).items() if name.startswith(PERSONAL)}
@@ -122,10 +141,16 @@ class TrainingProcess(ABC):
             ClientFailed: its training raised. ProcessDied: this process is of no more use.
         """
         await self._begin(work)
-        answer = await self._ask(work, TRAIN, {
-            "client_id": client.sender, "incarnation": client.incarnation, "transfer": transfer,
-            "waited_s": time.perf_counter() - work.inputs.commanded_s,
-        })  # fmt: skip
+        answer = await self._ask(
+            work,
+            TRAIN,
+            {
+                "client_id": client.sender,
+                "incarnation": client.incarnation,
+                "transfer": transfer,
+                "waited_s": time.perf_counter() - work.inputs.commanded_s,
+            },
+        )
         match answer.head["is"]:
             case "failed":
                 raise ClientFailed(answer.head["summary"], answer.head["reason"], answer.head["text"])
@@ -240,9 +265,13 @@ class TrainingPool(ABC, Generic[P]):
         return RoundWork(self._work, inputs, frozen)
 
     def new_evaluation(
-        self, welcome: control.Welcome, request: control.EvaluationRequest, vector: Tensor, frozen: Any = b"",
+        self,
+        welcome: control.Welcome,
+        request: control.EvaluationRequest,
+        vector: Tensor,
+        frozen: Any = b"",
         buffers: bytes = b"",
-    ) -> EvaluationWork:  # fmt: skip
+    ) -> EvaluationWork:
         """Return the work of evaluating this model."""
         self._work += 1
         return EvaluationWork(self._work, welcome, request, vector, frozen, buffers)

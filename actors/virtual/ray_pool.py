@@ -97,9 +97,12 @@ class RayCluster:
         if address == LOCAL:
             self.folder = str(self._files.enter_context(scratch_folder(FILES_PREFIX)))
             options |= {
-                "num_cpus": cpus, "include_dashboard": False, "_temp_dir": self.folder,
-                "_node_ip_address": "127.0.0.1", "object_store_memory": STORE_BYTES + (3 + cpus) * model_bytes,
-            }  # fmt: skip
+                "num_cpus": cpus,
+                "include_dashboard": False,
+                "_temp_dir": self.folder,
+                "_node_ip_address": "127.0.0.1",
+                "object_store_memory": STORE_BYTES + (3 + cpus) * model_bytes,
+            }
             variables["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # else Ray takes an address that others reach
             if not any(name in os.environ for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")):
                 variables["RAY_AUTH_TOKEN"] = secrets.token_hex(32)  # else Ray would keep one in the user's home
@@ -309,9 +312,12 @@ class RayPool(TrainingPool[RayProcess]):
 
     def _new_actor(self) -> Any:
         made = self.ray.remote(concurrency_groups={"stop": 1})(RayTrainer).options(
-            num_cpus=self._needs["CPU"], num_gpus=self._needs.get("GPU", 0.0), max_restarts=0, max_task_retries=0,
+            num_cpus=self._needs["CPU"],
+            num_gpus=self._needs.get("GPU", 0.0),
+            max_restarts=0,
+            max_task_retries=0,
             scheduling_strategy="SPREAD",
-        )  # fmt: skip
+        )
         return made.remote(replace(self._settings, shared_memory=False))
 
     async def _replace(self) -> None:
@@ -341,9 +347,13 @@ class RayPool(TrainingPool[RayProcess]):
         with self._kept(work, given["client_id"]) as store:
             found, released = work.needs(store), store.released(work.round_id) if do == TRAIN else None
             return Question(
-                do, given, work.run_id, work.round_id, as_array(save(dict(found)) if found else b""),
+                do,
+                given,
+                work.run_id,
+                work.round_id,
+                as_array(save(dict(found)) if found else b""),
                 as_array(b"" if released is None else vector_bytes(released)),
-            )  # fmt: skip
+            )
 
     def keep_release(self, work: RoundWork, client_id: int, released: Any) -> None:
         """Keep what is about to leave a client with local privacy. Blocks. Raises ClientFailed: it cannot be written,

@@ -188,10 +188,15 @@ def check_first_round(config: FederatedConfig, task: FederatedTask) -> None:
 
 
 def simulate(
-    task: FederatedTask, clients: int, *, fraction: float | None = None, config: FederatedConfig | None = None,
-    options: SimulationOptions | None = None, callbacks: Sequence[Any] = (),
+    task: FederatedTask,
+    clients: int,
+    *,
+    fraction: float | None = None,
+    config: FederatedConfig | None = None,
+    options: SimulationOptions | None = None,
+    callbacks: Sequence[Any] = (),
     on_report: Callable[[RoundReport], object] = lambda _: None,
-) -> SimulationResult:  # fmt: skip
+) -> SimulationResult:
     """Train with many clients on this machine: the Controller, the messages and the bits of a run whose clients are
     processes of their own, with a few processes that train them in turn.
 
@@ -218,11 +223,16 @@ def simulate(
     line = ProgressLine(rules.rounds) if options.progress else None
     run = _Simulation(task, clients, rules, options, [*callbacks, *([line] if line else [])], on_report)
     with contextlib.closing(line) if line else contextlib.nullcontext(), _state_dir(options.state_dir) as state_dir:
-        pool = options.open_pool(task, PoolSettings(
-            state_dir=state_dir, allowed=Allowed(options.client.rule, options.client.codecs), threads=options.threads,
-            full_traceback=options.client.full_traceback,
-            shared_memory=options.network is None or options.network.shared_memory,
-        ))  # fmt: skip
+        pool = options.open_pool(
+            task,
+            PoolSettings(
+                state_dir=state_dir,
+                allowed=Allowed(options.client.rule, options.client.codecs),
+                threads=options.threads,
+                full_traceback=options.client.full_traceback,
+                shared_memory=options.network is None or options.network.shared_memory,
+            ),
+        )
         thread = LoopThread(run.main(pool, state_dir), "gradbus-simulate")
         thread.start()
         return thread.result()
@@ -259,9 +269,13 @@ class _Simulation:
             ):
                 controller = Controller(bus, self.task, self.rules, callbacks=self.callbacks)
                 host = ClientHost(
-                    other, self.task, ids=range(self.clients), pool=pool, state_dir=state_dir,
+                    other,
+                    self.task,
+                    ids=range(self.clients),
+                    pool=pool,
+                    state_dir=state_dir,
                     config=self.options.client,
-                )  # fmt: skip
+                )
                 return await self._run(controller, host, pool)
         finally:
             await pool.close()
@@ -280,9 +294,13 @@ class _Simulation:
         model = build_model(self.task)
         model.load_state_dict(await controller.state_dict())
         return SimulationResult(
-            rounds=tuple(controller.progress.reports), model=model, clients=self.clients, processes=pool.size,
-            seconds=ended_s - began_s if began_s else 0.0, replaced=pool.replaced,
-        )  # fmt: skip
+            rounds=tuple(controller.progress.reports),
+            model=model,
+            clients=self.clients,
+            processes=pool.size,
+            seconds=ended_s - began_s if began_s else 0.0,
+            replaced=pool.replaced,
+        )
 
 
 async def run_beside(controller: Coroutine[Any, Any, T], host: Coroutine[Any, Any, object]) -> T:

@@ -209,8 +209,12 @@ def doctor(
     logs.configure(level="error")
     addresses = addresses_of(peers)
     settings = BusSettings(
-        domain=domain, network=network, interface=interface, peers=addresses, insecure=True  # it sends no data
-    )  # fmt: skip
+        domain=domain,
+        network=network,
+        interface=interface,
+        peers=addresses,
+        insecure=True,  # it sends no data
+    )
     settings = settings if job is None else settings.model_copy(update={"job": job})
     others = any(address not in ("127.0.0.1", "localhost") for address in addresses)
     seconds = wait_s if wait_s is not None else DEFAULT_WAIT_S if others else None

@@ -100,9 +100,11 @@ def allow(
     from gradbus.runtime.security.identity.key import parse_public
 
     entry = Entry(
-        name, parse_role(role, "--role"), parse_public(public_key, "PUBLIC_KEY"),
+        name,
+        parse_role(role, "--role"),
+        parse_public(public_key, "PUBLIC_KEY"),
         parse_ids(ids, "--ids") if ids else (),
-    )  # fmt: skip
+    )
     with changing(file):
         allowed = with_entry(load_allow_list(file) if file.exists() else AllowList(), entry)
         write_allow_list(file, allowed)

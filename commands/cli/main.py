@@ -95,10 +95,22 @@ def demo(
     add_current_directory_to_path()
     own = settings_of(overrides, trackers=Trackers(tensorboard, mlflow, wandb))
     options = DemoOptions(
-        rounds=rounds, clients=clients, samples=samples, data=data, data_root=data_root, codec=codec,
-        downlink_codec=downlink_codec, partition=partition, seed=seed, domain=domain, run_dir=run_dir,
-        overrides=tuple(own), loop=loop, level=log_level, full_traceback=full_traceback,
-    )  # fmt: skip
+        rounds=rounds,
+        clients=clients,
+        samples=samples,
+        data=data,
+        data_root=data_root,
+        codec=codec,
+        downlink_codec=downlink_codec,
+        partition=partition,
+        seed=seed,
+        domain=domain,
+        run_dir=run_dir,
+        overrides=tuple(own),
+        loop=loop,
+        level=log_level,
+        full_traceback=full_traceback,
+    )
     demo_run(options, Screen(live=live, level=log_level))
 
 
@@ -194,10 +206,12 @@ Processes = Annotated[
 RayAddress = Annotated[
     str | None,
     typer.Option(
-        "--ray", metavar="ADDRESS", show_default=False,
+        "--ray",
+        metavar="ADDRESS",
+        show_default=False,
         help="Train on a Ray cluster: HOST:PORT, auto (that of this machine), or local (one is started for this run).",
     ),
-]  # fmt: skip
+]
 Gpus = Annotated[float, typer.Option(min=0, help="With --ray: GPUs, or a share of one, for each training process.")]
 
 
@@ -512,10 +526,14 @@ def lab(
     from gradbus.commands.lab.command import run_lab
 
     link = conditions.LinkConditions(
-        rate_bit_s=None if rate is None else conditions.bits_per_second(rate), delay_s=conditions.seconds(delay),
-        jitter_s=conditions.seconds(jitter), loss=conditions.share(loss), queue_bytes=conditions.num_bytes(queue),
-        mtu=mtu, seed=seed,
-    )  # fmt: skip
+        rate_bit_s=None if rate is None else conditions.bits_per_second(rate),
+        delay_s=conditions.seconds(delay),
+        jitter_s=conditions.seconds(jitter),
+        loss=conditions.share(loss),
+        queue_bytes=conditions.num_bytes(queue),
+        mtu=mtu,
+        seed=seed,
+    )
     return run_lab(arguments, hosts, link)
 
 

@@ -54,9 +54,10 @@ class Connections:
             foreign = sum(not one.is_own for one in self._open.values())
             if len(self._open) >= MAX_CONNECTIONS or (not is_own and foreign >= MAX_FOREIGN):
                 waiting = [
-                    (one.is_own, one.since_s, other) for other, one in self._open.items()
+                    (one.is_own, one.since_s, other)
+                    for other, one in self._open.items()
                     if one.until_s is not None and (is_own or not one.is_own)
-                ]  # fmt: skip
+                ]
                 if not waiting:
                     return False
                 self._close(min(waiting, key=lambda found: found[:2])[-1])

@@ -67,8 +67,12 @@ def _of_epochs(run: RunFiles) -> list[PageFigure]:
         PageFigure("step-parts", partial(draw.draw_step_parts, run.profiles), "Where the time of a step goes"),
         PageFigure("bytes", partial(draw.draw_step_bytes, run.epochs, look), "Bytes of a step"),
     ]  # fmt: skip
-    there = {"learning": run.epochs, "windows": any(run.windows.values()), "step-parts": run.profiles,
-             "bytes": run.epochs}  # fmt: skip
+    there = {
+        "learning": run.epochs,
+        "windows": any(run.windows.values()),
+        "step-parts": run.profiles,
+        "bytes": run.epochs,
+    }
     return [figure for figure in shown if there[figure.name]]
 
 

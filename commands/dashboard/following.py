@@ -129,11 +129,18 @@ class Following:
         old, (profiles, windows) = self.files, self._profiles
         federated = old.kind == "federated"
         return RunFiles(
-            path=old.path, kind=old.kind, config=self._entry("config.json")[1], summary=self._entry("summary.json")[1],
-            rounds=reports if federated else (), epochs=() if federated else reports, profiles=profiles,
-            windows=windows, cross_site=self._cross_site(), names=client_names_in(self._entry(NAMES_FILE)[1]),
+            path=old.path,
+            kind=old.kind,
+            config=self._entry("config.json")[1],
+            summary=self._entry("summary.json")[1],
+            rounds=reports if federated else (),
+            epochs=() if federated else reports,
+            profiles=profiles,
+            windows=windows,
+            cross_site=self._cross_site(),
+            names=client_names_in(self._entry(NAMES_FILE)[1]),
             missing=tuple(f"{name} cannot be read: {why}." for name, why in sorted(self._refused.items()) if why),
-        )  # fmt: skip
+        )
 
     def _cross_site(self) -> CrossSite | None:
         values = self._entry("cross_site.json")[1]

@@ -74,9 +74,17 @@ def run_body(run: Following, figures_version: int) -> str:
     sections = [section for section in (unread, *_sections(files)) if section.tables or section.text]
     figures: list[PageFigure] = figures_of(files)
     return template("run.html", _PACKAGE).render(
-        run=files, state=state, good=state in ("running", "done"), tiles=tiles, now=now_of(run), sections=sections,
-        figures=figures, figures_version=figures_version, lead=_lead(files), settings=_settings(files),
-    )  # fmt: skip
+        run=files,
+        state=state,
+        good=state in ("running", "done"),
+        tiles=tiles,
+        now=now_of(run),
+        sections=sections,
+        figures=figures,
+        figures_version=figures_version,
+        lead=_lead(files),
+        settings=_settings(files),
+    )
 
 
 def shell(title: str, body: str, *, home: str) -> str:
@@ -99,13 +107,12 @@ def row_of(name: str, run: Following) -> Row:
     else:
         members = str(files.config.get("world") or len(files.profiles) or DASH)
         steps = [0, *(report.step for report in files.epochs)]
-        sent = sum(r.bytes_out_per_step * max(0, r.step - before)
-                   for r, before in zip(files.epochs, steps, strict=False))  # fmt: skip
+        sent = sum(
+            r.bytes_out_per_step * max(0, r.step - before) for r, before in zip(files.epochs, steps, strict=False)
+        )
     reports: tuple[Evaluated, ...] = (*files.rounds, *files.epochs)
     kind = "federated" if files.kind == "federated" else "data parallel"
-    cells = (
-        files.job, kind, f"{done} {unit}", members, newest_quality(reports), size(sent)
-    )  # fmt: skip
+    cells = (files.job, kind, f"{done} {unit}", members, newest_quality(reports), size(sent))
     return Row(name, run.state, now.text if run.state == "running" else "", run.changed_s, cells)
 
 
@@ -176,11 +183,12 @@ def _sections(files: RunFiles) -> list[Section]:
     newest_epochs = list(reversed(files.epochs[-MAX_ROWS:]))
     return [
         Section(
-            title="Newest epochs", text=_left_out(len(files.epochs), "epochs"),
+            title="Newest epochs",
+            text=_left_out(len(files.epochs), "epochs"),
             tables=[parallel.epochs_table(newest_epochs)] if newest_epochs else [],
         ),
         Section(title="Ranks", tables=[parallel.ranks_table(files.profiles)] if files.profiles else []),
-    ]  # fmt: skip
+    ]
 
 
 def _clients_tables(files: RunFiles) -> list[PageTable]:

@@ -89,8 +89,11 @@ class Runs:
     def _inside(self) -> list[Path]:
         try:
             with os.scandir(self.folder) as entries:
-                names = [entry.name for _, entry in zip(range(_MAX_ENTRIES), entries, strict=False)
-                         if entry.is_dir(follow_symlinks=False)]  # fmt: skip
+                names = [
+                    entry.name
+                    for _, entry in zip(range(_MAX_ENTRIES), entries, strict=False)
+                    if entry.is_dir(follow_symlinks=False)
+                ]
         except OSError:
             return []
         return [self.folder / name for name in names if name.isprintable() and not name.startswith(".")]

@@ -35,9 +35,14 @@ async def measure(settings: BusSettings) -> LocalMeasurement:
     async with open_bus(settings) as bus:
         own = PeerMeasurements(0, "this machine", "")
         child = await asyncio.create_subprocess_exec(
-            sys.executable, "-P", "-m", "gradbus.commands.doctor.local_bus", settings.model_dump_json(),
-            stdin=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE,
-        )  # fmt: skip
+            sys.executable,
+            "-P",
+            "-m",
+            "gradbus.commands.doctor.local_bus",
+            settings.model_dump_json(),
+            stdin=asyncio.subprocess.DEVNULL,
+            stderr=asyncio.subprocess.PIPE,
+        )
         running, ended = (asyncio.create_task(wait) for wait in (own.run(bus), child.wait()))
         try:
             with contextlib.suppress(TimeoutError):

@@ -67,14 +67,18 @@ def _network(settings: BusSettings) -> Finding:
         value += f", peers {', '.join(settings.peers)}"
     if profile == "loopback" and name != LOOPBACK and mtu is not None and mtu < _JUMBO_MTU:
         return Finding(
-            "network", value, Severity.ADVICE,
+            "network",
+            value,
+            Severity.ADVICE,
             f"profile loopback sends datagrams of 65,500 bytes, too large for MTU {mtu}: use --network network",
-        )  # fmt: skip
+        )
     if profile == "network" and name == LOOPBACK:
         return Finding(
-            "network", value, Severity.ADVICE,
+            "network",
+            value,
+            Severity.ADVICE,
             "interface lo reaches this machine alone: name the one that leads to the others (--interface)",
-        )  # fmt: skip
+        )
     return Finding("network", value)
 
 
@@ -95,9 +99,11 @@ def _buffer(name: str, option: int, wanted_bytes: int, consequence: str) -> Find
     setting = "net.core.rmem_max" if name == "receive" else "net.core.wmem_max"
     limit = _read(Path("/proc/sys") / setting.replace(".", "/"))
     return Finding(
-        f"{name} buffer", value, Severity.ADVICE,
+        f"{name} buffer",
+        value,
+        Severity.ADVICE,
         f"{consequence} ({setting} is {limit or 'unknown'}): sudo sysctl -w {setting}={wanted_bytes}",
-    )  # fmt: skip
+    )
 
 
 def _fast_paths() -> Finding:

@@ -61,9 +61,11 @@ def unresolved(settings: BusSettings) -> list[Finding]:
     database = "ahostsv6" if ipv6 else "ahostsv4"
     return [
         Finding(
-            f"peer {name}", "its name has no address on this machine", Severity.BAD,
+            f"peer {name}",
+            "its name has no address on this machine",
+            Severity.BAD,
             f"{reason}: check DNS or /etc/hosts here ('getent {database} {name}' shows what they say), or name the "
             f"machine by its IP address. A job starts without it, and finds it when the name resolves",
         )
         for name, reason in LOOKUPS.reasons(names, FAMILIES[ipv6]).items()
-    ]  # fmt: skip
+    ]

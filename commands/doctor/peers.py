@@ -118,21 +118,25 @@ def judge_peer(
     if remote is None and peer is None:
         reason = f" ({contact.unreachable})" if contact.unreachable else ""
         return Finding(
-            name, f"no answer within {wait_s:g} s", Severity.BAD,
+            name,
+            f"no answer within {wait_s:g} s",
+            Severity.BAD,
             f"nothing came from {contact.address}{reason}. Does 'gradbus doctor' run there, with domain "
             f"{own.domain}? Check there that --peers has {own.address or 'the address of this machine'}; on both "
             f"machines that UDP ports {ports} pass the firewall, and that --interface ({settings.interface} here) "
             f"leads to the other",
-        )  # fmt: skip
+        )
     host = peer.host if peer is not None else remote.identity.host if remote is not None else ""
     if other:
         return Finding(name, f"{host} is set up differently", Severity.BAD, other)
     if remote is not None and not remote.receives_us:
         return Finding(
-            name, f"{host} sends to this machine, and does not receive from it", Severity.BAD,
+            name,
+            f"{host} sends to this machine, and does not receive from it",
+            Severity.BAD,
             f"packets of this machine do not reach {host}: let UDP ports {ports} through its firewall, and check that "
             f"{own.address} is reachable from there by its --interface",
-        )  # fmt: skip
+        )
     if remote is not None and (lost := _lost_datagrams(settings, remote)):
         return Finding(name, f"{host}: large datagrams are lost", Severity.BAD, lost)
     if peer is not None and peer.fault:
@@ -158,9 +162,10 @@ def _lost_datagrams(settings: BusSettings, remote: RemoteDoctor) -> str:
         f"datagrams of {wanted} B do not get through: {remote.largest_there} B there, {remote.largest_here} B back "
         f"(MTU of {settings.interface}: {mtu_of(settings.interface) or 'unknown'}). "
     ) + (
-        "Use --network network, without bus.datagram_bytes" if wanted > least
+        "Use --network network, without bus.datagram_bytes"
+        if wanted > least
         else "Is a tunnel or VPN in between? Raise its MTU, or set bus.datagram_bytes to what passes on both"
-    )  # fmt: skip
+    )
 
 
 def _difference(own: DoctorIdentity, remote: RemoteDoctor | None) -> str:

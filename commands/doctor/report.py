@@ -32,9 +32,14 @@ _STYLES = {Severity.OK: "green", Severity.ADVICE: "yellow", Severity.BAD: "red"}
 
 
 def examine(
-    settings: BusSettings, loop: LoopName, key_file: Path | None = None, *, wait_s: float | None = None,
-    trusted: bool = False, config: Path | None = None,
-) -> bool:  # fmt: skip
+    settings: BusSettings,
+    loop: LoopName,
+    key_file: Path | None = None,
+    *,
+    wait_s: float | None = None,
+    trusted: bool = False,
+    config: Path | None = None,
+) -> bool:
     """Print the report. True: nothing is bad.
 
     Args:
@@ -94,10 +99,15 @@ def judge(found: LocalMeasurement, settings: BusSettings) -> list[Finding]:
         calls = Finding("calls into DDS", "slow: samples go through the Python binding", Severity.ADVICE, cure)
     peer = found.peer
     if peer is None:
-        cure = f"the second process ended with: {found.fault}" if found.fault else (
-            f"two processes of this machine did not find each other on {settings.interface} in time: "
-            f"let UDP ports {port_range(settings.domain)} through the firewall, and check the interface and the peers"
-        )  # fmt: skip
+        cure = (
+            f"the second process ended with: {found.fault}"
+            if found.fault
+            else (
+                f"two processes of this machine did not find each other on {settings.interface} in time: "
+                f"let UDP ports {port_range(settings.domain)} through the firewall, and check the interface and the "
+                "peers"
+            )
+        )
         return [calls, Finding("discovery", "failed", Severity.BAD, cure)]
     findings = [calls, Finding("discovery", f"{1000 * peer.discovery_s:.0f} ms")]
     if peer.round_trip_s is None or peer.there is None:

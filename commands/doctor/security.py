@@ -101,22 +101,28 @@ def _unprotected(settings: BusSettings, trusted: bool) -> Finding:
     document = document_of(settings)
     if not trusted and (leaves_machine(document) or has_peers_elsewhere(document)):
         return Finding(
-            "security", "none, on a network", Severity.BAD,
+            "security",
+            "none, on a network",
+            Severity.BAD,
             "anybody there could read the data and join in, so no job starts: make a key with 'gradbus keys new "
             "job.key', copy it to all machines, and give --key-file job.key (bus.key_file); --insecure does without "
             "where everybody is trusted",
-        )  # fmt: skip
+        )
     if settings.security == "none" and names_key(settings.key_file):
         return Finding(
-            "security", "none, though there is a key", Severity.ADVICE,
+            "security",
+            "none, though there is a key",
+            Severity.ADVICE,
             "no job uses that key: leave bus.security out, and GRADBUS_BUS__SECURITY in the environment",
-        )  # fmt: skip
+        )
     others = other_users()
     if settings.security == "none" and settings.interface == LOOPBACK and others:
         return Finding(
-            "security", f"none, and this machine has other users ({', '.join(others)})", Severity.ADVICE,
+            "security",
+            f"none, and this machine has other users ({', '.join(others)})",
+            Severity.ADVICE,
             "they can read the data and join in: leave bus.security out, and GRADBUS_BUS__SECURITY in the environment",
-        )  # fmt: skip
+        )
     return Finding("security", "none: for a machine of your own, or a network where you trust everybody")
 
 

@@ -31,10 +31,28 @@ _WHOLE = frozenset({"started", "failed", "ended"})
 _ASKED_FOR = {
     name: intern(name)
     for name in (
-        "event", "run", "round", "client", "clients", "incarnation", "transfer", "num_samples", "weight", "crc32",
-        "held_crc32", "accepted", "step", "steps", "hash", "loss", "metrics", "at_s", "weights", "norms",
+        "event",
+        "run",
+        "round",
+        "client",
+        "clients",
+        "incarnation",
+        "transfer",
+        "num_samples",
+        "weight",
+        "crc32",
+        "held_crc32",
+        "accepted",
+        "step",
+        "steps",
+        "hash",
+        "loss",
+        "metrics",
+        "at_s",
+        "weights",
+        "norms",
     )
-}  # fmt: skip
+}
 """Entries of all other events that an invariant looks at, and their time: the rest would take most of the memory."""
 
 

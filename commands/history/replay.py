@@ -155,10 +155,13 @@ class _Replay:
                 payload = bytearray(self._payload(round_id, update))
                 parsed = updates_format.parse(payload, expected_dim=base.size, others=self._strategy.sections)
                 facts = Facts(
-                    client_id=update["client"], round_id=round_id,
+                    client_id=update["client"],
+                    round_id=round_id,
                     num_samples=_weight(update) if self._strategy.bounds is None else update["num_samples"],
-                    steps=update.get("steps", 0), loss=update.get("loss"), metrics=update.get("metrics", {}),
-                )  # fmt: skip
+                    steps=update.get("steps", 0),
+                    loss=update.get("loss"),
+                    metrics=update.get("metrics", {}),
+                )
                 self._strategy.add(parsed, facts)
             self._strategy.finish(weights)
             return

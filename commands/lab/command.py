@@ -122,11 +122,13 @@ def _run(network: Network, commands: Sequence[Sequence[str]]) -> int:
     before = [traffic(host) for host in network.hosts]
     launcher = Launcher(
         Launch(
-            world=len(commands), program="lab", name=lambda number: f"host {number}",
+            world=len(commands),
+            program="lab",
+            name=lambda number: f"host {number}",
             command=lambda number, again: [*network.hosts[number].machine_prefix, *commands[number]],
             environment=lambda number: environment_of(network, number, key),
         )
-    )  # fmt: skip
+    )
     code = asyncio.run(launcher.run())
     taken_s = [launcher.ended_s.get(number, time.monotonic()) - began_s for number in range(len(commands))]
     used = [_between(one, traffic(host)) for one, host in zip(before, network.hosts, strict=True)]

@@ -225,9 +225,12 @@ def _removed_at_end(names: Sequence[str]) -> Iterator[None]:
     """Remove the namespaces of these names at the end, however it comes, and kill the processes left in them."""
     try:
         remover = subprocess.Popen(
-            ["sh", "-c", _REMOVER, "sh", *names], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL, start_new_session=True,
-        )  # fmt: skip
+            ["sh", "-c", _REMOVER, "sh", *names],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
     except OSError as error:
         raise NoNamespaces(f"no network namespaces here: {error}") from None
     try:

@@ -54,9 +54,13 @@ class ElasticLaunch:
 
 
 def launch_run(
-    arguments: Sequence[str], options: Mapping[str, Any], *, ranks: int | None, grace_s: float,
+    arguments: Sequence[str],
+    options: Mapping[str, Any],
+    *,
+    ranks: int | None,
+    grace_s: float,
     elastic: ElasticLaunch | None = None,
-) -> int:  # fmt: skip
+) -> int:
     """Run ``gradbus run``. Returns the exit code of the launch.
 
     Args:
@@ -71,9 +75,13 @@ def launch_run(
 
 
 def plan(
-    arguments: Sequence[str], options: Mapping[str, Any], *, ranks: int | None, grace_s: float,
+    arguments: Sequence[str],
+    options: Mapping[str, Any],
+    *,
+    ranks: int | None,
+    grace_s: float,
     elastic: ElasticLaunch | None = None,
-) -> Launch:  # fmt: skip
+) -> Launch:
     """The processes to start; arguments as for :func:`launch_run`. Raises ConfigError."""
     for option in ("rank", "world", "job_name", "task_index"):
         if options.get(option) is not None:
@@ -128,18 +136,30 @@ def plan(
 
     def environment(rank: int) -> dict[str, str | None]:
         return {
-            "RANK": str(rank) if rank < world else None, "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank),
+            "RANK": str(rank) if rank < world else None,
+            "WORLD_SIZE": str(world),
+            "LOCAL_RANK": str(rank),
             "LOCAL_WORLD_SIZE": str(world),
-            "GRADBUS_RANK": None, "GRADBUS_WORLD": None, "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1",
-            "TF_CONFIG": None, "COLUMNS": str(max(40, width - len(f"[{name(rank)}] "))),
+            "GRADBUS_RANK": None,
+            "GRADBUS_WORLD": None,
+            "PYTHONUNBUFFERED": "1",
+            "PYTHONFAULTHANDLER": "1",
+            "TF_CONFIG": None,
+            "COLUMNS": str(max(40, width - len(f"[{name(rank)}] "))),
             **({} if job is None else {"GRADBUS_BUS__JOB": job}),
-        }  # fmt: skip
+        }
 
     return Launch(
-        world=world + settings.servers, command=command, environment=environment, grace_s=grace_s, name=name,
-        goes_on_without=goes_on_without, ends_together=elastic is not None,
-        has_ended=has_ended, restarts=0 if elastic is None else elastic.restarts,
-    )  # fmt: skip
+        world=world + settings.servers,
+        command=command,
+        environment=environment,
+        grace_s=grace_s,
+        name=name,
+        goes_on_without=goes_on_without,
+        ends_together=elastic is not None,
+        has_ended=has_ended,
+        restarts=0 if elastic is None else elastic.restarts,
+    )
 
 
 def _world(file: WorkerFile, ranks: int | None, elastic: ElasticLaunch | None) -> int:

@@ -95,10 +95,15 @@ class LaunchedRank:
                 stdout = await self._pipe(1, out, name, writing_ends)
                 stderr = stdout if err is out else await self._pipe(2, err, name, writing_ends)
                 self._process = await asyncio.create_subprocess_exec(
-                    program, *arguments, stdin=asyncio.subprocess.DEVNULL, stdout=stdout, stderr=stderr,
-                    env={name: text for name, text in variables.items() if text is not None}, start_new_session=True,
+                    program,
+                    *arguments,
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=stdout,
+                    stderr=stderr,
+                    env={name: text for name, text in variables.items() if text is not None},
+                    start_new_session=True,
                     preexec_fn=die_with_parent(),
-                )  # fmt: skip
+                )
         except OSError as error:
             raise LaunchFailed(
                 f"{launch.name(self.number)} could not be started: {program}: {error.strerror}"

@@ -39,9 +39,7 @@ def _names_python(arguments: Sequence[str]) -> bool:
     return _PYTHON.fullmatch(os.path.basename(arguments[0])) is not None
 
 
-def launch_script(
-    arguments: Sequence[str], *, ranks: int | None, grace_s: float, elastic: ElasticLaunch | None
-) -> int:  # fmt: skip
+def launch_script(arguments: Sequence[str], *, ranks: int | None, grace_s: float, elastic: ElasticLaunch | None) -> int:
     """Start the ranks and wait for their end. Returns the exit code of the launch.
 
     Args:
@@ -58,9 +56,13 @@ def launch_script(
 
 
 def plan_script(
-    arguments: Sequence[str], *, ranks: int | None, grace_s: float, elastic: ElasticLaunch | None,
+    arguments: Sequence[str],
+    *,
+    ranks: int | None,
+    grace_s: float,
+    elastic: ElasticLaunch | None,
     variables: Mapping[str, str] = os.environ,
-) -> Launch:  # fmt: skip
+) -> Launch:
     """Return the processes to start; arguments as for :func:`launch_script`. Raises ConfigError."""
     if arguments[0] == "-m" and len(arguments) < 2:
         raise ConfigError("-m: the name of a module is missing, as in: gradbus run -n 2 -- -m package.train")
@@ -93,9 +95,14 @@ def plan_script(
         return elastic is not None and world - len(failed) >= elastic.min_world
 
     return Launch(
-        world=world, command=command, environment=environment, grace_s=grace_s, goes_on_without=goes_on_without,
-        ends_together=elastic is not None, restarts=0 if elastic is None else elastic.restarts,
-    )  # fmt: skip
+        world=world,
+        command=command,
+        environment=environment,
+        grace_s=grace_s,
+        goes_on_without=goes_on_without,
+        ends_together=elastic is not None,
+        restarts=0 if elastic is None else elastic.restarts,
+    )
 
 
 def check_exists(arguments: Sequence[str]) -> None:
@@ -205,6 +212,8 @@ def _rendezvous() -> dict[str, str | None]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     return {
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": None,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": None,
         "TORCHELASTIC_RUN_ID": None,
-    }  # fmt: skip
+    }

@@ -59,21 +59,36 @@ def page_of(runs: Sequence[RunFiles]) -> Page:
         notes=[f"{label}: {note}" for run, label in zip(runs, labels, strict=True) for note in run.missing],
         sections=[
             Section(title="In numbers", tables=[measures_table(runs, labels, [*measures, *metric_measures(runs)])]),
-            Section(title="Learning", figures=[PageFigure(
-                "learning", partial(draw.draw_curves, curves, counted=counted, sent=sent),
-                f"{plain_line(draw.shown_quality(curves)) or 'Accuracy'} and loss over {counted}s, bytes and time",
-                "Above: on the test set. Below: mean training loss.",
-            )]),
-            Section(title="Time", figures=[PageFigure(
-                "parts", partial(draw.draw_parts, dict(zip(map(style.plain, labels), bars, strict=True))),
-                f"Where the time of {part} goes", of_parts
-            )]),
             Section(
-                title="Settings, versions and machines that differ", text="" if differing.rows else "None.",
+                title="Learning",
+                figures=[
+                    PageFigure(
+                        "learning",
+                        partial(draw.draw_curves, curves, counted=counted, sent=sent),
+                        f"{plain_line(draw.shown_quality(curves)) or 'Accuracy'} and loss over {counted}s, bytes "
+                        "and time",
+                        "Above: on the test set. Below: mean training loss.",
+                    )
+                ],
+            ),
+            Section(
+                title="Time",
+                figures=[
+                    PageFigure(
+                        "parts",
+                        partial(draw.draw_parts, dict(zip(map(style.plain, labels), bars, strict=True))),
+                        f"Where the time of {part} goes",
+                        of_parts,
+                    )
+                ],
+            ),
+            Section(
+                title="Settings, versions and machines that differ",
+                text="" if differing.rows else "None.",
                 tables=[differing] if differing.rows else [],
             ),
         ],
-    )  # fmt: skip
+    )
 
 
 def labels_of(runs: Sequence[RunFiles]) -> list[str]:

@@ -55,39 +55,69 @@ def page_of(run: RunFiles) -> Page:
     curve = draw.curve_of_rounds(reports, up, run.spent)
     what = "Federated run" + (", codec {} up and {} down".format(*names) if run.config else "")
     return run_page(
-        run, what, ControllerFile(),
+        run,
+        what,
+        ControllerFile(),
         tiles=tiles_of(run) if reports else [],
         notes=[*run.missing, *(_notes(run) if reports else [])],
         sections=[
-            Section(title="Learning", figures=[PageFigure(
-                "learning", partial(draw.draw_curves, [curve], counted="round", sent="sent, up and down"),
-                f"{quality_name(reports)} and loss over rounds, bytes and time",
-                f"Above: {quality_name(reports)} of the global model on the test set. Below: mean loss of the clients' "
-                "training, and of the test set. Bytes are encoded updates and models, up and down together; time "
-                "includes the evaluation.",
-            )]),
-            Section(title="Training at the clients", figures=[PageFigure(
-                "client-training", partial(draw.draw_client_training, reports, run.names), "Training at each client",
-                f"As the clients announce them. {of_each(run.whole)}".rstrip(),
-            )]),
+            Section(
+                title="Learning",
+                figures=[
+                    PageFigure(
+                        "learning",
+                        partial(draw.draw_curves, [curve], counted="round", sent="sent, up and down"),
+                        f"{quality_name(reports)} and loss over rounds, bytes and time",
+                        f"Above: {quality_name(reports)} of the global model on the test set. Below: mean loss of "
+                        "the clients' "
+                        "training, and of the test set. Bytes are encoded updates and models, up and down together; "
+                        "time includes the evaluation.",
+                    )
+                ],
+            ),
+            Section(
+                title="Training at the clients",
+                figures=[
+                    PageFigure(
+                        "client-training",
+                        partial(draw.draw_client_training, reports, run.names),
+                        "Training at each client",
+                        f"As the clients announce them. {of_each(run.whole)}".rstrip(),
+                    )
+                ],
+            ),
             evaluation(run),
             _time(reports, run.whole, run.names),
-            Section(title="Bytes", figures=[PageFigure(
-                "bytes", partial(draw.draw_bytes, reports, up=up, down=down), "Bytes of each round, up and down",
-                "Encoded updates that count, and the encoded model times the clients it went to. What frames, DDS and "
-                "repetitions add is not included.",
-            )]),
-            Section(title="Residuals of the codecs", figures=[PageFigure(
-                "norms", partial(draw.draw_norms, reports, run.names),
-                "L2 norms of updates, and of the residuals of their codecs",
-                "A lossy codec sends a part of an update; the rest is its residual, and is sent later. It should stay "
-                "within a few times an update; one that only grows is never sent. Controller: the residual of its "
-                "message to the clients.",
-            )]),
+            Section(
+                title="Bytes",
+                figures=[
+                    PageFigure(
+                        "bytes",
+                        partial(draw.draw_bytes, reports, up=up, down=down),
+                        "Bytes of each round, up and down",
+                        "Encoded updates that count, and the encoded model times the clients it went to. What "
+                        "frames, DDS and repetitions add is not included.",
+                    )
+                ],
+            ),
+            Section(
+                title="Residuals of the codecs",
+                figures=[
+                    PageFigure(
+                        "norms",
+                        partial(draw.draw_norms, reports, run.names),
+                        "L2 norms of updates, and of the residuals of their codecs",
+                        "A lossy codec sends a part of an update; the rest is its residual, and is sent later. It "
+                        "should stay "
+                        "within a few times an update; one that only grows is never sent. Controller: the residual "
+                        "of its message to the clients.",
+                    )
+                ],
+            ),
             faults(run.whole.faults, run.names, any_round=bool(reports)),
             Section(title="Rounds", tables=[rounds_table(reports, run.whole.sums.rounds)] if reports else []),
         ],
-    )  # fmt: skip
+    )
 
 
 def tiles_of(run: RunFiles) -> list[Tile]:
@@ -154,11 +184,15 @@ def client_figures(run: RunFiles) -> list[PageFigure]:
     """The metrics of evaluations by clients; none where there were none."""
     if not any(report.by_clients.metrics for report in run.rounds):
         return []
-    return [PageFigure(
-        "clients-metrics", partial(draw.draw_client_metrics, run.rounds), "What clients find on data of their own",
-        "The global model on samples that each client does not train on. Line: mean over clients, weighted by samples; "
-        "band: from the least to the largest value.",
-    )]  # fmt: skip
+    return [
+        PageFigure(
+            "clients-metrics",
+            partial(draw.draw_client_metrics, run.rounds),
+            "What clients find on data of their own",
+            "The global model on samples that each client does not train on. Line: mean over clients, weighted by "
+            "samples; band: from the least to the largest value.",
+        )
+    ]
 
 
 def cross_site_figures(run: RunFiles) -> list[PageFigure]:
@@ -168,12 +202,14 @@ def cross_site_figures(run: RunFiles) -> list[PageFigure]:
         return []
     return [
         PageFigure(
-            f"cross-site-{place}", partial(draw.draw_cross_site, found, name, run.names),
+            f"cross-site-{place}",
+            partial(draw.draw_cross_site, found, name, run.names),
             f"{plain_line(name)} of each model on the data of each client",
             f"After round {found.round_id}. The models are those of each client's last training, and the global one. "
             "An empty cell: the client was lost, or had no result.",
-        ) for place, name in enumerate(found.names()[:MAX_SHOWN_METRICS])
-    ]  # fmt: skip
+        )
+        for place, name in enumerate(found.names()[:MAX_SHOWN_METRICS])
+    ]
 
 
 def evaluation_tables(run: RunFiles) -> list[PageTable]:
@@ -186,25 +222,45 @@ def evaluation_tables(run: RunFiles) -> list[PageTable]:
         found = newest.by_clients
         rows = [
             [
-                plain_line(name), *(decimal(one.spread.get(of), 4) for of in SPREAD),
-                str(one.clients), ", ".join(f"{run.client(who)} ({decimal(value, 4)})" for who, value in one.worst),
+                plain_line(name),
+                *(decimal(one.spread.get(of), 4) for of in SPREAD),
+                str(one.clients),
+                ", ".join(f"{run.client(who)} ({decimal(value, 4)})" for who, value in one.worst),
             ]
             for name, one in found.metrics.items()
-        ]  # fmt: skip
+        ]
         title = f"After round {newest.round_id}: {found.answered} of {found.asked} clients, {found.num_samples} samples"
-        tables.append(row_table(
-            "by-clients", ("metric", *SPREAD, "clients", "worst clients"), rows, "metrics", title=title,
-        ))  # fmt: skip
-        tables.append(row_table(
-            "by-clients-missing", ("why there is no result", "clients"),
-            [[reason, str(count)] for reason, count in found.missing.items()], "reasons",
-        ))  # fmt: skip
+        tables.append(
+            row_table(
+                "by-clients",
+                ("metric", *SPREAD, "clients", "worst clients"),
+                rows,
+                "metrics",
+                title=title,
+            )
+        )
+        tables.append(
+            row_table(
+                "by-clients-missing",
+                ("why there is no result", "clients"),
+                [[reason, str(count)] for reason, count in found.missing.items()],
+                "reasons",
+            )
+        )
     if run.cross_site is not None:
-        tables.append(row_table(
-            "cross-site-missing", ("client", "why its model was not evaluated"),
-            [["global" if row.model is None else run.client(row.model), row.failure]
-             for row in run.cross_site.rows if row.failure], "clients", most=MAX_FAULTS,
-        ))  # fmt: skip
+        tables.append(
+            row_table(
+                "cross-site-missing",
+                ("client", "why its model was not evaluated"),
+                [
+                    ["global" if row.model is None else run.client(row.model), row.failure]
+                    for row in run.cross_site.rows
+                    if row.failure
+                ],
+                "clients",
+                most=MAX_FAULTS,
+            )
+        )
     return [table for table in tables if table.rows]
 
 

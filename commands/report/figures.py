@@ -104,13 +104,17 @@ def curve_of_rounds(
     Args:
         spent: bytes and seconds that the run had spent when each of these rounds was done, where they are not all.
     """
-    until = spent or dict(zip(
-        (report.round_id for report in reports),
+    until = spent or dict(
         zip(
-            accumulate(report.bytes_up + report.bytes_down for report in reports),
-            accumulate(report.seconds + report.eval_s for report in reports), strict=True,
-        ), strict=True,
-    ))  # fmt: skip
+            (report.round_id for report in reports),
+            zip(
+                accumulate(report.bytes_up + report.bytes_down for report in reports),
+                accumulate(report.seconds + report.eval_s for report in reports),
+                strict=True,
+            ),
+            strict=True,
+        )
+    )
     return Curve(
         look,
         [report.round_id for report in reports],
@@ -426,8 +430,11 @@ def draw_windows(windows: Mapping[int, Sequence[WindowStats]]) -> Figure | None:
         return None
     figure, panels = _new(1, 3, height_in=3.2, sharex=True)
     steps = panels[0]
-    shown = (("step_s", "step", style.time_unit), ("wait_s", "wait of a step", style.time_unit),
-             ("bytes_out", "sent in a step", style.byte_unit))  # fmt: skip
+    shown = (
+        ("step_s", "step", style.time_unit),
+        ("wait_s", "wait of a step", style.time_unit),
+        ("bytes_out", "sent in a step", style.byte_unit),
+    )
     for axes, (key, label, unit_for) in zip(panels, shown, strict=True):
         unit = unit_for(max(_finite(w.mean.get(key, 0.0)) for found in known.values() for w in found))
         lines = {
@@ -451,12 +458,15 @@ def draw_step(spans: Mapping[int, Sequence[StepSpan]]) -> Figure | None:
         [
             TimelineSpan(
                 *(COLLECTIVE if span.row == "collectives" else looks.get(f"{span.name}_s", COLLECTIVE)),
-                span.start_s, span.end_s, *_STEP_ROWS.get(span.row, (0.2, 0.18)),
+                span.start_s,
+                span.end_s,
+                *_STEP_ROWS.get(span.row, (0.2, 0.18)),
             )
-            for span in found if span.row != "step"
+            for span in found
+            if span.row != "step"
         ]
         for found in spans.values()
-    ]  # fmt: skip
+    ]
     return _draw_spans({"": rows}, [f"rank {rank}" for rank in spans], dict(looks.values()), row_in=0.62)
 
 
@@ -541,9 +551,13 @@ class TimelineSpan(NamedTuple):
 
 
 def _draw_spans(
-    panels: Mapping[str, Sequence[Sequence[TimelineSpan]]], names: Sequence[str], colors: Mapping[str, str], *,
-    row_in: float, widths: Sequence[int] = (1,),
-) -> Figure:  # fmt: skip
+    panels: Mapping[str, Sequence[Sequence[TimelineSpan]]],
+    names: Sequence[str],
+    colors: Mapping[str, str],
+    *,
+    row_in: float,
+    widths: Sequence[int] = (1,),
+) -> Figure:
     """Rows of spans, in panels by their title. ``colors``: of the legend, which has those that the first panel uses."""
     height_in = 1.4 + row_in * len(names)
     figure, all_axes = _new(1, len(panels), height_in=height_in, sharey=True, gridspec_kw={"width_ratios": widths})

@@ -15,8 +15,13 @@ from gradbus.commands.report.scalars import PHASES
 from gradbus.runtime.bus.bus import Bus
 
 _SUMMED = (
-    "bytes_up", "bytes_down", "bytes_up_shared", "bytes_down_shared", "seconds", *(f"{phase}_s" for phase in PHASES)
-)  # fmt: skip
+    "bytes_up",
+    "bytes_down",
+    "bytes_up_shared",
+    "bytes_down_shared",
+    "seconds",
+    *(f"{phase}_s" for phase in PHASES),
+)
 
 
 class Totals:

@@ -102,9 +102,12 @@ def _measure(families: Mapping[str, Family], name: str, job: Measured) -> None:
     put("ready", progress.ready)
     put("expected", progress.expected)
     for key, value in (
-        ("accuracy", totals.accuracy), ("eval_loss", totals.eval_loss), ("loss", totals.loss),
-        ("epsilon", progress.epsilon), ("budget", progress.epsilon_budget),
-    ):  # fmt: skip
+        ("accuracy", totals.accuracy),
+        ("eval_loss", totals.eval_loss),
+        ("loss", totals.loss),
+        ("epsilon", progress.epsilon),
+        ("budget", progress.epsilon_budget),
+    ):
         if value is not None:  # no sample is better than an invented one
             put(key, value)
     _measure_by_name(put, totals)

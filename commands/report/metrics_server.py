@@ -78,9 +78,7 @@ def rank_metrics(settings: MetricsSettings, job: str, rank: int) -> AbstractCont
 
 
 @contextlib.contextmanager
-def _served(
-    followed: T, collector: Callable[[T], Collector], settings: MetricsSettings, rank: int = 0
-) -> Iterator[T]:  # fmt: skip
+def _served(followed: T, collector: Callable[[T], Collector], settings: MetricsSettings, rank: int = 0) -> Iterator[T]:
     if settings.port is None:
         yield followed
         return

@@ -148,10 +148,13 @@ def template(name: str, *packages: str) -> Template:
         return next((file.read_text(encoding="utf-8") for file in found if file.is_file()), None)
 
     environment = jinja2.Environment(
-        loader=jinja2.FunctionLoader(source), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True,
+        loader=jinja2.FunctionLoader(source),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
         lstrip_blocks=True,
         finalize=lambda value: plain_text(value) if type(value) is str else value,  # safe text is of another type
-    )  # fmt: skip
+    )
     return environment.get_template(name)
 
 
@@ -198,9 +201,10 @@ def column(
     name: str, values: Sequence[float | None], *, unit: str = "", factor: float = 1.0, digits: int = 0
 ) -> Column:
     """Numbers in one unit; a dash for None and NaN. ``factor``: of that unit."""
-    return Column(f"{name}\n{unit}", [
-        DASH if value is None or not math.isfinite(value) else f"{value / factor:,.{digits}f}" for value in values
-    ])  # fmt: skip
+    return Column(
+        f"{name}\n{unit}",
+        [DASH if value is None or not math.isfinite(value) else f"{value / factor:,.{digits}f}" for value in values],
+    )
 
 
 def byte_column(
@@ -219,18 +223,33 @@ def time_column(name: str, values: Sequence[float | None]) -> Column:
 
 
 def column_table(
-    name: str, columns: Sequence[Column], counted: str, *, file: str = "", title: str = "", caption: str = "",
+    name: str,
+    columns: Sequence[Column],
+    counted: str,
+    *,
+    file: str = "",
+    title: str = "",
+    caption: str = "",
     total: int | None = None,
-) -> PageTable:  # fmt: skip
+) -> PageTable:
     """A table of columns, the first of which names the row. Arguments as for :func:`row_table`."""
     heads, rows = [column.head for column in columns], list(zip(*(column.cells for column in columns), strict=True))
     return row_table(name, heads, rows, counted, file=file, title=title, caption=caption, numbers=1, total=total)
 
 
 def row_table(
-    name: str, head: Sequence[str], rows: Sequence[Sequence[str]], counted: str, *, most: int = MAX_ROWS,
-    file: str = "", title: str = "", caption: str = "", numbers: int | None = None, total: int | None = None,
-) -> PageTable:  # fmt: skip
+    name: str,
+    head: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    counted: str,
+    *,
+    most: int = MAX_ROWS,
+    file: str = "",
+    title: str = "",
+    caption: str = "",
+    numbers: int | None = None,
+    total: int | None = None,
+) -> PageTable:
     """A table that shows the first and the last rows where there are more than ``most``.
 
     Args:
@@ -267,11 +286,15 @@ def settings_section(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> 
     for section, values in config.items():
         if isinstance(values, Mapping):
             usual, rows = dict(flat(defaults.get(section, {}))), dict(flat(values))
-            tables.append(PageTable(
-                name=f"settings-{section}", title=section, head=("setting", "value"),
-                rows=[[key, text_of(value)] for key, value in rows.items()],
-                marked=frozenset(i for i, (key, value) in enumerate(rows.items()) if usual.get(key) != value),
-            ))  # fmt: skip
+            tables.append(
+                PageTable(
+                    name=f"settings-{section}",
+                    title=section,
+                    head=("setting", "value"),
+                    rows=[[key, text_of(value)] for key, value in rows.items()],
+                    marked=frozenset(i for i, (key, value) in enumerate(rows.items()) if usual.get(key) != value),
+                )
+            )
     text = "Settings in bold are not the default." if tables else ""
     return Section(title="Configuration", text=text, tables=tables)
 
@@ -295,16 +318,26 @@ def facts_section(summary: Mapping[str, Any]) -> Section:
 
 
 def run_page(
-    run: RunFiles, what: str, defaults: BaseModel, *, tiles: Sequence[Tile], notes: Sequence[str],
+    run: RunFiles,
+    what: str,
+    defaults: BaseModel,
+    *,
+    tiles: Sequence[Tile],
+    notes: Sequence[str],
     sections: Sequence[Section],
-) -> Page:  # fmt: skip
+) -> Page:
     """The page on one run: its sections, then its settings, versions and machine. ``what``: it, in a few words."""
     outcome = str(run.summary.get("outcome") or "not finished")
     settings = settings_section(run.config, defaults.model_dump(mode="json"))
     return Page(
-        title=run.job, lead=f"{what}; {run.task}." if run.task else f"{what}.", state=outcome, good=outcome == "done",
-        tiles=tiles, notes=notes, sections=[*sections, settings, facts_section(run.summary)],
-    )  # fmt: skip
+        title=run.job,
+        lead=f"{what}; {run.task}." if run.task else f"{what}.",
+        state=outcome,
+        good=outcome == "done",
+        tiles=tiles,
+        notes=notes,
+        sections=[*sections, settings, facts_section(run.summary)],
+    )
 
 
 def write(page: Page, out: Path) -> int:

@@ -35,25 +35,40 @@ def page_of(run: RunFiles) -> Page:
     world = run.summary.get("world") or run.config.get("world") or len(run.profiles) or None
     what = "Data-parallel run" + (f", {world} ranks" if world else "") + (f", {algorithm}" if algorithm else "")
     return run_page(
-        run, what, WorkerFile(),
+        run,
+        what,
+        WorkerFile(),
         tiles=tiles_of(run) if run.epochs else [],
         notes=run.missing,
         sections=[
-            Section(title="Learning", figures=[PageFigure(
-                "learning", partial(draw.draw_curves, [curve], counted="epoch", sent="sent by a rank"),
-                f"{quality_name(run.epochs)} and loss over epochs, bytes and time",
-                f"Above: {quality_name(run.epochs)} on the test set. Below: mean loss of training, and of the test "
-                "set. Bytes are the "
-                "payload that the rank that reports handed to the bus; time includes the evaluation.",
-            )]),
+            Section(
+                title="Learning",
+                figures=[
+                    PageFigure(
+                        "learning",
+                        partial(draw.draw_curves, [curve], counted="epoch", sent="sent by a rank"),
+                        f"{quality_name(run.epochs)} and loss over epochs, bytes and time",
+                        f"Above: {quality_name(run.epochs)} on the test set. Below: mean loss of training, and of "
+                        f"the test set. Bytes are the "
+                        "payload that the rank that reports handed to the bus; time includes the evaluation.",
+                    )
+                ],
+            ),
             _time(run),
-            Section(title="Bytes", figures=[PageFigure(
-                "bytes", partial(draw.draw_step_bytes, run.epochs, look), "Bytes of a step",
-                "Payload that the rank that reports handed to the bus, mean of the epoch.",
-            )]),
+            Section(
+                title="Bytes",
+                figures=[
+                    PageFigure(
+                        "bytes",
+                        partial(draw.draw_step_bytes, run.epochs, look),
+                        "Bytes of a step",
+                        "Payload that the rank that reports handed to the bus, mean of the epoch.",
+                    )
+                ],
+            ),
             Section(title="Epochs", tables=[epochs_table(run.epochs)] if run.epochs else []),
         ],
-    )  # fmt: skip
+    )
 
 
 def algorithm_of(run: RunFiles) -> str:
@@ -90,23 +105,29 @@ def _time(run: RunFiles) -> Section:
         title="Time",
         figures=[
             PageFigure(
-                "step-parts", partial(draw.draw_step_parts, run.profiles), "Where the time of a step goes",
+                "step-parts",
+                partial(draw.draw_step_parts, run.profiles),
+                "Where the time of a step goes",
                 "Means over all steps. Wait: for the others and the network. A fast rank waits for a slow one, so the "
                 f"rank that waits least holds up the others.{fewer}",
             ),
             PageFigure(
-                "windows", partial(draw.draw_windows, run.windows), "Step time, wait and bytes over the run",
+                "windows",
+                partial(draw.draw_windows, run.windows),
+                "Step time, wait and bytes over the run",
                 "Means of windows of steps, from the profile of each rank.",
             ),
             PageFigure(
-                "step-spans", partial(draw.draw_step, run.spans), f"A typical step, rank by rank: step {run.step}",
+                "step-spans",
+                partial(draw.draw_step, run.spans),
+                f"A typical step, rank by rank: step {run.step}",
                 "The step of median length. For each rank, above: what it computed; below: the exchanges of gradients "
                 "on their way, from call to end, and under them the wait for the last one. Ranks are aligned by the "
                 f"wall clocks of their machines.{traced}",
             ),
         ],
         tables=[ranks_table(run.profiles)] if run.profiles else [],
-    )  # fmt: skip
+    )
 
 
 def ranks_table(profiles: Sequence[ProfileSummary]) -> PageTable:

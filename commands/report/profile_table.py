@@ -81,10 +81,14 @@ def _together(summaries: Sequence[ProfileSummary]) -> ProfileSummary:
         for name, amount in summary.max.items():
             maxima[name] = max(amount, maxima.get(name, amount))
     return ProfileSummary(
-        rank=-1, steps=steps, failed_steps=sum(summary.failed_steps for summary in summaries),
-        mean={name: amount / steps for name, amount in total.items()} if steps else {}, max=maxima, total=total,
+        rank=-1,
+        steps=steps,
+        failed_steps=sum(summary.failed_steps for summary in summaries),
+        mean={name: amount / steps for name, amount in total.items()} if steps else {},
+        max=maxima,
+        total=total,
         outside=_sums([summary.outside for summary in summaries]),
-    )  # fmt: skip
+    )
 
 
 def _sums(amounts: Sequence[dict[str, float]]) -> dict[str, float]:

@@ -30,9 +30,7 @@ def draw_epochs(folder: Path, reports: Sequence[EpochReport], *, title: str) -> 
     return _draw(folder, points, title=title, labels=("epoch", "time / s"))
 
 
-def _draw(
-    folder: Path, points: Sequence[tuple[int, float, Evaluated]], *, title: str, labels: tuple[str, str]
-) -> bool:  # fmt: skip
+def _draw(folder: Path, points: Sequence[tuple[int, float, Evaluated]], *, title: str, labels: tuple[str, str]) -> bool:
     """The accuracy as ``accuracy.png``; of a task without one its first metric, as ``metric.png``."""
     known = [(x, amount, 100 * r.accuracy) for x, amount, r in points if r.accuracy is not None]
     name, y, unit = "accuracy.png", "test accuracy", "%"

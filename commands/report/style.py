@@ -228,9 +228,15 @@ def legend_above(axes: Axes, *, columns: int = 7) -> None:
     handles, labels = axes.get_legend_handles_labels()
     if handles:
         axes.legend(
-            handles, labels, loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=min(columns, len(handles)),
-            columnspacing=1.2, handletextpad=0.5, borderaxespad=0.2,
-        )  # fmt: skip
+            handles,
+            labels,
+            loc="lower left",
+            bbox_to_anchor=(0.0, 1.0),
+            ncols=min(columns, len(handles)),
+            columnspacing=1.2,
+            handletextpad=0.5,
+            borderaxespad=0.2,
+        )
 
 
 def legend_of_colors(figure: Figure, colors: Mapping[str, str]) -> None:
@@ -241,9 +247,13 @@ def legend_of_colors(figure: Figure, colors: Mapping[str, str]) -> None:
     letters = sum(len(label) + 4 for label in colors)  # 4: for the patch and the gap
     rows = max(1, math.ceil(letters / (11 * figure.get_figwidth())))
     figure.legend(
-        handles=handles, loc="outside upper left", ncols=max(1, math.ceil(len(handles) / rows)), columnspacing=1.0,
-        handlelength=0.9, handletextpad=0.4,
-    )  # fmt: skip
+        handles=handles,
+        loc="outside upper left",
+        ncols=max(1, math.ceil(len(handles) / rows)),
+        columnspacing=1.0,
+        handlelength=0.9,
+        handletextpad=0.4,
+    )
 
 
 def save(figure: Figure, *paths: Path) -> None:

@@ -203,9 +203,14 @@ class WeightsAndBiases:
             silent=True, console="off", disable_git=True, save_code=False, init_timeout=_INIT_TIMEOUT_S
         )
         self._run = self._wandb.init(
-            project=self.where, name=self._job, id=run_id, resume="allow", dir=str(self._dir),
-            config=self._settings, settings=options,
-        )  # fmt: skip
+            project=self.where,
+            name=self._job,
+            id=run_id,
+            resume="allow",
+            dir=str(self._dir),
+            config=self._settings,
+            settings=options,
+        )
         self._run.define_metric("*", step_metric="step")  # its own counter of calls is not ours
         self._kept.keep(run_id)
 

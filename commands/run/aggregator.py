@@ -58,9 +58,13 @@ async def _serve(file: AggregatorFile, actor: AggregatorActor, job: str, world: 
             async with open_bus(own, rank=world + settings.node) as bus:  # aggregators are the ranks after the workers
                 try:
                     await actor.serve(
-                        bus, world, node=settings.node, nodes=settings.nodes, timeout_s=settings.join_s,
+                        bus,
+                        world,
+                        node=settings.node,
+                        nodes=settings.nodes,
+                        timeout_s=settings.join_s,
                         is_idle=settings.keep_serving,
-                    )  # fmt: skip
+                    )
                 except ConfigError as error:  # workers that do not fit; those of the next start may
                     failed = error
         except (BarrierTimeout, CollectiveError) as error:

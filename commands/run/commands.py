@@ -98,9 +98,14 @@ def demo_run(options: DemoOptions, screen: Screen) -> None:
 
 
 def controller_run(
-    config: Path, overrides: Sequence[str], data_root: Path | None, screen: Screen, loop: LoopName, *,
+    config: Path,
+    overrides: Sequence[str],
+    data_root: Path | None,
+    screen: Screen,
+    loop: LoopName,
+    *,
     virtual: VirtualOptions | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """``gradbus controller``, and ``gradbus virtual``, which brings its clients."""
     file = load(ControllerFile, config, overrides=overrides, data_root=data_root)
     check(file.bus)
@@ -220,9 +225,14 @@ class PlaceOptions(NamedTuple):
 
 
 def worker_run(
-    config: Path, place: PlaceOptions, overrides: Sequence[str], data_root: Path | None,
-    screen: Screen, loop: LoopName, binding: BindMode,
-) -> None:  # fmt: skip
+    config: Path,
+    place: PlaceOptions,
+    overrides: Sequence[str],
+    data_root: Path | None,
+    screen: Screen,
+    loop: LoopName,
+    binding: BindMode,
+) -> None:
     """``gradbus worker``."""
     role = None if place.rank is not None else find_role(place.job_name, place.task_index)
     rank, world = place.rank, place.world
@@ -263,9 +273,10 @@ def worker_run(
     lines: Display[EpochReport] = Display()
     if prints:
         lines = Lines(
-            screen.console, lambda report: epoch_line(report, epochs, of_all=leads),
+            screen.console,
+            lambda report: epoch_line(report, epochs, of_all=leads),
             lambda report: progress_line(report, epochs),
-        )  # fmt: skip
+        )
     if path is None or not leads:
         # Started by hand it prints what it waits for, too; under a launcher rank 0 prints that for all.
         by_hand = prints and screen.style == "auto"
@@ -278,9 +289,13 @@ def worker_run(
                 log_file = screen.log_file(stream)
                 title = f"job {file.bus.job}"
                 with screen.logging_to(log_file):
-                    outcome = run(Output(
-                        screen.say, lambda worker: EpochTable(screen.console, log_file, title, worker, epochs), scalars
-                    ))  # fmt: skip
+                    outcome = run(
+                        Output(
+                            screen.say,
+                            lambda worker: EpochTable(screen.console, log_file, title, worker, epochs),
+                            scalars,
+                        )
+                    )
         else:
             outcome = run(Output(screen.say, lambda _: lines, scalars))
     if outcome is not None:
@@ -301,9 +316,14 @@ def _rank_place(file: WorkerFile, rank: int | None, world: int | None, *, joins:
 
 
 def server_run(
-    config: Path, index: int | None, world: int | None, overrides: Sequence[str], data_root: Path | None,
-    screen: Screen, loop: LoopName,
-) -> None:  # fmt: skip
+    config: Path,
+    index: int | None,
+    world: int | None,
+    overrides: Sequence[str],
+    data_root: Path | None,
+    screen: Screen,
+    loop: LoopName,
+) -> None:
     """``gradbus parameter-server``. ``index``: None: as TF_CONFIG says. ``world``: number of workers."""
     role = None if index is not None else find_role()
     if index is None:
@@ -335,8 +355,9 @@ def _serve(file: WorkerFile, index: int, workers: int, screen: Screen, loop: Loo
     if not servers:
         raise ConfigError("parameter_server.servers is 0, so there is no server to start: set it to their number")
     if not 0 <= index < servers:
-        raise ConfigError(f"the index of a parameter server must be 0 to {servers - 1}, for there are {servers}; got "
-                          f"{index}")  # fmt: skip
+        raise ConfigError(
+            f"the index of a parameter server must be 0 to {servers - 1}, for there are {servers}; got {index}"
+        )
     check(file.bus, rank=workers + index)
     screen.configure_logs()
     from gradbus.commands.run.parameter_server import run_server

@@ -13,9 +13,15 @@ _OF_OPTIONS = {"--clients": "federated.clients.num"}
 
 
 def command_to_continue(
-    command: str, config: Path, run_dir: Path, overrides: Sequence[str], *, data_root: Path | None = None,
-    options: Sequence[object] = (), rounds: int = 0,
-) -> str:  # fmt: skip
+    command: str,
+    config: Path,
+    run_dir: Path,
+    overrides: Sequence[str],
+    *,
+    data_root: Path | None = None,
+    options: Sequence[object] = (),
+    rounds: int = 0,
+) -> str:
     """Return a line for a shell that continues a run with the settings that it was started with.
 
     Args:

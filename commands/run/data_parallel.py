@@ -108,9 +108,12 @@ async def run_worker(file: WorkerFile, place: RankPlace, output: Output) -> Work
                     f"waiting for {world - 1} more of {world} ranks: job {file.bus.job}, on {file.bus.interface}"
                 )
             async with join_group(
-                bus, rank=rank, world=world, timeout_s=rules.timeouts.join_s,
+                bus,
+                rank=rank,
+                world=world,
+                timeout_s=rules.timeouts.join_s,
                 collective_timeout_s=rules.timeouts.collective_s,
-            ) as group:  # fmt: skip
+            ) as group:
                 met = await _meet(group, file, task, directory)
                 output.say(met.text)
                 async with contextlib.AsyncExitStack() as servers:
@@ -132,9 +135,14 @@ async def run_worker(file: WorkerFile, place: RankPlace, output: Output) -> Work
 
 class _Run:
     def __init__(
-        self, file: WorkerFile, group: Group, task: ConfiguredShardTask, directory: WorkerDirectory, output: Output,
+        self,
+        file: WorkerFile,
+        group: Group,
+        task: ConfiguredShardTask,
+        directory: WorkerDirectory,
+        output: Output,
         network: Group | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """``network``: of all workers and parameter servers, where there are any."""
         config = directory.settled(file.parallel)
         self._file = file.model_copy(update={"parallel": config, "run_dir": directory.path, "world": group.world})
@@ -207,9 +215,13 @@ class _Run:
         if not self._is_first:
             return
         self._directory.finish(
-            self._worker.summary, outcome=self._end, seconds=time.perf_counter() - self._started_s,
-            profiles=self._profiles, job=self._file.bus.job, data=self._task.note,
-        )  # fmt: skip
+            self._worker.summary,
+            outcome=self._end,
+            seconds=time.perf_counter() - self._started_s,
+            profiles=self._profiles,
+            job=self._file.bus.job,
+            data=self._task.note,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,17 +90,21 @@ def print_shares(shares: Shares, console: Console) -> None:
     for client in range(min(clients, SHOWN)):
         counts = shares.counts[client, :MAX_LABELS].tolist()
         table.add_row(
-            str(client), f"{int(sizes[client]):,}", *(f"{one:,}" if one else "" for one in counts),
-            f"{shares.features[client]:.2f}", f"{distance[client]:.2f}",
-        )  # fmt: skip
+            str(client),
+            f"{int(sizes[client]):,}",
+            *(f"{one:,}" if one else "" for one in counts),
+            f"{shares.features[client]:.2f}",
+            f"{distance[client]:.2f}",
+        )
     console.print(table)
     if clients > SHOWN:
         console.print(f"and {clients - SHOWN:,} more clients")
     held = (shares.counts > 0).sum(1).double()
     for what, values, form in (
-        ("samples of a client", sizes.double(), ",.0f"), ("labels of a client", held, ".0f"),
+        ("samples of a client", sizes.double(), ",.0f"),
+        ("labels of a client", held, ".0f"),
         ("distance of its labels from those of all", distance, ".2f"),
-    ):  # fmt: skip
+    ):
         low, middle, high = (float(one) for one in (values.min(), values.median(), values.max()))
         console.print(f"{what}: {low:{form}} to {high:{form}}, median {middle:{form}}")
 
@@ -118,8 +122,14 @@ def draw_shares(shares: Shares, path: Path) -> None:
             figure, (axes,) = style.new_figure(1, 1)
             left = torch.zeros(clients)
             for label in range(labels):
-                axes.barh(range(clients), shares.counts[:, label].tolist(), left=left.tolist(), color=_color(label),
-                          hatch=None if label < len(style.SERIES) else "///", label=str(label))  # fmt: skip
+                axes.barh(
+                    range(clients),
+                    shares.counts[:, label].tolist(),
+                    left=left.tolist(),
+                    color=_color(label),
+                    hatch=None if label < len(style.SERIES) else "///",
+                    label=str(label),
+                )
                 left += shares.counts[:, label]
             axes.invert_yaxis()
             style.label(axes, x="samples", y="client")

@@ -78,8 +78,11 @@ def plan(options: DemoOptions) -> DemoPlan:
     data, note = _choose_data(options)
     bus = {"job": job, "domain": options.domain}
     task = {
-        **data, "partition": _partition(options.partition), "num_clients": options.clients, "seed": options.seed,
-    }  # fmt: skip
+        **data,
+        "partition": _partition(options.partition),
+        "num_clients": options.clients,
+        "seed": options.seed,
+    }
     federated = {
         "rounds": options.rounds, "clients": {"num": options.clients},
         "training": {"subset_size": options.samples, "lr": 0.02}, "codec": options.codec,
@@ -153,9 +156,13 @@ def _partition(text: str) -> Any:
 
 
 async def run_demo(
-    planned: DemoPlan, run: ControllerDirectory, screen: Screen, options: DemoOptions, scalars: Scalars | None = None,
+    planned: DemoPlan,
+    run: ControllerDirectory,
+    screen: Screen,
+    options: DemoOptions,
+    scalars: Scalars | None = None,
     followed: FollowedJob | None = None,
-) -> list[RoundReport]:  # fmt: skip
+) -> list[RoundReport]:
     """Start the clients, run the controller, end the clients.
 
     Raises:
@@ -222,15 +229,21 @@ async def run_process(arguments: Sequence[str], log_file: Path) -> int:
     Cancelled, this ends the process. That has a session of its own, so that Ctrl-C in the terminal reaches the parent
     alone. Settings of the environment are in the file that the parent has written for it.
     """
-    environment = {
-        key: text for key, text in os.environ.items() if not (key.startswith("GRADBUS_") and "__" in key)
-    }  # fmt: skip
+    environment = {key: text for key, text in os.environ.items() if not (key.startswith("GRADBUS_") and "__" in key)}
     with log_file.open("wb") as output:
         # -P: Python would put the current directory in front of everything that is installed.
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-P", "-m", "gradbus", *arguments,
-            stdin=asyncio.subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True, env=environment,
-        )  # fmt: skip
+            sys.executable,
+            "-P",
+            "-m",
+            "gradbus",
+            *arguments,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+            env=environment,
+        )
 
     def kill() -> None:
         if process.returncode is None:

@@ -63,9 +63,11 @@ async def run_elastic_worker(file: WorkerFile, place: RankPlace, output: Output)
         stack.callback(run.write_trace)  # when the others know already how it ended: this takes a while
         bus = await stack.enter_async_context(open_bus(elastic_bus(file.bus), rank=number))
         worker = ElasticWorker(
-            ElasticPlace(bus=bus, number=number, founders=founders), task, own,
+            ElasticPlace(bus=bus, number=number, founders=founders),
+            task,
+            own,
             on_open=lambda: run.opened(worker),
-        )  # fmt: skip
+        )
         whom = f"with {founders} founders" if founders else "joins"
         output.say(f"process {number}, {whom}: job {file.bus.job}, run directory {directory.path}")
         with leaves_at_sigterm(worker):
@@ -129,10 +131,12 @@ class _ElasticRun:
     def _finish(self, worker: ElasticWorker) -> None:
         generations = worker.generations
         self._directory.finish(
-            worker.summary, outcome="left" if worker.has_left else "done",
-            seconds=time.perf_counter() - self._started_s, job=self._file.bus.job,
+            worker.summary,
+            outcome="left" if worker.has_left else "done",
+            seconds=time.perf_counter() - self._started_s,
+            job=self._file.bus.job,
             generations=0 if generations is None else generations.number,
-        )  # fmt: skip
+        )
 
     def write_trace(self) -> None:
         """Write the timeline of this process, whatever the end; nothing where nothing has begun. Nobody puts those of

@@ -32,10 +32,14 @@ MakeDisplay = Callable[[Controller | Site], Display[RoundReport]]
 
 
 async def run_controller(
-    file: ControllerFile, run: ControllerDirectory, display: MakeDisplay = lambda controller: Display(), *,
-    say: Callable[[str], None] = lambda text: None, scalars: Scalars | None = None,
+    file: ControllerFile,
+    run: ControllerDirectory,
+    display: MakeDisplay = lambda controller: Display(),
+    *,
+    say: Callable[[str], None] = lambda text: None,
+    scalars: Scalars | None = None,
     followed: FollowedJob | None = None,
-) -> list[RoundReport]:  # fmt: skip
+) -> list[RoundReport]:
     """All rounds that are left, also at a site. Once the run has begun its directory is complete whatever the end; a
     start that fails before leaves the files of an earlier one as they were.
 
@@ -92,15 +96,20 @@ async def run_controller(
     finally:
         followed.end(failed=outcome == "failed")
         _write_end(
-            run, progress, is_ours=is_ours, outcome=outcome, seconds=time.perf_counter() - started_s, job=file.bus.job,
+            run,
+            progress,
+            is_ours=is_ours,
+            outcome=outcome,
+            seconds=time.perf_counter() - started_s,
+            job=file.bus.job,
             data=task.note,
-        )  # fmt: skip
+        )
     return progress.reports
 
 
 def _write_end(
     run: ControllerDirectory, progress: Progress, *, is_ours: bool, outcome: str, seconds: float, job: str, data: str
-) -> None:  # fmt: skip
+) -> None:
     """Write what is known at the end of a run. ``is_ours``: the directory has this run, and no other one."""
     if progress.reports:  # else nothing is known, and what an earlier start wrote stays
         run.add(progress.reports)
@@ -109,9 +118,15 @@ def _write_end(
     if is_ours:
         run.write_names(progress.names)
         run.finish(
-            progress.reports, outcome=outcome, seconds=seconds, job=job, data=data, never_counted=_named(progress),
-            client_names=json_rows(progress.names), ended_early=progress.ended_early,
-        )  # fmt: skip
+            progress.reports,
+            outcome=outcome,
+            seconds=seconds,
+            job=job,
+            data=data,
+            never_counted=_named(progress),
+            client_names=json_rows(progress.names),
+            ended_early=progress.ended_early,
+        )
 
 
 def _tell_trust(job: str, config: FederatedConfig, say: Callable[[str], None]) -> None:
@@ -180,7 +195,11 @@ async def run_client(file: ClientFile, client_id: int | None, name: str = "") ->
             summary = await client.run()
     facts = {"client": client.client_id, **({"name": client.name} if client.name else {})}
     log.info(
-        "client done", **facts, rounds=summary.rounds, refused=summary.refused, bytes_up=summary.bytes_up,
+        "client done",
+        **facts,
+        rounds=summary.rounds,
+        refused=summary.refused,
+        bytes_up=summary.bytes_up,
         train_s=round(summary.train_s, 3),
-    )  # fmt: skip
+    )
     return summary

@@ -104,9 +104,12 @@ async def run_server(file: FlowerFile, app: FlowerApp, server_app: Any, override
     context = make_context(app, run_id, overrides, None)
     async with open_bus(file.bus) as bus:
         hub = MessageHub(
-            bus, run_id=run_id, options=overrides, max_bytes=file.flower.max_bytes,
+            bus,
+            run_id=run_id,
+            options=overrides,
+            max_bytes=file.flower.max_bytes,
             dead_after_s=file.flower.dead_after_s,
-        )  # fmt: skip
+        )
         grid = BusGrid(hub, bus.memory, asyncio.get_running_loop(), Run.create_empty(run_id))
         try:
             async with TaskGroup() as group:
@@ -177,9 +180,12 @@ async def run_node(
 
     async with open_bus(file.bus) as bus:
         node = MessageNode(
-            bus, ClientAppAnswering(app, client_app, place, node_config), place=place,
-            controller_timeout_s=file.flower.controller_timeout_s, max_bytes=file.flower.max_bytes,
-        )  # fmt: skip
+            bus,
+            ClientAppAnswering(app, client_app, place, node_config),
+            place=place,
+            controller_timeout_s=file.flower.controller_timeout_s,
+            max_bytes=file.flower.max_bytes,
+        )
         if place.name:
             log.info("node named", node=place.number, name=place.name)
         try:

@@ -52,9 +52,11 @@ class Lines(Display[R]):
     """One line per report, for files, pipes and ``--no-live``."""
 
     def __init__(
-        self, console: Console, line_of: Callable[[R], str],
+        self,
+        console: Console,
+        line_of: Callable[[R], str],
         progress_line_of: Callable[[StepProgress], str] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._console = console
         self._line_of = line_of
         self._progress_line_of = progress_line_of

@@ -35,12 +35,18 @@ async def join_network(bus: Bus, file: WorkerFile, rank: int, workers: int) -> A
     """
     timeouts, world = file.parallel.timeouts, workers + file.parameter_server.servers
     group = join_group(
-        bus, rank=rank, world=world, name=NETWORK, timeout_s=timeouts.join_s,
-        collective_timeout_s=timeouts.collective_s, stall_warning_s=0.0,
+        bus,
+        rank=rank,
+        world=world,
+        name=NETWORK,
+        timeout_s=timeouts.join_s,
+        collective_timeout_s=timeouts.collective_s,
+        stall_warning_s=0.0,
         describe_missing=lambda missing: (
-            [_name(one, workers) for one in missing], _START if missing and min(missing) >= workers else "",
+            [_name(one, workers) for one in missing],
+            _START if missing and min(missing) >= workers else "",
         ),
-    )  # fmt: skip
+    )
     async with contextlib.AsyncExitStack() as stack:
         try:
             network = await stack.enter_async_context(group)
@@ -48,10 +54,13 @@ async def join_network(bus: Bus, file: WorkerFile, rank: int, workers: int) -> A
             missing = [_name(one, workers) for one in error.missing]
             raise BarrierTimeout(
                 f"workers and parameter servers{': no ' if missing else ''}{', '.join(missing)}",
-                missing=error.missing, ready=error.ready, needed=error.needed, timeout_s=timeouts.join_s,
+                missing=error.missing,
+                ready=error.ready,
+                needed=error.needed,
+                timeout_s=timeouts.join_s,
                 misconfiguration=bus.misconfiguration,
                 hint=_START,
-            ) from None  # fmt: skip
+            ) from None
         yield network
 
 

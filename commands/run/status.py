@@ -209,28 +209,42 @@ def _elastic(
         if rank["state"] == "works":
             rank["state"] = "gets its copy"
     return {
-        "group": newest.group, "generation": newest.generation, "members": newest.numbers,
+        "group": newest.group,
+        "generation": newest.generation,
+        "members": newest.numbers,
         "copying": sorted(newest.numbers[rank["rank"]] for rank in copying),
         "waiting": sorted(set(processes) - set(newest.numbers)),
         "silent": sorted(set(newest.numbers) - set(processes)),
         "leaving": sorted(number for number, received in processes.items() if received.body.leaving),
         "mean_ranks": round(mean_ranks, 3) if mean_ranks else None,
-    }  # fmt: skip
+    }
 
 
 def _controller(received: _Received, now_s: float) -> dict[str, Any]:
     status: Status = received.body
     return {
-        "run": f"{status.run_id:016x}", "phase": status.phase, "round": status.round_id, "rounds": status.rounds,
-        "ready": status.ready, "expected": status.expected, "minimum": status.minimum, "clients": status.clients,
-        "round_s": round(status.round_s, 1), "left_s": round(status.remaining_s, 1), "waited_for": status.awaited,
-        "kept_out": status.quarantined, "dropped": status.dropped, "last_round_s": round(status.last_s, 3),
-        "bytes_up": status.bytes_up, "bytes_down": status.bytes_down,
-        "accuracy": status.accuracy if status.accuracy >= 0 else None, "metrics": status.metrics,
+        "run": f"{status.run_id:016x}",
+        "phase": status.phase,
+        "round": status.round_id,
+        "rounds": status.rounds,
+        "ready": status.ready,
+        "expected": status.expected,
+        "minimum": status.minimum,
+        "clients": status.clients,
+        "round_s": round(status.round_s, 1),
+        "left_s": round(status.remaining_s, 1),
+        "waited_for": status.awaited,
+        "kept_out": status.quarantined,
+        "dropped": status.dropped,
+        "last_round_s": round(status.last_s, 3),
+        "bytes_up": status.bytes_up,
+        "bytes_down": status.bytes_down,
+        "accuracy": status.accuracy if status.accuracy >= 0 else None,
+        "metrics": status.metrics,
         "epsilon": status.epsilon if status.epsilon >= 0 else None,
         "epsilon_budget": status.epsilon_budget if status.epsilon_budget >= 0 else None,
         "silent_s": _silent(received, now_s),
-    }  # fmt: skip
+    }
 
 
 def _client(

@@ -82,16 +82,24 @@ class Hosted:
 
     @classmethod
     def start(
-        cls, bus: BusSettings, task: ConfiguredTask, ids: Iterable[int], client: ClientConfig, state_dir: Path,
-        options: SimulationOptions, name: str = "",
-    ) -> Hosted:  # fmt: skip
+        cls,
+        bus: BusSettings,
+        task: ConfiguredTask,
+        ids: Iterable[int],
+        client: ClientConfig,
+        state_dir: Path,
+        options: SimulationOptions,
+        name: str = "",
+    ) -> Hosted:
         """Open the pool that trains them. Raises ConfigError: a bus with this security has no place for them."""
         if bus.security == "identity":
             raise ConfigError(NO_HOST)
         settings = PoolSettings(
-            state_dir=state_dir, allowed=Allowed(client.rule, client.codecs), full_traceback=client.full_traceback,
+            state_dir=state_dir,
+            allowed=Allowed(client.rule, client.codecs),
+            full_traceback=client.full_traceback,
             shared_memory=bus.shared_memory,
-        )  # fmt: skip
+        )
         return cls(bus, task, ids, client, state_dir, options.open_pool(task, settings), name)
 
     def __enter__(self) -> Self:
@@ -116,9 +124,14 @@ class Hosted:
                 followed.host, followed.pool = host, self.pool
             summary = await host.run()
         log.info(
-            "clients done", updates=summary.rounds, refused=summary.refused, bytes_up=summary.bytes_up,
-            train_s=round(summary.train_s, 3), processes=self.pool.size, replaced=self.pool.replaced,
-        )  # fmt: skip
+            "clients done",
+            updates=summary.rounds,
+            refused=summary.refused,
+            bytes_up=summary.bytes_up,
+            train_s=round(summary.train_s, 3),
+            processes=self.pool.size,
+            replaced=self.pool.replaced,
+        )
 
 
 def host_run(

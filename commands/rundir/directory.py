@@ -305,9 +305,14 @@ class WorkerDirectory(RunDirectory):
         return trace_of(self.path, self._rank)
 
     def finish(
-        self, summary: WorkerSummary, *, outcome: str, seconds: float, profiles: Sequence[ProfileSummary] = (),
+        self,
+        summary: WorkerSummary,
+        *,
+        outcome: str,
+        seconds: float,
+        profiles: Sequence[ProfileSummary] = (),
         **more: Any,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Write the summary, with the best accuracy of all epochs of the run. Where the disk is full, that is logged.
 
         Args:
@@ -318,10 +323,13 @@ class WorkerDirectory(RunDirectory):
             known = [entry["accuracy"] for entry in self._entries() if entry.get("accuracy") is not None]
             values = {field.name: getattr(summary, field.name) for field in fields(summary) if field.name != "profile"}
             self.write_summary(
-                outcome=outcome, **values, wall_s=round(seconds, 3), **more,
+                outcome=outcome,
+                **values,
+                wall_s=round(seconds, 3),
+                **more,
                 profiles=[profile.to_json() for profile in profiles or [summary.profile]],
                 best_accuracy=max(known, default=None),
-            )  # fmt: skip
+            )
 
 
 class FinishedRun(NamedTuple):

@@ -107,9 +107,15 @@ class Exported:
 
 
 def export(
-    run: Path, to: Path | None = None, form: Format | None = None, number: int | None = None, *, best: bool = False,
-    client: Path | None = None, trust: bool = False,
-) -> Exported:  # fmt: skip
+    run: Path,
+    to: Path | None = None,
+    form: Format | None = None,
+    number: int | None = None,
+    *,
+    best: bool = False,
+    client: Path | None = None,
+    trust: bool = False,
+) -> Exported:
     """Write the model of a run, from the checkpoint of round or step ``number``, by default the newest one.
 
     Args:
@@ -142,11 +148,19 @@ def export(
         kept = SavedBest.of(found.checkpoints[0]).best
         why = f", the {kept.mode}imum of {kept.metric}: {kept.value:.6g}"
     return Exported(
-        path=target, format=form, unit=found.unit, number=found.number, tensors=len(state.tensors),
-        num_bytes=target.stat().st_size, why=why, personal=state.personal, client=about.get("client", ""),
-        absent=[name for name in state.personal if name not in state.tensors], left_out=state.left_out,
+        path=target,
+        format=form,
+        unit=found.unit,
+        number=found.number,
+        tensors=len(state.tensors),
+        num_bytes=target.stat().st_size,
+        why=why,
+        personal=state.personal,
+        client=about.get("client", ""),
+        absent=[name for name in state.personal if name not in state.tensors],
+        left_out=state.left_out,
         unknown=state.unknown,
-    )  # fmt: skip
+    )
 
 
 def _state_of(found: FoundModel, client: Path | None, *, exactly: bool, trust: bool) -> SavedState:
@@ -165,9 +179,11 @@ def _uncompiled(state: SavedState) -> SavedState:
     """Name the tensors as the model has them before ``torch.compile``: so other programs can load them."""
     names = uncompiled_names([*state.tensors, *state.personal, *state.left_out])
     return replace(
-        state, tensors={names[name]: one for name, one in state.tensors.items()},
-        personal=[names[name] for name in state.personal], left_out=[names[name] for name in state.left_out],
-    )  # fmt: skip
+        state,
+        tensors={names[name]: one for name, one in state.tensors.items()},
+        personal=[names[name] for name in state.personal],
+        left_out=[names[name] for name in state.left_out],
+    )
 
 
 def _metadata(found: FoundModel, state: SavedState, client: Path | None) -> dict[str, str]:

@@ -182,16 +182,27 @@ def read_run(path: Path) -> RunFiles:
         if kind == "federated":
             whole = _rounds(path, missing)
             return RunFiles(
-                **known, rounds=whole.reports, counted=whole, spent=whole.spent if whole.is_thinned else {},
-                cross_site=_cross_site(path, missing), names=_names(path, missing), missing=tuple(missing),
-            )  # fmt: skip
+                **known,
+                rounds=whole.reports,
+                counted=whole,
+                spent=whole.spent if whole.is_thinned else {},
+                cross_site=_cross_site(path, missing),
+                names=_names(path, missing),
+                missing=tuple(missing),
+            )
         epochs, spent = _epochs(path, missing)
         profiles, windows = profiles_of(path, missing)
         step, spans = _step(path, missing)
         return RunFiles(
-            **known, epochs=epochs, spent=spent, profiles=profiles, windows=windows, step=step, spans=spans,
+            **known,
+            epochs=epochs,
+            spent=spent,
+            profiles=profiles,
+            windows=windows,
+            step=step,
+            spans=spans,
             missing=tuple(missing),
-        )  # fmt: skip
+        )
     except OSError as error:
         raise ConfigError(f"run directory {path} cannot be read: {error}") from None
 
@@ -214,7 +225,7 @@ def _kind(path: Path, config: Mapping[str, Any], missing: list[str]) -> Kind:
 
 def _json_file(
     path: Path, name: str, missing: list[str], otherwise: str, *, strict: bool = False, max_bytes: int | None = None
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """Return the object in a JSON file of a run; {} with a sentence in ``missing`` if there is none that can be read.
 
     Raises:
@@ -310,7 +321,7 @@ def _epochs(path: Path, missing: list[str]) -> tuple[tuple[EpochReport, ...], di
 
 def _reports(
     path: Path, name: str, kind: type[ReportT], key: Callable[[ReportT], int], missing: list[str]
-) -> Iterator[ReportT]:  # fmt: skip
+) -> Iterator[ReportT]:
     """Yield the reports in a file, one a line, by ascending number; of two with the same the later counts.
 
     No more than the newest are held back for that: a report that comes again much later is left out.
@@ -345,7 +356,7 @@ def _reports(
 
 def _numbered_reports(
     path: Path, name: str, check: TypeAdapter[ReportT], bad: _BadLines, missing: list[str]
-) -> Iterator[tuple[int, ReportT]]:  # fmt: skip
+) -> Iterator[tuple[int, ReportT]]:
     for number, text in enumerate(lines_inside(path, name, missing.append), start=1):
         if bad.is_enough:
             return

@@ -65,8 +65,13 @@ def _mappings(report: Report) -> tuple[Mapping[str, object], ...]:
     if isinstance(report, RoundReport):
         found = report.by_clients
         return (
-            report.metrics, report.train_metrics, report.dropped, report.marks, found.metrics, found.missing,
-        )  # fmt: skip
+            report.metrics,
+            report.train_metrics,
+            report.dropped,
+            report.marks,
+            found.metrics,
+            found.missing,
+        )
     return report.metrics, report.train_metrics
 
 

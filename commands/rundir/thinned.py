@@ -18,9 +18,13 @@ class Thinned(Generic[T]):
     """The items that are kept; :meth:`items` returns them in the order in which they came."""
 
     def __init__(
-        self, measures: Sequence[Measure[T]], most: int, *, weight: Callable[[T], int] = lambda item: 1,
+        self,
+        measures: Sequence[Measure[T]],
+        most: int,
+        *,
+        weight: Callable[[T], int] = lambda item: 1,
         strip: Callable[[T], T] = lambda item: item,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """
         Args:
             measures: what is to keep its extremes; None and NaN are in no measure.

@@ -70,14 +70,18 @@ class RoundSums:
         """As the summary of a run has it."""
         last = self._last
         return {
-            "rounds": self.rounds, "accuracy": self._accuracy, "best_accuracy": self._best_accuracy,
-            "eval_loss": self._eval_loss, "metrics": dict(self._metrics), "by_clients": self._by_clients,
+            "rounds": self.rounds,
+            "accuracy": self._accuracy,
+            "best_accuracy": self._best_accuracy,
+            "eval_loss": self._eval_loss,
+            "metrics": dict(self._metrics),
+            "by_clients": self._by_clients,
             "loss": None if last is None else last.loss,
             "train_metrics": {} if last is None else dict(last.train_metrics),
             **{name: self.sums[name] for name in _SIZES},
             **{name: round(self.sums[name], 3) for name in _TIMES},
             "weights_crc32": None if last is None else last.weights_crc32,
-        }  # fmt: skip
+        }
 
 
 def totals(reports: Iterable[RoundReport]) -> dict[str, Any]:

@@ -216,10 +216,15 @@ def _ring(scenario: Scenario) -> AggregationPlan:
         for rank in range(world):
             core = RingWorker(
                 WorkerConfig(
-                    rank, world, job, block_elems=1, window_groups=window, times=times,
+                    rank,
+                    world,
+                    job,
+                    block_elems=1,
+                    window_groups=window,
+                    times=times,
                     reserves=scenario.kind == "ra-ina-reserve",
                 )
-            )  # fmt: skip
+            )
             stream.workers.append(core)
             stream.members[rank] = SimulatedNode(core, job * world + rank, relays=scenario.kind == "ra-ina")
         streams.append(stream)
@@ -234,9 +239,12 @@ def _trees(scenario: Scenario) -> AggregationPlan:
     fabric, is_ps, trees = scenario.fabric, scenario.kind == "ps", scenario.trees
     leaves = 1 if scenario.kind == "ina" else fabric.leaves
     topology = _topology(
-        scenario, leaves=leaves, spines=1 if is_ps else trees, servers=scenario.jobs * trees if is_ps else 0,
+        scenario,
+        leaves=leaves,
+        spines=1 if is_ps else trees,
+        servers=scenario.jobs * trees if is_ps else 0,
         chained=scenario.kind == "cina",
-    )  # fmt: skip
+    )
     plan = AggregationPlan(topology, [], 0, lambda: 0)
     nodes: list[TreeNode] = []
     for number in range(scenario.jobs * trees):
@@ -253,10 +261,18 @@ def _trees(scenario: Scenario) -> AggregationPlan:
         for at, (parent, result_to, covers, name) in places.items():
             core = TreeNode(
                 NodeConfig(
-                    at, fabric.world, covers, parent, result_to, lanes, number, block_elems=1, group_blocks=1,
+                    at,
+                    fabric.world,
+                    covers,
+                    parent,
+                    result_to,
+                    lanes,
+                    number,
+                    block_elems=1,
+                    group_blocks=1,
                     times=retransmission_times(scenario),
                 )
-            )  # fmt: skip
+            )
             is_switch = isinstance(name, str) and not is_ps  # and not a rank that adds in its host
             if is_switch:
                 nodes.append(core)
@@ -265,10 +281,16 @@ def _trees(scenario: Scenario) -> AggregationPlan:
         for rank in range(fabric.world):
             worker = RingWorker(
                 WorkerConfig(
-                    rank, fabric.world, number, block_elems=1, window_groups=window, uses_ring=False, group_blocks=1,
+                    rank,
+                    fabric.world,
+                    number,
+                    block_elems=1,
+                    window_groups=window,
+                    uses_ring=False,
+                    group_blocks=1,
                     times=retransmission_times(scenario),
                 )
-            )  # fmt: skip
+            )
             stream.workers.append(worker)
             stream.members[rank] = SimulatedNode(worker, stream.job * fabric.world + rank, leaf=leaf_of[rank])
         plan.streams.append(stream)

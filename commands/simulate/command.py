@@ -24,8 +24,16 @@ from gradbus.runtime.choices import import_object
 from gradbus.runtime.errors import ConfigError
 
 COLUMNS = (
-    "world", "step_s", "compute_s", "exchange_share", "utilisation", "samples_s", "bytes_out", "link", "link_use"
-)  # fmt: skip
+    "world",
+    "step_s",
+    "compute_s",
+    "exchange_share",
+    "utilisation",
+    "samples_s",
+    "bytes_out",
+    "link",
+    "link_use",
+)
 
 
 def work_of(settings: SimulationSettings) -> StepWork:
@@ -52,7 +60,7 @@ def work_of(settings: SimulationSettings) -> StepWork:
             shapes = {name: one.shape for name, one in model.named_parameters() if one.requires_grad}
             work = StepWork(
                 shapes=shapes, forward_s=0.0, backward_s=[0.0] * len(shapes), batch_size=settings.batch_size, **more
-            )  # fmt: skip
+            )
     if settings.forward_s is not None:
         work = replace(work, forward_s=settings.forward_s)
     if settings.backward_s is not None:
@@ -65,9 +73,13 @@ def topology_of(settings: SimulationSettings, world: int) -> NetworkTopology:
     given = settings.topology
     try:
         return cluster(
-            world, network=given.network.spec, ranks_per_host=given.ranks_per_host, local=given.local.spec,
-            hosts_per_rack=given.hosts_per_rack, uplink=given.uplink.spec if given.uplink else None,
-        )  # fmt: skip
+            world,
+            network=given.network.spec,
+            ranks_per_host=given.ranks_per_host,
+            local=given.local.spec,
+            hosts_per_rack=given.hosts_per_rack,
+            uplink=given.uplink.spec if given.uplink else None,
+        )
     except ValueError as error:
         raise ConfigError(f"simulate.worlds: {error}: change it, or simulate.topology.ranks_per_host") from None
 
@@ -85,9 +97,14 @@ def simulate(settings: SimulationSettings) -> Iterator[SimulatedSteps]:
         network = NetworkModel(topology, seed=settings.seed)
         try:
             yield simulate_steps(
-                network, settings.algorithm, work, settings.steps, stragglers=stragglers, values=settings.values,
+                network,
+                settings.algorithm,
+                work,
+                settings.steps,
+                stragglers=stragglers,
+                values=settings.values,
                 seed=settings.seed,
-            )  # fmt: skip
+            )
         except (ConfigError, Deadlock, Mismatch):
             raise
         except Exception as error:  # there are many ways to look at a value
@@ -119,9 +136,13 @@ T = TypeVar("T")
 def _shown(found: Iterable[T], count: int) -> Iterable[T]:
     """The same, with a progress bar where somebody looks on."""
     return track(
-        found, description="simulating", total=count, transient=True, console=Console(file=sys.stderr),
+        found,
+        description="simulating",
+        total=count,
+        transient=True,
+        console=Console(file=sys.stderr),
         disable=not sys.stderr.isatty(),
-    )  # fmt: skip
+    )
 
 
 def written(found: Iterable[T], path: Path | None, columns: Sequence[str]) -> Iterator[T]:
@@ -163,9 +184,14 @@ def _print_steps(settings: SimulationSettings, found: Iterable[SimulatedSteps], 
     )
     for one in found:
         table.add(
-            f"{one.world}", _ms(one.step_s), f"{one.utilisation:.1%}", f"{one.exchange_share:.1%}",
-            f"{one.samples_s:,.0f}", f"{one.bytes_out / 1e6:,.2f} MB", f"{one.link} {one.link_use:.0%}",
-        )  # fmt: skip
+            f"{one.world}",
+            _ms(one.step_s),
+            f"{one.utilisation:.1%}",
+            f"{one.exchange_share:.1%}",
+            f"{one.samples_s:,.0f}",
+            f"{one.bytes_out / 1e6:,.2f} MB",
+            f"{one.link} {one.link_use:.0%}",
+        )
 
 
 def _print_comparison(
@@ -175,19 +201,35 @@ def _print_comparison(
     print(f"{settings.trace or 'gradient'}, {size}, computing {_ms(work.compute_s)}", file=screen)
     table = _Lines(
         {
-            "ranks": 6, "loss": 6, "memory": 6, "jobs": 4, "seed": 4, "exchange": 13, "formula": 13, "off by": 7,
-            "step": 13, "speed-up": 8, "way": 0,
+            "ranks": 6,
+            "loss": 6,
+            "memory": 6,
+            "jobs": 4,
+            "seed": 4,
+            "exchange": 13,
+            "formula": 13,
+            "off by": 7,
+            "step": 13,
+            "speed-up": 8,
+            "way": 0,
         },
         screen,
-    )  # fmt: skip
+    )
     for one in rows:
         off = one.exchange_s / one.formula_s - 1 if one.exchange_s is not None and one.formula_s else None
         table.add(
-            f"{one.world}", f"{one.loss:.2%}", "" if one.memory is None else f"{one.memory:g}", f"{one.jobs}",
-            f"{one.seed}", _ms(one.exchange_s), _ms(one.formula_s), "" if off is None else f"{off:+.2%}",
+            f"{one.world}",
+            f"{one.loss:.2%}",
+            "" if one.memory is None else f"{one.memory:g}",
+            f"{one.jobs}",
+            f"{one.seed}",
+            _ms(one.exchange_s),
+            _ms(one.formula_s),
+            "" if off is None else f"{off:+.2%}",
             _ms(one.step_s if one.step_s is not None else one.formula_step_s),
-            "" if one.speed_up is None else f"{one.speed_up:,.1f}", one.way,
-        )  # fmt: skip
+            "" if one.speed_up is None else f"{one.speed_up:,.1f}",
+            one.way,
+        )
 
 
 class _Lines:

@@ -77,9 +77,13 @@ def conditions(settings: SimulationSettings) -> list[Condition]:
         has_slots = not is_program(way) and way not in ("ps-1", "ring-packets")
         draws = loss > 0 or (jobs > 1 and not is_program(way))
         found[
-            way, world, loss, memory if has_slots else None, 1 if is_program(way) else jobs,
+            way,
+            world,
+            loss,
+            memory if has_slots else None,
+            1 if is_program(way) else jobs,
             seed if draws else asked.seeds[0],
-        ] = None  # fmt: skip
+        ] = None
     return list(found)
 
 
@@ -98,22 +102,32 @@ def _exchange_of(settings: SimulationSettings, work: StepWork, condition: Condit
     asked, given = settings.compare, settings.topology
     way, world, loss, memory, jobs, seed = condition
     fabric = Fabric(
-        world=world, network=replace(given.network.spec, loss=loss), local=given.local.spec,
-        uplink=replace((given.uplink or given.network).spec, loss=loss), ranks_per_host=given.ranks_per_host,
+        world=world,
+        network=replace(given.network.spec, loss=loss),
+        local=given.local.spec,
+        uplink=replace((given.uplink or given.network).spec, loss=loss),
+        ranks_per_host=given.ranks_per_host,
         hosts_per_leaf=given.hosts_per_rack,
-    )  # fmt: skip
+    )
     if world % given.ranks_per_host:
         raise ConfigError(
             f"simulate.worlds: {world} ranks do not fill hosts of {given.ranks_per_host}: change it, or "
             f"simulate.topology.ranks_per_host"
         )
     return SimulatedExchange(
-        way=way, fabric=fabric, gradient_bytes=work.gradient_bytes,
-        blocks=asked.blocks, memory=memory, jobs=jobs,
-        iterations=1 if work.overlap else settings.steps, compute_s=0.0 if work.overlap else work.compute_s,
-        trees=asked.trees, window_blocks=asked.window_blocks, seed=seed,
+        way=way,
+        fabric=fabric,
+        gradient_bytes=work.gradient_bytes,
+        blocks=asked.blocks,
+        memory=memory,
+        jobs=jobs,
+        iterations=1 if work.overlap else settings.steps,
+        compute_s=0.0 if work.overlap else work.compute_s,
+        trees=asked.trees,
+        window_blocks=asked.window_blocks,
+        seed=seed,
         retransmit_s=None if asked.retransmit_ms is None else 1e-3 * asked.retransmit_ms,
-    )  # fmt: skip
+    )
 
 
 def _row(settings: SimulationSettings, work: StepWork, condition: Condition) -> ComparisonRow:
@@ -131,11 +145,19 @@ def _row(settings: SimulationSettings, work: StepWork, condition: Condition) -> 
     way, world, loss, memory, jobs, seed = condition
     all_found = [found[size] for size in sizes if found]
     return ComparisonRow(
-        way=way, model=settings.trace, world=world, loss=loss, memory=memory, jobs=jobs, seed=seed,
-        slots=None if memory is None else round(memory * slots_needed(whole)), compute_s=work.compute_s,
+        way=way,
+        model=settings.trace,
+        world=world,
+        loss=loss,
+        memory=memory,
+        jobs=jobs,
+        seed=seed,
+        slots=None if memory is None else round(memory * slots_needed(whole)),
+        compute_s=work.compute_s,
         exchange_s=sum(one.exchange_s for one in all_found) if found else None,
         formula_s=sum(formulas[size] for size in sizes) if formulas else None,
-        step_s=step_s, formula_step_s=formula_step_s,
+        step_s=step_s,
+        formula_step_s=formula_step_s,
         samples_s=world * work.batch_size / known_s if known_s else None,
         efficiency=work.compute_s / known_s if known_s else None,
         speed_up=world * work.compute_s / known_s if known_s else None,
@@ -143,7 +165,7 @@ def _row(settings: SimulationSettings, work: StepWork, condition: Condition) -> 
         slot_share=_mean([one.slot_share for one in all_found]),
         in_network_share=_mean([one.in_network_share for one in all_found]),
         retransmissions=sum(one.retransmissions for one in all_found) if found else None,
-    )  # fmt: skip
+    )
 
 
 def _step_s(work: StepWork, exchange_s: Mapping[int, float]) -> float | None:

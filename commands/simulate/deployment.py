@@ -67,9 +67,7 @@ def deployment(way: Way, hosts: int, ports: int, *, trees: int = 4) -> Deploymen
     if way == "cina":
         leaves = -(-(hosts - 2) // (ports - 2))
         used = 2 * (leaves - 1)
-        return Deployment(
-            way=way, hosts=hosts, adding=leaves, forwarding=_tree(used, ports, 1)[0], ports=hosts + used
-        )  # fmt: skip
+        return Deployment(way=way, hosts=hosts, adding=leaves, forwarding=_tree(used, ports, 1)[0], ports=hosts + used)
     up = trees if way == "mtina" else 1
     if ports - up < 2:
         raise ValueError(f"a leaf of {ports} ports has none for hosts beside those for {up} trees")
@@ -77,7 +75,7 @@ def deployment(way: Way, hosts: int, ports: int, *, trees: int = 4) -> Deploymen
     above, links = _tree(leaves, ports, 1)
     return Deployment(
         way=way, hosts=hosts, adding=leaves + up * above, forwarding=0, ports=hosts + up * (leaves + links)
-    )  # fmt: skip
+    )
 
 
 def _tree(below: int, ports: int, up: int) -> tuple[int, int]:

@@ -379,9 +379,12 @@ class _Run:
             case AllGather(name, payload):
                 own = _copied(payload)
                 self._exchange(
-                    index, self._once(name), dict.fromkeys(others, payload), others,
+                    index,
+                    self._once(name),
+                    dict.fromkeys(others, payload),
+                    others,
                     lambda came: _in_order(rank, own, came),
-                )  # fmt: skip
+                )
             case Broadcast(name, tensor, root) if rank == root:
                 self._exchange(index, self._once(name), dict.fromkeys(others, tensor), (), lambda _: tensor)
             case Broadcast(name, tensor, root):
@@ -390,9 +393,12 @@ class _Run:
                 parts = tensor.detach().tensor_split(world)
                 own = _copied(parts[rank])
                 self._exchange(
-                    index, self._once(name), {peer: parts[peer] for peer in others}, others,
+                    index,
+                    self._once(name),
+                    {peer: parts[peer] for peer in others},
+                    others,
                     lambda came: _reduced(_in_order(rank, own, came), op, None),
-                )  # fmt: skip
+                )
             case AllReduce(name):
                 program = _all_reduce(request, rank, world)
                 full_name = f"{self._name}/{self._once(name)}"
@@ -411,9 +417,13 @@ class _Run:
         return count
 
     def _exchange(
-        self, index: int, name: str, send: Mapping[int, Tensor], sources: Iterable[int],
+        self,
+        index: int,
+        name: str,
+        send: Mapping[int, Tensor],
+        sources: Iterable[int],
         finish: Callable[[dict[int, Tensor]], Any],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Send these tensors, and wait for one of each source."""
         network, rank, full_name = self.network, self.rank, f"{self._name}/{name}"
         left_s = network.env.now

@@ -11,7 +11,7 @@ from gradbus.runtime.in_network.slots import Allocation
 
 Kind: TypeAlias = Literal[
     "ina", "hina", "mtina", "cina", "ra-ina", "ra-ina-reserve", "ring", "ps", "switchml", "atp", "esa"
-]  # fmt: skip
+]
 """How gradients are summed.
 
 - ``ina``: one switch with a slot for each block in the window. All hosts are at it, whatever ``hosts_per_leaf`` says.

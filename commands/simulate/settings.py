@@ -31,9 +31,11 @@ class LinkSettings(Settings):
     def spec(self) -> LinkSpec:
         """Return the same in seconds and bytes."""
         return LinkSpec(
-            rate_bytes_s=self.rate_mbit_s * 125_000, latency_s=self.latency_us * 1e-6,
-            overhead_s=self.overhead_us * 1e-6, loss=self.loss,
-        )  # fmt: skip
+            rate_bytes_s=self.rate_mbit_s * 125_000,
+            latency_s=self.latency_us * 1e-6,
+            overhead_s=self.overhead_us * 1e-6,
+            loss=self.loss,
+        )
 
 
 class TopologySettings(Settings):

@@ -80,9 +80,31 @@ def _operator(name: str) -> Any:
 
 
 for _name in (
-    "add", "radd", "iadd", "sub", "rsub", "isub", "mul", "rmul", "imul", "truediv", "rtruediv", "itruediv", "matmul",
-    "neg", "and", "or", "xor", "invert", "lt", "le", "gt", "ge", "getitem", "setitem",
-):  # fmt: skip
+    "add",
+    "radd",
+    "iadd",
+    "sub",
+    "rsub",
+    "isub",
+    "mul",
+    "rmul",
+    "imul",
+    "truediv",
+    "rtruediv",
+    "itruediv",
+    "matmul",
+    "neg",
+    "and",
+    "or",
+    "xor",
+    "invert",
+    "lt",
+    "le",
+    "gt",
+    "ge",
+    "getitem",
+    "setitem",
+):
     setattr(SizeOnly, f"__{_name}__", _operator(f"__{_name}__"))
 
 

@@ -107,9 +107,15 @@ class SimulatedSteps:
 
 
 def simulate_steps(
-    network: NetworkModel, choice: Choice, work: StepWork, steps: int, *, stragglers: Stragglers | None = None,
-    values: bool = False, seed: int = 0,
-) -> SimulatedSteps:  # fmt: skip
+    network: NetworkModel,
+    choice: Choice,
+    work: StepWork,
+    steps: int,
+    *,
+    stragglers: Stragglers | None = None,
+    values: bool = False,
+    seed: int = 0,
+) -> SimulatedSteps:
     """Run so many steps of all ranks.
 
     Args:
@@ -140,9 +146,14 @@ def simulate_steps(
 
 
 def _rank(
-    network: NetworkModel, rank: int, algorithm: Algorithm, work: StepWork, buckets: _Buckets,
-    factors: Sequence[float], ends: list[float],
-) -> Generator[Any, Any, None]:  # fmt: skip
+    network: NetworkModel,
+    rank: int,
+    algorithm: Algorithm,
+    work: StepWork,
+    buckets: _Buckets,
+    factors: Sequence[float],
+    ends: list[float],
+) -> Generator[Any, Any, None]:
     """Yield what one rank does, as a process of SimPy."""
     env, world = network.env, network.topology.world
 

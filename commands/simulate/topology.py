@@ -117,9 +117,14 @@ class NetworkTopology:
 
 
 def cluster(
-    world: int, *, network: LinkSpec, ranks_per_host: int = 1, local: LinkSpec | None = None,
-    hosts_per_rack: int | None = None, uplink: LinkSpec | None = None,
-) -> NetworkTopology:  # fmt: skip
+    world: int,
+    *,
+    network: LinkSpec,
+    ranks_per_host: int = 1,
+    local: LinkSpec | None = None,
+    hosts_per_rack: int | None = None,
+    uplink: LinkSpec | None = None,
+) -> NetworkTopology:
     """Hosts with equal numbers of ranks, which follow one another, at the switch of their rack; racks at a core switch.
 
     Args:

@@ -154,9 +154,12 @@ def take_trace(model: nn.Module, inputs: Tensor, *, passes: int = 3, name: str =
     owners = {
         layer: names
         for layer, module in model.named_modules()
-        if (names := [f"{layer}.{own}".strip(".") for own, one in module.named_parameters(recurse=False)
-                      if one.requires_grad])
-    }  # fmt: skip
+        if (
+            names := [
+                f"{layer}.{own}".strip(".") for own, one in module.named_parameters(recurse=False) if one.requires_grad
+            ]
+        )
+    }
     parameters = dict(model.named_parameters())
     with _Observer(model, list(owners)) as observer:
         runs = [observer.run(inputs) for _ in range(1 + passes)][1:]
@@ -173,17 +176,24 @@ def take_trace(model: nn.Module, inputs: Tensor, *, passes: int = 3, name: str =
         last_s = max(last_s, there_s[layer])
     layers = tuple(
         TracedLayer(
-            name=layer, shapes={one: tuple(parameters[one].shape) for one in names},
-            forward_s=round(forward_s[layer], 7), backward_s=round(backward_s[layer], 7),
+            name=layer,
+            shapes={one: tuple(parameters[one].shape) for one in names},
+            forward_s=round(forward_s[layer], 7),
+            backward_s=round(backward_s[layer], 7),
         )
         for layer, names in owners.items()
-    )  # fmt: skip
+    )
     facts = {**machine(), **versions()}
     return Trace(
-        model=name or type(model).__name__, batch_size=len(inputs), input_shape=tuple(inputs.shape[1:]),
-        threads=torch.get_num_threads(), passes=passes, command=command, layers=layers,
+        model=name or type(model).__name__,
+        batch_size=len(inputs),
+        input_shape=tuple(inputs.shape[1:]),
+        threads=torch.get_num_threads(),
+        passes=passes,
+        command=command,
+        layers=layers,
         machine={key: str(facts[key]) for key in ("cpu", "torch") if key in facts},
-    )  # fmt: skip
+    )
 
 
 def _steps(began_s: Mapping[str, float], end_s: float) -> dict[str, float]:
@@ -229,9 +239,10 @@ class _Observer:
         }
         there = sorted(event.time_range.end for event in events if event.name == _GRADIENT_IS_THERE)
         return _Pass(
-            {layer: 1e-6 * (at - whole.start) for layer, at in began.items()}, 1e-6 * (whole.end - whole.start),
+            {layer: 1e-6 * (at - whole.start) for layer, at in began.items()},
+            1e-6 * (whole.end - whole.start),
             {name: 1e-6 * (at - whole.start) for name, at in zip(self._gradients, there, strict=True)},
-        )  # fmt: skip
+        )
 
     def _note(self, name: str) -> Any:
         return lambda _: self._gradients.append(name)
@@ -266,9 +277,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch.manual_seed(0)
     torch.set_num_threads(chosen.threads)
     found = take_trace(
-        model, torch.randn(chosen.batch_size, *chosen.input_shape), passes=chosen.passes, name=chosen.model,
+        model,
+        torch.randn(chosen.batch_size, *chosen.input_shape),
+        passes=chosen.passes,
+        name=chosen.model,
         command=shlex.join(["python", "-m", "gradbus.commands.simulate.trace", *given]),
-    )  # fmt: skip
+    )
     chosen.out.parent.mkdir(parents=True, exist_ok=True)
     chosen.out.write_text(found.text(), encoding="utf-8")
     work = found.work()

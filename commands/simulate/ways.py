@@ -38,9 +38,22 @@ from gradbus.runtime.algorithms.requests import AllReduce, Program
 from gradbus.runtime.algorithms.routes import ROUTES
 
 Way: TypeAlias = Literal[
-    "ring", "star", "halving-doubling", "hierarchical", "ps-1", "ps-n", "ina", "hina", "mtina", "cina",
-    "ra-ina", "ring-packets", "switchml", "atp", "esa",
-]  # fmt: skip
+    "ring",
+    "star",
+    "halving-doubling",
+    "hierarchical",
+    "ps-1",
+    "ps-n",
+    "ina",
+    "hina",
+    "mtina",
+    "cina",
+    "ra-ina",
+    "ring-packets",
+    "switchml",
+    "atp",
+    "esa",
+]
 TREES = ("hina", "mtina", "cina")
 
 
@@ -135,8 +148,10 @@ def closed_form_s(exchange: SimulatedExchange) -> float | None:
         "ps-n": forms.shards_s,
     }  # fmt: skip
     by_switches: dict[str, Callable[[float, int, Fabric], float]] = {
-        "hina": forms.hina_s, "cina": forms.cina_s, "mtina": partial(forms.mtina_s, trees=exchange.trees),
-    }  # fmt: skip
+        "hina": forms.hina_s,
+        "cina": forms.cina_s,
+        "mtina": partial(forms.mtina_s, trees=exchange.trees),
+    }
     if way in among_ranks:
         return among_ranks[way](size, world, path)
     if way == "hierarchical":
@@ -175,18 +190,29 @@ def simulate_exchange(exchange: SimulatedExchange) -> ExchangeTimes:
             window = max(1, needed // 2) * (fabric.world if way == "ra-ina" else 1)
     outcome = simulate_aggregation(
         Scenario(
-            kind=_KINDS.get(way) or cast(Kind, way), fabric=_own(exchange),
-            gradient_bytes=exchange.gradient_bytes, blocks=exchange.blocks,
-            trees=exchange.trees if way == "mtina" else 1, jobs=exchange.jobs, starts_s=starts_s,
-            slots=slots, window_blocks=window, iterations=exchange.iterations, compute_s=exchange.compute_s,
-            retransmit_s=exchange.retransmit_s, seed=exchange.seed,
+            kind=_KINDS.get(way) or cast(Kind, way),
+            fabric=_own(exchange),
+            gradient_bytes=exchange.gradient_bytes,
+            blocks=exchange.blocks,
+            trees=exchange.trees if way == "mtina" else 1,
+            jobs=exchange.jobs,
+            starts_s=starts_s,
+            slots=slots,
+            window_blocks=window,
+            iterations=exchange.iterations,
+            compute_s=exchange.compute_s,
+            retransmit_s=exchange.retransmit_s,
+            seed=exchange.seed,
         )
-    )  # fmt: skip
+    )
     return ExchangeTimes(
-        job_s=sum(outcome.job_s) / len(outcome.job_s), exchange_s=outcome.time_s,
-        bytes_out=_busiest(outcome) / exchange.iterations, slot_share=outcome.slot_share,
-        in_network_share=outcome.in_network_share, retransmissions=outcome.retransmissions,
-    )  # fmt: skip
+        job_s=sum(outcome.job_s) / len(outcome.job_s),
+        exchange_s=outcome.time_s,
+        bytes_out=_busiest(outcome) / exchange.iterations,
+        slot_share=outcome.slot_share,
+        in_network_share=outcome.in_network_share,
+        retransmissions=outcome.retransmissions,
+    )
 
 
 _KINDS: dict[str, Kind] = {"ps-1": "ps", "ring-packets": "ring"}
@@ -216,15 +242,20 @@ def _program(exchange: SimulatedExchange) -> ExchangeTimes:
         ends_s.append(float(network.env.now))
     exchange_s = ends_s[-1] / (len(ends_s) - 1)
     return ExchangeTimes(
-        job_s=exchange.iterations * (exchange.compute_s + exchange_s), exchange_s=exchange_s,
+        job_s=exchange.iterations * (exchange.compute_s + exchange_s),
+        exchange_s=exchange_s,
         bytes_out=max(network.bytes_out) / (len(ends_s) - 1),
-    )  # fmt: skip
+    )
 
 
 def topology_of(fabric: Fabric) -> NetworkTopology:
     """Return the same hosts and links for rank programs. Raises ValueError: the ranks do not fill the hosts."""
     local: LinkSpec | None = fabric.local if fabric.ranks_per_host > 1 else None
     return cluster(
-        fabric.world, network=fabric.network, ranks_per_host=fabric.ranks_per_host, local=local,
-        hosts_per_rack=fabric.hosts_per_leaf, uplink=fabric.uplink,
-    )  # fmt: skip
+        fabric.world,
+        network=fabric.network,
+        ranks_per_host=fabric.ranks_per_host,
+        local=local,
+        hosts_per_rack=fabric.hosts_per_leaf,
+        uplink=fabric.uplink,
+    )

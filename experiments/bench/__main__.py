@@ -59,8 +59,15 @@ SCALE = {
     "payload": Part(scale.measure_payload, "Growth with the payload", 140, 20),
 }
 FEDERATED = (
-    "secure", "secure-accuracy", "asynchronous", "selection", "personal", "virtual", "early-stop", "drift",
-)  # fmt: skip
+    "secure",
+    "secure-accuracy",
+    "asynchronous",
+    "selection",
+    "personal",
+    "virtual",
+    "early-stop",
+    "drift",
+)
 DOCUMENTED: Mapping[str, Mapping[str, str]] = {
     "suite": {name: part.about for name, part in (PARTS | SCALE).items()},
     "compression": {name: part.about for name, part in compression.BENCHMARK.parts.items()},

@@ -137,9 +137,13 @@ async def _take_turns(group: Any, sums: Any, plan: AggregatorBench) -> WorkerTim
 def measure(plan: AggregatorBench, name: str, hosts: tuple[Host, ...] = ()) -> Iterator[Measurement]:
     """Milliseconds of a sum through aggregators against a direct one, the slowest worker of each turn, by loss."""
     ends = run_ranks(
-        member, plan.world + plan.topology.num_nodes, plan, transport="one-host" if plan.shared_memory else "dds-only",
-        timeout_s=600.0, hosts=hosts,
-    )  # fmt: skip
+        member,
+        plan.world + plan.topology.num_nodes,
+        plan,
+        transport="one-host" if plan.shared_memory else "dds-only",
+        timeout_s=600.0,
+        hosts=hosts,
+    )
     workers: list[list[WorkerTimes]] = ends[: plan.world]
     aggregators_s = sum(ends[plan.world :]) / (len(plan.losses) * (plan.repeats + 1))
     for at, loss in enumerate(plan.losses):
@@ -168,11 +172,13 @@ def _measure_all(chosen: argparse.Namespace, losses: tuple[float, ...]) -> Itera
     for world in worlds:
         for name in names:
             plan = AggregatorBench(
-                world=world, topology=TOPOLOGIES[name], losses=losses,
+                world=world,
+                topology=TOPOLOGIES[name],
+                losses=losses,
                 numel=(1 << 16) if effort == "tiny" else chosen.numel,
                 block_elems=(1 << 12) if effort == "tiny" else 1 << 16,
                 repeats={"tiny": 2, "quick": 5, "full": 9}[effort],
-            )  # fmt: skip
+            )
             yield from measure(plan, name)
 
 
@@ -181,16 +187,19 @@ def _measure_within_host(chosen: argparse.Namespace) -> Iterator[Measurement]:
     effort = chosen.effort
     with hosts_on_a_switch(3, LinkConditions(rate_bit_s=1e6 * chosen.rate_mbit_s)) as network:
         ways: tuple[tuple[WithinHost, str], ...] = (
-            ("none", "each rank sends"), ("ring-reduce", "the host adds up first"),
-        )  # fmt: skip
+            ("none", "each rank sends"),
+            ("ring-reduce", "the host adds up first"),
+        )
         for within_host, text in ways:
             plan = AggregatorBench(
-                world=4, topology=AggregatorTopology(roots=2, within_host=within_host), shared_memory=True,
+                world=4,
+                topology=AggregatorTopology(roots=2, within_host=within_host),
+                shared_memory=True,
                 retransmit_s=4.0,  # a window of whole vectors of all workers waits for the aggregators' link
                 numel=(1 << 16) if effort == "tiny" else chosen.numel,
                 block_elems=(1 << 12) if effort == "tiny" else 1 << 16,
                 repeats={"tiny": 2, "quick": 5, "full": 9}[effort],
-            )  # fmt: skip
+            )
             yield from measure(plan, f"2 hosts at {chosen.rate_mbit_s:g} Mbit/s, {text}", network.hosts)
 
 

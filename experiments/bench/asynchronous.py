@@ -67,11 +67,15 @@ def rules(way: Way, *, is_asynchronous: bool, seed: int) -> dict[str, Any]:
     """The settings of a run."""
     chosen = {"mode": "asynchronous", "asynchronous": dict(way.asynchronous)} if is_asynchronous else {}
     return {
-        "rounds": 3000, "seed": seed, "eval_every": 2, "strategy": way.strategy,
+        "rounds": 3000,
+        "seed": seed,
+        "eval_every": 2,
+        "strategy": way.strategy,
         "codec": {"name": "fp32", "version": 2},
         "clients": {"num": CLIENTS, "dead_after_s": 60.0},
-        "training": {"lr": 0.05, "subset_size": BATCH * STEPS}, **chosen,
-    }  # fmt: skip
+        "training": {"lr": 0.05, "subset_size": BATCH * STEPS},
+        **chosen,
+    }
 
 
 class Run(NamedTuple):
@@ -133,7 +137,10 @@ def measure(repeats: int = 3) -> Iterator[Measurement]:
         stale = statistics.mean(run.staleness for run in goes_on)
         note = f"{goes_on[0].rounds} rounds in place of {waits[0].rounds}, staleness {stale:.1f}"
         yield measurement(
-            f"time to {TARGET:.0%}, one of {CLIENTS} clients {TIMES} times slower, {name}", "s",
-            [run.seconds for run in goes_on], against=("synchronous", [run.seconds for run in waits]),
-            at_most=way.at_most, note=note,
-        )  # fmt: skip
+            f"time to {TARGET:.0%}, one of {CLIENTS} clients {TIMES} times slower, {name}",
+            "s",
+            [run.seconds for run in goes_on],
+            against=("synchronous", [run.seconds for run in waits]),
+            at_most=way.at_most,
+            note=note,
+        )

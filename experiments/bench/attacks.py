@@ -76,9 +76,15 @@ class AttackScene:
         task = self._flipped if hostile and attack == "label flip" else self._honest
         self._model.write(base)
         task.train(
-            self._model.module, client_id=client_id, round_id=round_id, epochs=1, lr=LR, seed=self._seed,
-            subset_size=SAMPLES, should_stop=lambda: False,
-        )  # fmt: skip
+            self._model.module,
+            client_id=client_id,
+            round_id=round_id,
+            epochs=1,
+            lr=LR,
+            seed=self._seed,
+            subset_size=SAMPLES,
+            should_stop=lambda: False,
+        )
         delta = self._model.read() - base
         if not hostile or attack in ("none", "label flip"):
             return delta

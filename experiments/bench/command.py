@@ -76,13 +76,19 @@ def add_training(parser: argparse.ArgumentParser, titles: Iterable[str], only: s
     measured."""
     parser.add_argument("--data-root", type=Path, help="folder that holds MNIST/raw; else $GRADBUS_DATA")
     parser.add_argument(
-        "--minutes", type=float, default=math.inf,
+        "--minutes",
+        type=float,
+        default=math.inf,
         help="begin no training after so long: rows then have fewer seeds, and another run trains what is missing",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--only", action="append", default=[], metavar="TITLE", choices=list(titles),
+        "--only",
+        action="append",
+        default=[],
+        metavar="TITLE",
+        choices=list(titles),
         help=f"{only}; may be given several times",
-    )  # fmt: skip
+    )
     add_effort(parser, "fewer steps, one seed")
 
 
@@ -96,17 +102,22 @@ def parse(name: str, benchmark: Benchmark, arguments: Sequence[str]) -> tuple[ar
     common.add_argument("--out", type=Path, default=Path(out), help="results; parts that were not run are kept in it")
     common.add_argument("--results", type=Path, metavar="FILE", help="take these figures and measure nothing")
     common.add_argument(
-        "--compare", nargs="?", const=str(BASELINE), metavar="FILE_OR_COMMIT",
+        "--compare",
+        nargs="?",
+        const=str(BASELINE),
+        metavar="FILE_OR_COMMIT",
         help="with the stored results in a file, by default those that come with the code; or with an earlier commit, "
         "both measured by turns",
-    )  # fmt: skip
+    )
     common.add_argument("--turns", type=int, default=3, help="runs of each version, to compare with a commit")
     common.set_defaults(effort="full")
     about = "\n".join(f"  {it:18} {part.about}: {part.seconds} s" for it, part in benchmark.parts.items())
     parser = argparse.ArgumentParser(
-        prog=f"python -m gradbus.experiments.bench{'' if name == 'suite' else f' {name}'}", parents=[common],
-        description=f"{benchmark.about}\nparts:\n{about}", formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+        prog=f"python -m gradbus.experiments.bench{'' if name == 'suite' else f' {name}'}",
+        parents=[common],
+        description=f"{benchmark.about}\nparts:\n{about}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     benchmark.options(parser)
     rest = common.parse_known_args(arguments)[1] if not {"-h", "--help"} & set(arguments) else []
     return parser.parse_args(arguments), rest

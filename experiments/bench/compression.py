@@ -153,8 +153,9 @@ class KeptResults:
             print(
                 f"{self._path}: {len(self._of_other_code)} of {len(self._earlier)} kept results are of another commit, "
                 f"or of files changed since, and are used as they are. Remove the file to measure anew",
-                file=sys.stderr, flush=True,
-            )  # fmt: skip
+                file=sys.stderr,
+                flush=True,
+            )
         return self._found.get(key)
 
     def add(self, key: str, result: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -246,9 +247,12 @@ def train_torch_powersgd_on_gloo(
 ) -> dict[str, Any]:
     """PyTorch's hook has ranks as processes."""
     training = Training(
-        model=_MODELS[setting.model], batch_size=setting.batch_size, config={"seed": seed}, data=data,
+        model=_MODELS[setting.model],
+        batch_size=setting.batch_size,
+        config={"seed": seed},
+        data=data,
         data_root=data_root,
-    )  # fmt: skip
+    )
     run = GlooRun(training=training, steps=setting.steps, evaluates=True, **_torch_options())
     return {"accuracy": run_ranks(train_on_gloo, setting.world, run, timeout_s=900.0)[0].accuracy}
 
@@ -268,9 +272,12 @@ def _below_dense(
     below = [dense[seed] - own[seed] for seed in sorted(own.keys() & dense.keys())]
     note = f"{statistics.mean(own.values()):.2f} % ({' '.join(f'{one:.2f}' for one in own.values())})"
     return measurement(
-        f"{setting.name}: {recipe.title}", "points", below, note=note,
+        f"{setting.name}: {recipe.title}",
+        "points",
+        below,
+        note=note,
         at_most=recipe.most_points if asks else None,
-    )  # fmt: skip
+    )
 
 
 def measure_bytes(chosen: argparse.Namespace) -> Iterator[Measurement]:
@@ -348,9 +355,12 @@ def measure_time(chosen: argparse.Namespace) -> Iterator[Measurement]:
         yield measurement(f"{setting.name}: {title}, step", "ms", steps[title], against=("gloo DDP", steps["gloo DDP"]))
         if {"bytegrad", _TIMED_AGAINST} <= steps.keys():
             yield measurement(
-                f"{setting.name}: bytegrad beside {_TIMED_AGAINST}, step", "ms", steps["bytegrad"],
-                against=(_TIMED_AGAINST, steps[_TIMED_AGAINST]), note="claimed by its authors: 0.67",
-            )  # fmt: skip
+                f"{setting.name}: bytegrad beside {_TIMED_AGAINST}, step",
+                "ms",
+                steps["bytegrad"],
+                against=(_TIMED_AGAINST, steps[_TIMED_AGAINST]),
+                note="claimed by its authors: 0.67",
+            )
 
 
 def measure_lockstep(chosen: argparse.Namespace) -> Iterator[Measurement]:
@@ -405,9 +415,13 @@ def _times_on_gloo(setting: TrainingSetting, powersgd_rank: int | None) -> StepT
 
 def _timed(setting: TrainingSetting, config: Mapping[str, Any]) -> Training:
     return Training(
-        model=_MODELS[setting.model], batch_size=setting.batch_size, world=setting.world, config=dict(config),
-        samples=_SAMPLES, data="glyphs",
-    )  # fmt: skip
+        model=_MODELS[setting.model],
+        batch_size=setting.batch_size,
+        world=setting.world,
+        config=dict(config),
+        samples=_SAMPLES,
+        data="glyphs",
+    )
 
 
 def options(parser: argparse.ArgumentParser) -> None:

@@ -35,8 +35,12 @@ _SAMPLES = 512  # generated digits: what a step costs does not depend on them
 _WARM_UP_STEPS = 10  # buffers are made, DDS has found its window
 _SGD = {"lr": _LR}
 EVERY_STEP = {
-    "eval_every_epochs": 0, "profile": {"window_steps": 1}, "hash_every": 0, "optimizer": _SGD, "epochs": 100_000
-}  # fmt: skip
+    "eval_every_epochs": 0,
+    "profile": {"window_steps": 1},
+    "hash_every": 0,
+    "optimizer": _SGD,
+    "epochs": 100_000,
+}
 _DGC = {"name": "dgc", "density": 0.001}
 _MODELS: dict[str, Callable[..., nn.Module]] = {"CNN": models.mnist_cnn, "MLP": models.mnist_mlp}
 
@@ -134,9 +138,10 @@ def measure_bytes(
     """Payload of a step and rank, dense against 0.1 %: means of the second half of a short run."""
     sent = {}
     for name, more in (
-        ("dense", {}), ("DGC fp32", {"algorithm": {**_DGC, "warmup": "none"}}),
+        ("dense", {}),
+        ("DGC fp32", {"algorithm": {**_DGC, "warmup": "none"}}),
         ("DGC fp16", {"algorithm": {**_DGC, "warmup": "none", "value_dtype": "fp16"}}),
-    ):  # fmt: skip
+    ):
         run = Training(model=model, batch_size=64, data=data, config={**EVERY_STEP, "max_steps": steps, **more})
         sent[name] = statistics.mean(map(statistics.mean, steps_of(run, steps // 2)["bytes_out"]))
     for name in ("DGC fp32", "DGC fp16"):

@@ -114,18 +114,29 @@ def train(setting: DriftSetting, method: DriftMethod, seed: int, held_out: int =
         )
         split = models.DataSplit(kept, others)
     task = models.ClassificationTask(
-        models.mnist_mlp, split, {"kind": "dirichlet", "alpha": setting.alpha}, setting.clients,
-        batch_size=setting.batch_size, momentum=0.0, seed=seed,
-    )  # fmt: skip
+        models.mnist_mlp,
+        split,
+        {"kind": "dirichlet", "alpha": setting.alpha},
+        setting.clients,
+        batch_size=setting.batch_size,
+        momentum=0.0,
+        seed=seed,
+    )
     config = gradbus.FederatedConfig(
-        rounds=setting.rounds, seed=seed, strategy=method.strategy, codec={"name": "fp32", "version": 2},
+        rounds=setting.rounds,
+        seed=seed,
+        strategy=method.strategy,
+        codec={"name": "fp32", "version": 2},
         training={"lr": method.lr or setting.lr, "rule": method.rule, "epochs": setting.epochs},
         selection={"name": "uniform", **({} if setting.count is None else {"count": setting.count})},
-    )  # fmt: skip
+    )
     result = gradbus.simulate(
-        task, setting.clients, config=config, callbacks=[_Target(setting.target)],
+        task,
+        setting.clients,
+        config=config,
+        callbacks=[_Target(setting.target)],
         options=gradbus.SimulationOptions(domain=DOMAIN),
-    )  # fmt: skip
+    )
     return [report.accuracy or 0.0 for report in result.rounds]
 
 
@@ -145,10 +156,15 @@ class _Runs:
             with Processes() as running:
                 running.start(name, train, setting, method, seed, held_out)
                 accuracies: list[float] = running.results(_RUN_S)[0]
-            found = self._kept.add(key, {
-                "rounds": len(accuracies), "accuracies": [round(one, 4) for one in accuracies],
-                "seconds": round(time.perf_counter() - began_s, 1), "commit": commit(),
-            })  # fmt: skip
+            found = self._kept.add(
+                key,
+                {
+                    "rounds": len(accuracies),
+                    "accuracies": [round(one, 4) for one in accuracies],
+                    "seconds": round(time.perf_counter() - began_s, 1),
+                    "commit": commit(),
+                },
+            )
             said = f"{name}, seed {seed}: {len(accuracies)} rounds, {accuracies[-1]:.2%}, {found['seconds']} s"
             print(said, file=sys.stderr, flush=True)
         return found

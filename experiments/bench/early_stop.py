@@ -86,6 +86,9 @@ def measure(launches: int = 3) -> Iterator[Measurement]:
         with tempfile.TemporaryDirectory(prefix="gradbus-bench-") as folder:
             found.append(max(ends_s(Path(folder))))
     yield measurement(
-        f"early stop, from the last model to the end of the last of {CLIENTS} clients", "s", found, at_most=MOST_S,
+        f"early stop, from the last model to the end of the last of {CLIENTS} clients",
+        "s",
+        found,
+        at_most=MOST_S,
         note="all processes end with exit code 0",
-    )  # fmt: skip
+    )

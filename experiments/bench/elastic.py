@@ -172,9 +172,12 @@ def measure_storm(chosen: argparse.Namespace) -> Iterator[Measurement]:
     yield measurement("time that committed steps need, of all time", "%", [100 * found.useful], note="useful share")
     yield measurement("participation of 4 ranks", "%", [100 * found.participation], at_least=90, note=note)
     yield measurement(
-        "places where weights differ", "", [len(found.differing)], at_most=0,
+        "places where weights differ",
+        "",
+        [len(found.differing)],
+        at_most=0,
         note=f"{found.compared} places in {found.generations} generations compared",
-    )  # fmt: skip
+    )
     yield measurement("processes that ended by themselves, or hung", "", [len(died) + len(ends)], at_most=0)
 
 
@@ -314,9 +317,10 @@ _CASES = (
 def measure_false_deaths(chosen: argparse.Namespace) -> Iterator[Measurement]:
     """Nobody dies: no run may lose a generation. A run of the table is a run of ranks and one disturbance."""
     yield from _false_deaths(
-        chosen.runs, _CASES,
+        chosen.runs,
+        _CASES,
         [(world, {"shared_memory": shared, "compute_s": 0.03}) for world in (2, 4) for shared in (True, False)],
-    )  # fmt: skip
+    )
 
 
 def measure_false_deaths_between_hosts(chosen: argparse.Namespace) -> Iterator[Measurement]:
@@ -394,15 +398,18 @@ def measure_commit(chosen: argparse.Namespace) -> Iterator[Measurement]:
     note = f"{chosen.steps} steps a block, MLP"
     yield measurement("what a step of an elastic run takes more, 2 ranks", "ms", more, at_most=0.5, note=note)
     yield measurement(
-        "a step, 2 ranks, elastic", "ms", [1e3 * one for one in seconds["elastic"]],
+        "a step, 2 ranks, elastic",
+        "ms",
+        [1e3 * one for one in seconds["elastic"]],
         against=("fixed", [1e3 * one for one in seconds["fixed"]]),
-    )  # fmt: skip
+    )
     python = torchft_python()
     if not python.exists():
         print(
             f"no column of torchft: there is no {python}. It comes with 'make setup-integrations', or set "
-            f"{TORCHFT_PYTHON} to the Python of an environment that has torchft and gradbus", file=sys.stderr,
-        )  # fmt: skip
+            f"{TORCHFT_PYTHON} to the Python of an environment that has torchft and gradbus",
+            file=sys.stderr,
+        )
         return
     ended = run_torchft(chosen.blocks, chosen.steps)
     if ended.returncode:
@@ -410,17 +417,22 @@ def measure_commit(chosen: argparse.Namespace) -> Iterator[Measurement]:
         return
     own, fixed = ([float(word) for word in line.split()] for line in ended.stdout.strip().splitlines()[-2:])
     yield measurement(
-        "what a step takes more with torchft, 2 replicas", "ms", [a - b for a, b in zip(own, fixed, strict=True)],
+        "what a step takes more with torchft, 2 replicas",
+        "ms",
+        [a - b for a, b in zip(own, fixed, strict=True)],
         note="the same model over gloo",
-    )  # fmt: skip
+    )
 
 
 def run_torchft(blocks: int, steps: int) -> subprocess.CompletedProcess[str]:
     """Run the same with torchft, in a process that ends with this one."""
     return subprocess.run(
         [str(torchft_python()), "-P", "-m", "gradbus.experiments.bench.torchft_commit", str(blocks), str(steps)],
-        capture_output=True, text=True, timeout=600, preexec_fn=die_with_parent(),
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=600,
+        preexec_fn=die_with_parent(),
+    )
 
 
 def torchft_python() -> Path:

@@ -360,19 +360,23 @@ def score(journals: Sequence[Sequence[Event]], world: int, began_s: float, ended
     order = sorted(starts)
     ends = {generation: starts[later] for generation, later in itertools.pairwise(order)}
     ran = sorted(
-        (when, ranks) for (generation, step), (when, ranks) in at.items()
+        (when, ranks)
+        for (generation, step), (when, ranks) in at.items()
         if starts[generation] < step <= ends.get(generation, step) and began_s <= when <= ended_s
-    )  # fmt: skip
+    )
     gaps = [(later - when, ranks) for (when, _), (later, ranks) in itertools.pairwise([(began_s, 0), *ran])]
     middle = sorted(gap for gap, _ in gaps)[len(gaps) // 2] if gaps else 0.0
     spent_s = sum(gap for gap, _ in gaps) or 1.0
     in_time = {place for place in begun if place not in at or began_s <= at[place][0] <= ended_s}
     return StormScore(
-        committed=len(ran), attempted=len(in_time), useful=len(ran) * middle / max(ended_s - began_s, 1e-9),
+        committed=len(ran),
+        attempted=len(in_time),
+        useful=len(ran) * middle / max(ended_s - began_s, 1e-9),
         participation=sum(gap * ranks for gap, ranks in gaps) / spent_s / world,
         differing=tuple(f"generation {g}, step {s}: {found}" for (g, s), found in hashes.items() if len(found) > 1),
-        compared=sum(len(set[int]().union(*found.values())) > 1 for found in hashes.values()), generations=len(order),
-    )  # fmt: skip
+        compared=sum(len(set[int]().union(*found.values())) > 1 for found in hashes.values()),
+        generations=len(order),
+    )
 
 
 def _placed(journals: Sequence[Sequence[Event]]) -> Iterator[tuple[int, Event, int]]:

@@ -245,9 +245,12 @@ def measure_share(chosen: argparse.Namespace) -> Iterator[Measurement]:
         what = f"a training with core_share={share}, {threads} thread{'s' * (threads > 1)} of torch"
         note = f"{len(found)} windows of {WINDOW_S:g} s; {report.num_samples} samples, {report.steps} steps"
         yield measurement(
-            f"{what}: least share in 10 s", "of what is asked", [least], at_least=1 - ASKED_SHARE,
+            f"{what}: least share in 10 s",
+            "of what is asked",
+            [least],
+            at_least=1 - ASKED_SHARE,
             note="less where the machine has no idle time",
-        )  # fmt: skip
+        )
         yield measurement(
             f"{what}: largest share in 10 s", "of what is asked", [most], at_most=1 + ASKED_SHARE, note=note
         )

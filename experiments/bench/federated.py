@@ -129,9 +129,13 @@ def measure_memory(way: str, counts: Sequence[int] = (2, 8, 32)) -> Iterator[Mea
     size = 4.0 * MODEL_100_MB
     for count in counts:
         found = run_rounds(
-            MODEL_100_MB, clients=count, rounds=3, timeout_s=580.0, round={"timeout_s": 300.0},
+            MODEL_100_MB,
+            clients=count,
+            rounds=3,
+            timeout_s=580.0,
+            round={"timeout_s": 300.0},
             shared_memory=WAYS[way],
-        ).controller  # fmt: skip
+        ).controller
         note = f"{(found['peak_bytes'] - found['empty_bytes']) / size:.2f} above the process before it had a model"
         models = (found["peak_bytes"] - found["idle_bytes"]) / size
         name = f"controller's peak above idle, 100 MB, {count} clients, {way}"
@@ -167,9 +171,13 @@ def measure_accuracy(seeds: int = 3) -> Iterator[Measurement]:
 
 def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--dds-only", dest="way", action="store_const", const="DDS only", default="one host",
+        "--dds-only",
+        dest="way",
+        action="store_const",
+        const="DDS only",
+        default="one host",
         help="everything over DDS, as between machines",
-    )  # fmt: skip
+    )
     parser.add_argument(
         "--clients", type=int, default=selection.CLIENTS, help="of part selection, each a process; one of 20 takes part"
     )

@@ -100,9 +100,11 @@ def write_app(folder: Path) -> Path:
     app = folder / "echo"
     (app / "echo").mkdir(parents=True)
     for name, text in {
-        "pyproject.toml": _PROJECT, "echo/__init__.py": "", "echo/client_app.py": _CLIENT,
+        "pyproject.toml": _PROJECT,
+        "echo/__init__.py": "",
+        "echo/client_app.py": _CLIENT,
         "echo/server_app.py": _SERVER,
-    }.items():  # fmt: skip
+    }.items():
         (app / name).write_text(text, encoding="utf-8")
     return app
 
@@ -112,9 +114,11 @@ def process(command: Sequence[str], log: Path, environment: Mapping[str, str]) -
     """A program of the environment, with what it prints in a file; ended afterwards."""
     with log.open("wb") as output:
         running = subprocess.Popen(
-            [str(PROGRAMS.resolve() / command[0]), *command[1:]], stdout=output, stderr=subprocess.STDOUT,
+            [str(PROGRAMS.resolve() / command[0]), *command[1:]],
+            stdout=output,
+            stderr=subprocess.STDOUT,
             env=environment,
-        )  # fmt: skip
+        )
         try:
             yield running
         finally:
@@ -240,22 +244,31 @@ def measure(chosen: argparse.Namespace) -> Iterator[Measurement]:
         for way in ("one host", "DDS only"):
             name = f"{size_bytes / 1e6:.3g} MB, {CLIENTS} nodes, {way}"
             yield measurement(
-                f"round of a Flower app, {name}", "s", rounds[way], against=("SuperLink", rounds["SuperLink"]),
+                f"round of a Flower app, {name}",
+                "s",
+                rounds[way],
+                against=("SuperLink", rounds["SuperLink"]),
                 note=f"median of {ROUNDS} rounds in each launch",
-            )  # fmt: skip
+            )
             yield measurement(
-                f"processor time of {ROUNDS} rounds, {name}", "s", processor[way],
-                against=("SuperLink", processor["SuperLink"]), note="of all processes, with their start",
-            )  # fmt: skip
+                f"processor time of {ROUNDS} rounds, {name}",
+                "s",
+                processor[way],
+                against=("SuperLink", processor["SuperLink"]),
+                note="of all processes, with their start",
+            )
         yield _within_limit(size_bytes, rounds["one host"])
 
 
 def _within_limit(size_bytes: int, rounds_s: Sequence[float]) -> Measurement:
     """The rounds on one host by themselves, with the limit of this size."""
     return measurement(
-        f"round by itself, {size_bytes / 1e6:.4g} MB, {CLIENTS} nodes, one host", "s", rounds_s,
-        at_most=MOST_S.get(size_bytes), note=f"median of {ROUNDS} rounds in each launch",
-    )  # fmt: skip
+        f"round by itself, {size_bytes / 1e6:.4g} MB, {CLIENTS} nodes, one host",
+        "s",
+        rounds_s,
+        at_most=MOST_S.get(size_bytes),
+        note=f"median of {ROUNDS} rounds in each launch",
+    )
 
 
 def measure_large(chosen: argparse.Namespace) -> Iterator[Measurement]:
@@ -279,9 +292,12 @@ def measure_accuracy(chosen: argparse.Namespace) -> Iterator[Measurement]:
         over_the_bus, over_superlink = (accuracies(run, app) for run in (printed_over_the_bus, printed_over_superlink))
         apart = [100 * abs(one - other) for one, other in zip(over_the_bus, over_superlink, strict=True)]
         yield measurement(
-            f"accuracy apart from SuperLink's, {app.name}, most of {ACCURACY_ROUNDS} rounds", "points", [max(apart)],
-            at_most=MOST_POINTS, note=f"{over_the_bus[-1]:.4f} and {over_superlink[-1]:.4f} after the last one",
-        )  # fmt: skip
+            f"accuracy apart from SuperLink's, {app.name}, most of {ACCURACY_ROUNDS} rounds",
+            "points",
+            [max(apart)],
+            at_most=MOST_POINTS,
+            note=f"{over_the_bus[-1]:.4f} and {over_superlink[-1]:.4f} after the last one",
+        )
 
 
 def _options(parser: argparse.ArgumentParser) -> None:

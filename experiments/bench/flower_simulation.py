@@ -67,9 +67,15 @@ def main(spec: Mapping[str, Any]) -> None:
                 for tensor, array in zip(state.values(), parameters, strict=True):
                     tensor.copy_(torch.from_numpy(array))
             done = task.train(
-                model, client_id=self._client_id, round_id=int(config["round"]), epochs=1, lr=spec["lr"], seed=0,
-                subset_size=0, should_stop=lambda: False,
-            )  # fmt: skip
+                model,
+                client_id=self._client_id,
+                round_id=int(config["round"]),
+                epochs=1,
+                lr=spec["lr"],
+                seed=0,
+                subset_size=0,
+                should_stop=lambda: False,
+            )
             return arrays_of(model), done.num_samples, {}
 
     class Timed(FedAvg):  # type: ignore[misc]
@@ -86,10 +92,13 @@ def main(spec: Mapping[str, Any]) -> None:
     def server(context: Any) -> Any:
         asked = max(1, round(share * clients))
         strategy = Timed(
-            fraction_fit=share, fraction_evaluate=0.0, min_fit_clients=asked, min_available_clients=clients,
+            fraction_fit=share,
+            fraction_evaluate=0.0,
+            min_fit_clients=asked,
+            min_available_clients=clients,
             initial_parameters=ndarrays_to_parameters(arrays_of(model_of(clients, batch_size))),
             on_fit_config_fn=lambda number: {"round": number},
-        )  # fmt: skip
+        )
         return ServerAppComponents(strategy=strategy, config=ServerConfig(num_rounds=spec["rounds"]))
 
     run_simulation(
@@ -100,7 +109,7 @@ def main(spec: Mapping[str, Any]) -> None:
             "client_resources": {"num_cpus": 1, "num_gpus": 0.0},
             "init_args": {"num_cpus": spec["processes"], "num_gpus": 0, "include_dashboard": False},
         },
-    )  # fmt: skip
+    )
     arrays = parameters_to_ndarrays(newest[0])
     crc32 = functools.reduce(lambda crc, array: zlib.crc32(array.tobytes(), crc), arrays, 0)
     seconds = [end - begin for begin, end in zip(began_s, ended_s, strict=True)]

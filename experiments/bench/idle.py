@@ -81,9 +81,12 @@ def measure_idle(chosen: argparse.Namespace) -> Iterator[Measurement]:
     for world, seconds in zip(_WORLDS, found_s, strict=True):
         note = f"while it searches {max(searching[world]) / 1e3:,.0f} kB/s"
         yield measurement(
-            f"an idle member of {world} sends, for each peer", "kB/s", [one / 1e3 for one in idle[world]],
-            at_most=1.0, note=note,
-        )  # fmt: skip
+            f"an idle member of {world} sends, for each peer",
+            "kB/s",
+            [one / 1e3 for one in idle[world]],
+            at_most=1.0,
+            note=note,
+        )
         yield measurement(f"one who comes late has found {world} members", "s", [seconds], at_most=5.0)
 
 

@@ -58,8 +58,9 @@ def _by_shards(place: Place, x: torch.Tensor) -> Program[torch.Tensor]:
 
 
 WAYS: Mapping[str, Callable[[Place, torch.Tensor], Program[torch.Tensor]]] = {
-    "shards": _by_shards, "hierarchical": hierarchical,
-}  # fmt: skip
+    "shards": _by_shards,
+    "hierarchical": hierarchical,
+}
 
 
 async def time_routes(place: BenchRank) -> list[tuple[str, float, int]]:
@@ -124,21 +125,25 @@ def measure_pipeline(chosen: argparse.Namespace) -> Iterator[Measurement]:
         def times(way: str) -> dict[str, list[list[float]]]:
             config = {**EVERY_STEP, **ways[way], "max_steps": _PIPELINE_WARM_UP + steps}
             run = Training(
-                model=models.mnist_cnn, batch_size=batch_size, config=config, data="glyphs",
+                model=models.mnist_cnn,
+                batch_size=batch_size,
+                config=config,
+                data="glyphs",
                 samples=2 * batch_size * (_PIPELINE_WARM_UP + steps),  # one epoch: what is late is awaited at its end
-            )  # fmt: skip
+            )
             return steps_of(run, _PIPELINE_WARM_UP, network.hosts)
 
         taken = by_turns({way: partial(times, way) for way in ways}, launches)
     step_ms = [1e3 * typical(max, run["step_s"]) for run in taken["pipeline"]]
     exchange_ms = [1e3 * typical(min, run["wait_s"]) for run in taken["apart"]]
     compute_ms = [
-        1e3 * statistics.median(
+        1e3
+        * statistics.median(
             max(step - wait for step, wait in zip(*ranks, strict=True))
             for ranks in zip(zip(*run["step_s"], strict=True), zip(*run["wait_s"], strict=True), strict=True)
         )
         for run in taken["apart"]
-    ]  # fmt: skip
+    ]
     title = f"dense step of the CNN, batch {batch_size}, 2 hosts, {PIPELINE_RATE_MBIT_S:g} Mbit/s"
     longer = [max(both) for both in zip(compute_ms, exchange_ms, strict=True)]
     against, limit = ("max(compute, exchange)", longer), 1.1 if chosen.effort == "full" else None

@@ -59,9 +59,11 @@ def _text_recipe(steps: int, lr: float, momentum: float, dense_steps: int, most:
     options = {"steps": steps, "outer_lr": lr, "outer_momentum": momentum, "dense_steps": dense_steps}
     title = f"DiLoCo q8, H = {steps}, outer lr {lr:g}, momentum {momentum:g}"
     return TextRecipe(
-        title=title + (f", {dense_steps} dense steps" if dense_steps else ""), algorithm="diloco", options=options,
+        title=title + (f", {dense_steps} dense steps" if dense_steps else ""),
+        algorithm="diloco",
+        options=options,
         most=most,
-    )  # fmt: skip
+    )
 
 
 _DENSE_TEXT = TextRecipe(title="dense", algorithm="dense", options={})
@@ -89,10 +91,14 @@ def tuned_recipes() -> list[Recipe]:
     tried = [(30, 0.7, 0.5, 0.02), (30, 0.7, 0.5, 0.03)]
     tried += [(50, *outer, 0.05) for outer in ((0.7, 0.5), (0.7, 0.9), (1.0, 0.0))]
     return [Recipe(title=f"dense, lr {lr:g}", algorithm="dense", lr=lr) for lr in (0.02, 0.03)] + [
-        Recipe(title=f"DiLoCo q8, H = {steps}, outer lr {outer:g}, momentum {momentum:g}, lr {lr:g}",
-               algorithm="diloco", options={"steps": steps, "outer_lr": outer, "outer_momentum": momentum}, lr=lr)
+        Recipe(
+            title=f"DiLoCo q8, H = {steps}, outer lr {outer:g}, momentum {momentum:g}, lr {lr:g}",
+            algorithm="diloco",
+            options={"steps": steps, "outer_lr": outer, "outer_momentum": momentum},
+            lr=lr,
+        )
         for steps, outer, momentum, lr in tried
-    ]  # fmt: skip
+    ]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -201,12 +207,13 @@ def measure_text(chosen: argparse.Namespace) -> Iterator[Measurement]:
         if seeds:
             fewer = dense[seeds[0]]["bytes_per_step"] / own[seeds[0]]["bytes_per_step"]
             yield measurement(
-                f"transformer, 2 ranks, {plan.text_steps} steps: {recipe.title}", "nats",
+                f"transformer, 2 ranks, {plan.text_steps} steps: {recipe.title}",
+                "nats",
                 [own[seed]["eval_loss"] for seed in seeds],
                 against=("dense", [dense[seed]["eval_loss"] for seed in seeds]),
                 at_most=recipe.most if chosen.effort == "full" else None,
                 note=f"loss of validation; {fewer:,.0f} times fewer bytes",
-            )  # fmt: skip
+            )
 
 
 class _Trainer:
@@ -237,10 +244,20 @@ class _Trainer:
         self, recipe: TextRecipe, plan: LocalPlan, seed: int, *, is_tuned: bool = False
     ) -> Mapping[str, Any] | None:
         """None: there was no time for it. ``is_tuned``: evaluated for a choice of options."""
-        key = json.dumps({
-            "algorithm": recipe.algorithm, "options": dict(recipe.options), "optimizer": _ADAMW, "seed": seed,
-            "steps": plan.text_steps, "world": 2, "context": _CONTEXT, "schedule": _SCHEDULE, "is_tuned": is_tuned,
-        }, sort_keys=True)  # fmt: skip
+        key = json.dumps(
+            {
+                "algorithm": recipe.algorithm,
+                "options": dict(recipe.options),
+                "optimizer": _ADAMW,
+                "seed": seed,
+                "steps": plan.text_steps,
+                "world": 2,
+                "context": _CONTEXT,
+                "schedule": _SCHEDULE,
+                "is_tuned": is_tuned,
+            },
+            sort_keys=True,
+        )
         return self._result(key, lambda: train_text_and_report(recipe, plan, seed, is_tuned=is_tuned))
 
 
@@ -285,13 +302,15 @@ def _options(parser: argparse.ArgumentParser) -> None:
 BENCHMARK = Benchmark(
     __doc__ or "",
     {
-        "accuracy": Part(measure_accuracy, "Local steps: points below dense after equal steps", 7200, 300,
-                         needs_mnist=True),
-        "tuning": Part(measure_tuning, "Local steps: options compared, on samples of the training set", 1800, 300,
-                       needs_mnist=True),
+        "accuracy": Part(
+            measure_accuracy, "Local steps: points below dense after equal steps", 7200, 300, needs_mnist=True
+        ),
+        "tuning": Part(
+            measure_tuning, "Local steps: options compared, on samples of the training set", 1800, 300, needs_mnist=True
+        ),
         "text": Part(measure_text, "Local steps: loss of a transformer over dense's", 10_800, 600),
         "utilisation": Part(measure_utilisation, "Local steps: compute over wall time on slow links", 1140, 300),
     },
     _options,
     ("accuracy", "text", "utilisation"),
-)  # fmt: skip
+)

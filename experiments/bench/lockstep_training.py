@@ -75,9 +75,14 @@ class LockstepTraining:
     """
 
     def __init__(
-        self, recipe: Recipe, task: models.ClassificationTask | TextTask, world: int, seed: int = 0, *,
+        self,
+        recipe: Recipe,
+        task: models.ClassificationTask | TextTask,
+        world: int,
+        seed: int = 0,
+        *,
         schedule: Mapping[str, Any] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """``seed``: of the order of the samples. ``schedule``: of the learning rate over a run. As the Worker's
         settings."""
         self.world = world
@@ -139,10 +144,12 @@ class LockstepTraining:
         found = self._task.evaluate(mean) if evaluates else None
         accuracy = None if found is None else found.accuracy
         return TrainingOutcome(
-            accuracy=math.nan if accuracy is None else accuracy, distance=distance,
-            bytes_per_step=sent / self.world / steps, loss=self.loss,
+            accuracy=math.nan if accuracy is None else accuracy,
+            distance=distance,
+            bytes_per_step=sent / self.world / steps,
+            loss=self.loss,
             late_bytes=(sent - first_half) / self.world / (steps - steps // 2),
-        )  # fmt: skip
+        )
 
     def step(self, number: int) -> None:
         """One step of all ranks. ``number``: from 0."""

@@ -69,9 +69,10 @@ def measure_role(role: str, chosen: argparse.Namespace) -> Iterator[Measurement]
             found[False].append(asyncio.run(watch(role)))
     for preloads, title in ((True, "after preload()"), (False, "without preload()")):
         hosts = found[preloads]
-        late_ms, held_ms, idle_ms = ([1e3 * one for one in column] for column in zip(
-            *((host.loop_s, host.held_s, host.idle_s) for host in hosts), strict=True
-        ))  # fmt: skip
+        late_ms, held_ms, idle_ms = (
+            [1e3 * one for one in column]
+            for column in zip(*((host.loop_s, host.held_s, host.idle_s) for host in hosts), strict=True)
+        )
         yield measurement(f"{role}, {title}: longest delay of a process", "ms", late_ms)
         yield measurement(
             f"{role}, {title}: the same without what other processes took",
@@ -81,10 +82,12 @@ def measure_role(role: str, chosen: argparse.Namespace) -> Iterator[Measurement]
         )
         yield measurement(f"{role}, {title}: longest delay of the idle loop", "ms", idle_ms)
         yield measurement(
-            f"{role}, {title}: p100 over that of the idle loop", "ms", [max(0.0, max(late_ms) - max(idle_ms))],
+            f"{role}, {title}: p100 over that of the idle loop",
+            "ms",
+            [max(0.0, max(late_ms) - max(idle_ms))],
             at_most=LATE_MS if preloads else None,
             note=f"{max(late_ms):.0f} and {max(idle_ms):.0f} ms, {len(hosts)} processes",
-        )  # fmt: skip
+        )
     yield measurement(f"{role}: preload() itself", "s", [host.preload_s for host in found[True]])
     yield measurement(f"{role}: connect without it", "s", [host.starts_s for host in found[False]])
 
@@ -134,14 +137,19 @@ def measure_control(chosen: argparse.Namespace) -> Iterator[Measurement]:
         )
         rounds = sum(gap.rounds for gap in gaps) / (len(gaps) * chosen.seconds)
         yield measurement(
-            f"{title}: p99 of how late a tick is", "ms", training, against=("without training", idle),
+            f"{title}: p99 of how late a tick is",
+            "ms",
+            training,
+            against=("without training", idle),
             at_most=TIMES_LATER if way == RECOMMENDED else None,
             note=f"most {most:.1f}, without training {idle_most:.1f} ms; {rounds:.1f} rounds/s",
-        )  # fmt: skip
+        )
         yield measurement(
-            f"{title}: the same while it starts", "ms", [1e3 * gap.starting_s[0] for gap in gaps],
+            f"{title}: the same while it starts",
+            "ms",
+            [1e3 * gap.starting_s[0] for gap in gaps],
             note=f"most {max(1e3 * gap.starting_s[1] for gap in gaps):.1f} ms",
-        )  # fmt: skip
+        )
 
 
 def _options(parser: argparse.ArgumentParser) -> None:

@@ -72,9 +72,11 @@ def make_task() -> ClassificationTask:
 def rules(folder: Path | None = None) -> gradbus.FederatedConfig:
     """Return the rules of the run, with checkpoints in a folder."""
     return gradbus.FederatedConfig(
-        rounds=ROUNDS, clients={"num": 1, "start_timeout_s": 60.0},
-        training={"epochs": 1, "subset_size": SAMPLES, "lr": 0.01}, checkpoint={"dir": folder},
-    )  # fmt: skip
+        rounds=ROUNDS,
+        clients={"num": 1, "start_timeout_s": 60.0},
+        training={"epochs": 1, "subset_size": SAMPLES, "lr": 0.01},
+        checkpoint={"dir": folder},
+    )
 
 
 def steps() -> gradbus.DataParallelConfig:
@@ -101,8 +103,10 @@ async def be_worker(bus: gradbus.Bus, task: Any, folder: Path | None, rank: int 
 
 
 ROLES: dict[str, Callable[[gradbus.Bus, Any, Path | None], Coroutine[Any, Any, None]]] = {
-    "client": be_client, "controller": be_controller, "worker": be_worker
-}  # fmt: skip
+    "client": be_client,
+    "controller": be_controller,
+    "worker": be_worker,
+}
 
 
 async def _host(given: argparse.Namespace, folder: Path, stacks: TextIO | None) -> HostGaps:

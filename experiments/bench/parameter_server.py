@@ -86,8 +86,9 @@ def measure_accuracy(
     stale: list[dict[str, float]] = []
     for seed in range(seeds):
         for name, more in (
-            ("synchronous", {}), ("asynchronous, staleness 4", {"mode": "asynchronous", "staleness": 4})
-        ):  # fmt: skip
+            ("synchronous", {}),
+            ("asynchronous, staleness 4", {"mode": "asynchronous", "staleness": 4}),
+        ):
             config = {"epochs": epochs, "optimizer": {"lr": _LR}, "seed": seed}
             training = Training(model=models.mnist_mlp, batch_size=64, config=config, data=data)
             settings = {"servers": 2, "cut_bytes": 1 << 18, **more}
@@ -133,9 +134,7 @@ def measure_bytes(
             _, held = serve(ServedTraining(training=training, workers=workers, settings=settings))
             taken[count] = [server["bytes_in"] for server in held]
             weights = sum(server["held_bytes"] for server in held)
-        a_step = max(
-            (after - before) / steps for before, after in zip(taken[steps], taken[2 * steps], strict=True)
-        )  # fmt: skip
+        a_step = max((after - before) / steps for before, after in zip(taken[steps], taken[2 * steps], strict=True))
         asked = workers * weights / servers
         note = f"{a_step:,.0f} B, N K / S is {asked:,.0f} B; K {weights:,} B"
         title = f"bytes into a server in a step, {workers} workers, {servers} servers, over N K / S"

@@ -74,9 +74,10 @@ def count_bytes(
     """Run so many rounds. ``to``: a file for the model. ``other``: of the task of the last client alone."""
     clients = {"num": CLIENTS, "min": CLIENTS, "dead_after_s": 60.0}
     run = TextRun(
-        f"bench-personal-{os.getpid()}", task,
+        f"bench-personal-{os.getpid()}",
+        task,
         {"rounds": rounds, "eval_every": rounds, "clients": clients, "training": {"lr": 3e-3}, **rules},
-    )  # fmt: skip
+    )
     works = {
         f"client {client_id}": RoleWork(_client, (run, client_id, (other or {}) if client_id == CLIENTS - 1 else {}))
         for client_id in range(CLIENTS)
@@ -97,19 +98,26 @@ def measure(rounds: int = 6, samples: int = SAMPLES, model: Mapping[str, int] | 
         other = count_bytes(1, adapted, other={"base": None}, share=share)
     updates, models = full.updates / (rounds * CLIENTS), full.models[0] / rounds
     yield measurement(
-        "update of a client, adapters alone, of one of the whole model", "%", [100 * lora.updates / full.updates],
-        at_most=2, note=f"{lora.updates / (rounds * CLIENTS):,.0f} of {updates:,.0f} bytes",
-    )  # fmt: skip
+        "update of a client, adapters alone, of one of the whole model",
+        "%",
+        [100 * lora.updates / full.updates],
+        at_most=2,
+        note=f"{lora.updates / (rounds * CLIENTS):,.0f} of {updates:,.0f} bytes",
+    )
     yield measurement(
-        "models that a client gets in a round, adapters alone, of the whole one", "%",
+        "models that a client gets in a round, adapters alone, of the whole one",
+        "%",
         [100 * lora.models[0] / full.models[0]],
-        at_most=2, note=f"{lora.models[0] / rounds:,.0f} of {models:,.0f} bytes",
-    )  # fmt: skip
+        at_most=2,
+        note=f"{lora.models[0] / rounds:,.0f} of {models:,.0f} bytes",
+    )
     once = other.models[-1] - lora.models[0] / rounds
     yield measurement(
-        "frozen base, sent once where the base of a client differs", "MB", [once / 1e6],
+        "frozen base, sent once where the base of a client differs",
+        "MB",
+        [once / 1e6],
         note=f"{models / 1e6:.1f} MB in each round where all of the model is sent",
-    )  # fmt: skip
+    )
     yield measurement("loss after the whole model was trained", "nats", [full.loss], note=f"{rounds} rounds")
     yield measurement("loss after as many rounds more of adapters alone", "nats", [lora.loss], at_most=full.loss)
     yield from measure_ditto(rounds, task)
@@ -120,9 +128,11 @@ def measure_ditto(rounds: int, task: Mapping[str, Any], clients: int = 4, lam: f
     with tempfile.TemporaryDirectory() as directory:
         made = ClientTextTask(**{**task, "num_clients": clients})
         config = gradbus.FederatedConfig(
-            rounds=rounds, eval_every=0, training={"lr": 3e-3, "rule": {"name": "ditto", "lam": lam}},
+            rounds=rounds,
+            eval_every=0,
+            training={"lr": 3e-3, "rule": {"name": "ditto", "lam": lam}},
             clients={"dead_after_s": 60.0},
-        )  # fmt: skip
+        )
         options = gradbus.SimulationOptions(domain=DOMAIN, state_dir=Path(directory))
         result = gradbus.simulate(made, clients, config=config, options=options)
         personal, common = [], []
@@ -135,9 +145,13 @@ def measure_ditto(rounds: int, task: Mapping[str, Any], clients: int = 4, lam: f
             own.load_state_dict(tensors, strict=False)  # tied weights are kept once
             personal.append(_loss(made, own, kind))
     yield measurement(
-        "loss of a client's personal model on text of its own kind, Ditto", "nats", personal,
-        against=("global model", common), at_most=1, note=f"{clients} clients, {rounds} rounds, lam {lam:g}",
-    )  # fmt: skip
+        "loss of a client's personal model on text of its own kind, Ditto",
+        "nats",
+        personal,
+        against=("global model", common),
+        at_most=1,
+        note=f"{clients} clients, {rounds} rounds, lam {lam:g}",
+    )
 
 
 @torch.no_grad()

@@ -149,9 +149,12 @@ def measure_noise(drawn: int = _DRAWN) -> Iterator[Measurement]:
         "in their lowest 10 bits": np.bincount(samples & 1023, minlength=1024),
     }.items():
         yield measurement(
-            f"chi-squared of {drawn:,} samples {name}, sigma 4.2 on the grid of a run", "",
-            [chi_squared(counts, np.ones(len(counts)))], at_most=1, note=f"over the value at {_CHANCE:g}",
-        )  # fmt: skip
+            f"chi-squared of {drawn:,} samples {name}, sigma 4.2 on the grid of a run",
+            "",
+            [chi_squared(counts, np.ones(len(counts)))],
+            at_most=1,
+            note=f"over the value at {_CHANCE:g}",
+        )
     yield measurement("time of a sample, sigma 4.2 on the grid of a run", "ns", [1e9 * seconds / drawn])
 
 
@@ -164,9 +167,13 @@ def train(options: Mapping[str, Any]) -> list[tuple[float | None, float | None]]
     task = models.ClassificationTask(models.mnist_linear, data, batch_size=50, seed=options["seed"])
     private = {"name": "central", "epsilon": EPSILON, "delta": DELTA, "clip_norm": CLIP_NORM}
     config = gradbus.FederatedConfig(
-        rounds=options["rounds"], seed=options["seed"], eval_every=5, clients={"min": options["clients"]},
-        training={"lr": 0.1}, privacy=private if options["private"] else "none",
-    )  # fmt: skip
+        rounds=options["rounds"],
+        seed=options["seed"],
+        eval_every=5,
+        clients={"min": options["clients"]},
+        training={"lr": 0.1},
+        privacy=private if options["private"] else "none",
+    )
     result = gradbus.simulate(task, options["clients"], config=config, options=gradbus.SimulationOptions(domain=DOMAIN))
     return [(report.accuracy, report.epsilon) for report in result.rounds]
 
@@ -190,10 +197,12 @@ def measure_accuracy(chosen: argparse.Namespace, seeds: int = SEEDS, **smaller: 
         if private:
             plain = [accuracy for accuracy, _ in found[False, round_id]]
             yield measurement(
-                f"accuracy, {options['clients']} clients, round {round_id}, epsilon {values[0][1]:.2f}", "%",
-                [accuracy for accuracy, _ in values], against=("without noise and bound", plain),
+                f"accuracy, {options['clients']} clients, round {round_id}, epsilon {values[0][1]:.2f}",
+                "%",
+                [accuracy for accuracy, _ in values],
+                against=("without noise and bound", plain),
                 note=f"these: {' '.join(f'{one:.2f}' for one in plain)} %",
-            )  # fmt: skip
+            )
 
 
 # Cost
@@ -238,4 +247,4 @@ BENCHMARK = Benchmark(
         "private-rounds": Part(lambda _: measure_cost(), "Privacy: what a round costs", 60),
     },
     _options,
-)  # fmt: skip
+)

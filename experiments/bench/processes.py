@@ -47,11 +47,18 @@ TRANSPORTS: dict[Transport, str] = {"one-host": "one host", "dds-only": "DDS onl
 
 context = multiprocessing.get_context("forkserver")
 # torch._dynamo: the first optimizer of a process imports it, which takes seconds.
-context.set_forkserver_preload([
-    "gradbus.actors.data_parallel.elastic", "gradbus.actors.federated.controller", "gradbus.actors.federated.site",
-    "gradbus.actors.parameter_server.server", "gradbus.actors.parameter_server.worker", "gradbus.models",
-    "gradbus.runtime.bus.bus", "torch._dynamo",
-])  # fmt: skip
+context.set_forkserver_preload(
+    [
+        "gradbus.actors.data_parallel.elastic",
+        "gradbus.actors.federated.controller",
+        "gradbus.actors.federated.site",
+        "gradbus.actors.parameter_server.server",
+        "gradbus.actors.parameter_server.worker",
+        "gradbus.models",
+        "gradbus.runtime.bus.bus",
+        "torch._dynamo",
+    ]
+)
 _runs = itertools.count()
 
 
@@ -200,9 +207,11 @@ class BenchRank:
         if self.host is not None:
             security = Security(insecure=True)  # nobody else is on these networks
             bus_network = replace(
-                bus_network, profile="network", interface=self.host.interface,
+                bus_network,
+                profile="network",
+                interface=self.host.interface,
                 peers=tuple(host.address for host in self.hosts),
-            )  # fmt: skip
+            )
         return connect(self.job, domain=DOMAIN, network=bus_network, security=security)
 
     @asynccontextmanager
@@ -233,9 +242,14 @@ def unsealed_group() -> dist.ProcessGroup:
 
 
 def run_ranks(
-    role: Callable[[BenchRank], Any], world: int, spec: Any = None, *, transport: Transport = "one-host",
-    timeout_s: float = 120.0, hosts: tuple[Host, ...] = (),
-) -> list[Any]:  # fmt: skip
+    role: Callable[[BenchRank], Any],
+    world: int,
+    spec: Any = None,
+    *,
+    transport: Transport = "one-host",
+    timeout_s: float = 120.0,
+    hosts: tuple[Host, ...] = (),
+) -> list[Any]:
     """Start all ranks and return what they found, in rank order.
 
     Args:
@@ -259,8 +273,10 @@ def _rank(role: Callable[[BenchRank], Any], place: BenchRank) -> Any:
     if place.host is not None:
         enter_host(place.host)  # before any thread of DDS
     os.environ |= {
-        "GLOO_SOCKET_IFNAME": "lo", "GRADBUS_BUS__DOMAIN": str(DOMAIN), "GRADBUS_BUS__LEASE_S": f"{LEASE_S:g}",
-    }  # fmt: skip
+        "GLOO_SOCKET_IFNAME": "lo",
+        "GRADBUS_BUS__DOMAIN": str(DOMAIN),
+        "GRADBUS_BUS__LEASE_S": f"{LEASE_S:g}",
+    }
     os.environ.pop(_SHARED_MEMORY, None)
     if place.transport == "dds-only":
         os.environ[_SHARED_MEMORY] = "false"

@@ -45,10 +45,11 @@ class Recipe:
     def settings(self) -> dict[str, Any]:
         """Return what a Worker is to be configured with."""
         return {
-            "algorithm": {"name": self.algorithm, **self.options}, "delay_steps": self.delay_steps,
+            "algorithm": {"name": self.algorithm, **self.options},
+            "delay_steps": self.delay_steps,
             "predicts_weights": self.predicts_weights,
             "optimizer": {"lr": self.lr, "momentum": self.momentum},
-        }  # fmt: skip
+        }
 
     @property
     def runs_beside(self) -> bool:

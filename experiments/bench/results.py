@@ -222,9 +222,12 @@ class Results(Record):
 def machine() -> dict[str, Any]:
     """When, where and with which versions something is measured."""
     return {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"), **versions.machine(),
-        "load_1min": round(os.getloadavg()[0], 2), "system": platform.platform(), **versions.versions("uvloop"),
-    }  # fmt: skip
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        **versions.machine(),
+        "load_1min": round(os.getloadavg()[0], 2),
+        "system": platform.platform(),
+        **versions.versions("uvloop"),
+    }
 
 
 def fault_of(error: Exception) -> str:
@@ -248,13 +251,23 @@ def commit() -> str:
 
 
 def make_run(
-    part: str, figures: Sequence[Measurement], *, facts: Mapping[str, Any], seconds: float,
-    configuration: dict[str, Any], fault: str = "",
-) -> PartRun:  # fmt: skip
+    part: str,
+    figures: Sequence[Measurement],
+    *,
+    facts: Mapping[str, Any],
+    seconds: float,
+    configuration: dict[str, Any],
+    fault: str = "",
+) -> PartRun:
     """A run with everything around it. ``facts``: :func:`machine` from before it began."""
     return PartRun(
-        part=part, commit=commit(), date=facts["date"], seconds=round(seconds, 1),
+        part=part,
+        commit=commit(),
+        date=facts["date"],
+        seconds=round(seconds, 1),
         versions={name: facts[name] for name in _VERSIONS},
         machine={name: fact for name, fact in facts.items() if name not in (*_VERSIONS, "date")},
-        configuration=configuration, figures=tuple(figures), fault=fault,
-    )  # fmt: skip
+        configuration=configuration,
+        figures=tuple(figures),
+        fault=fault,
+    )

@@ -83,9 +83,18 @@ class Rounds(NamedTuple):
 
 
 def run_rounds(  # noqa: PLR0913 - settings by keyword
-    dim: int, *, clients: int, rounds: int, processes: int = 2, timeout_s: float = 300.0, shared_memory: bool = True,
-    gaps: bool = False, train_s: float = 0.0, min_clients: int = 1, **settings: Any,
-) -> Rounds:  # fmt: skip
+    dim: int,
+    *,
+    clients: int,
+    rounds: int,
+    processes: int = 2,
+    timeout_s: float = 300.0,
+    shared_memory: bool = True,
+    gaps: bool = False,
+    train_s: float = 0.0,
+    min_clients: int = 1,
+    **settings: Any,
+) -> Rounds:
     """Run a controller and so many clients, which share ``processes`` processes. ``gaps``,
     ``train_s``: as of a :class:`RoundsJob`. ``min_clients``, ``settings``: of the run.
 
@@ -130,11 +139,16 @@ async def _controller(job: RoundsJob, rules: Mapping[str, Any]) -> dict[str, Any
                 cpus.append(cpu_s())
         await watcher
         return {
-            "opened_s": opened_s, "ends_s": ends, "cpu_s": cpus, "gap_p99_s": percentile(gaps, 0.99),
+            "opened_s": opened_s,
+            "ends_s": ends,
+            "cpu_s": cpus,
+            "gap_p99_s": percentile(gaps, 0.99),
             "train_s": [report.train_s for report in controller.progress.reports],
             "bytes_up": [report.bytes_up for report in controller.progress.reports],
-            "empty_bytes": empty, "idle_bytes": idle, "peak_bytes": memory_bytes("VmHWM"),
-        }  # fmt: skip
+            "empty_bytes": empty,
+            "idle_bytes": idle,
+            "peak_bytes": memory_bytes("VmHWM"),
+        }
 
 
 async def _clients(job: RoundsJob, client_ids: Sequence[int]) -> dict[str, Any]:
@@ -159,6 +173,10 @@ async def _clients(job: RoundsJob, client_ids: Sequence[int]) -> dict[str, Any]:
                 client = gradbus.Client(bus, ConstantTask(job.dim, delta="constant"), client_id=client_id)
                 group.create_task(client.run(), name=f"client {client_id}")
     return {
-        "opened_s": opened_s, "first_command_s": first_command_s, "cpu_s": cpu_at,
-        "gap_p99_s": percentile(gaps, 0.99), "empty_bytes": empty, "peak_bytes": memory_bytes("VmHWM"),
-    }  # fmt: skip
+        "opened_s": opened_s,
+        "first_command_s": first_command_s,
+        "cpu_s": cpu_at,
+        "gap_p99_s": percentile(gaps, 0.99),
+        "empty_bytes": empty,
+        "peak_bytes": memory_bytes("VmHWM"),
+    }

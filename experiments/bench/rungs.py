@@ -103,12 +103,20 @@ def climb(rung: Rung, plan: LadderPlan, *, timeout_s: float = 900.0) -> RungTime
         NoNamespaces: none can be made here. ProcessFailed: a rank failed, or some had not ended in time.
     """
     run = Training(
-        model=models.mnist_cnn, batch_size=plan.batch_size, world=plan.world, samples=plan.samples, data=plan.data,
+        model=models.mnist_cnn,
+        batch_size=plan.batch_size,
+        world=plan.world,
+        samples=plan.samples,
+        data=plan.data,
         config={
-            **RUNGS[rung], "epochs": plan.epochs, "seed": plan.seed, "optimizer": {"lr": plan.lr}, "hash_every": 0,
+            **RUNGS[rung],
+            "epochs": plan.epochs,
+            "seed": plan.seed,
+            "optimizer": {"lr": plan.lr},
+            "hash_every": 0,
             "timeouts": {"join_s": 600, "collective_s": 300},
         },
-    )  # fmt: skip
+    )
     with hosts_on_a_switch(plan.world, LinkConditions(rate_bit_s=1e6 * plan.rate_mbit_s)) as network:
         ranks: list[list[dict[str, Any]]] = run_ranks(_train, plan.world, run, hosts=network.hosts, timeout_s=timeout_s)
     timed = [epoch for epochs in ranks for epoch in epochs[1:] or epochs]
@@ -117,12 +125,16 @@ def climb(rung: Rung, plan: LadderPlan, *, timeout_s: float = 900.0) -> RungTime
     last = ranks[0][-1]
     reached = last["accuracy"] is not None and last["accuracy"] >= TARGET
     return RungTimes(
-        rung=rung, step_s=step_s, compute_s=compute_s,
+        rung=rung,
+        step_s=step_s,
+        compute_s=compute_s,
         bytes_out=max(epochs[-1]["bytes_out_per_step"] for epochs in ranks),
-        samples_s=plan.world * plan.batch_size / step_s, steps=last["step"], accuracy=last["accuracy"],
+        samples_s=plan.world * plan.batch_size / step_s,
+        steps=last["step"],
+        accuracy=last["accuracy"],
         to_target_s=last["step"] * step_s if reached else None,
         simulated_step_s=simulate(rung, plan, compute_s).step_s,
-    )  # fmt: skip
+    )
 
 
 def simulate(rung: Rung, plan: LadderPlan, compute_s: float) -> SimulatedSteps:

@@ -152,9 +152,14 @@ def measure_payload(chosen: argparse.Namespace) -> Iterator[Measurement]:
 def payload_figures(megabytes: float, rounds: int, way: str) -> Iterator[Measurement]:
     """The figures of one size, one of the WAYS."""
     found = run_rounds(
-        round(megabytes * 1e6 / 4), clients=1, processes=1, rounds=rounds, timeout_s=240.0,
-        round={"timeout_s": 120.0}, shared_memory=WAYS[way],
-    )  # fmt: skip
+        round(megabytes * 1e6 / 4),
+        clients=1,
+        processes=1,
+        rounds=rounds,
+        timeout_s=240.0,
+        round={"timeout_s": 120.0},
+        shared_memory=WAYS[way],
+    )
     peak = _above(found.controller, "idle_bytes")
     for cost, unit, samples in (
         ("time of a round", "ms", [1e3 * one for one in found.overheads_s]),

@@ -154,9 +154,12 @@ class SealingProcess:
         is_rank = self.role == "rank"
         name = f"robot-{self.number}" if self.role == "client" else "host-1" if is_rank and self.number else "server"
         return Security(
-            level="identity", key_file=self.folder / f"{name}.key", allow_file=self.folder / "allow.list",
-            controller_key=(self.folder / "controller.public").read_text(), role="worker" if is_rank else "client",
-        )  # fmt: skip
+            level="identity",
+            key_file=self.folder / f"{name}.key",
+            allow_file=self.folder / "allow.list",
+            controller_key=(self.folder / "controller.public").read_text(),
+            role="worker" if is_rank else "client",
+        )
 
     def cpu_s(self) -> float:
         """Processor seconds of the others and of this process so far, by the numbers that Linux gives their clocks."""
@@ -263,8 +266,10 @@ async def _live(member: SealingProcess) -> Any:
 
 
 _ROLES: dict[str, Callable[[SealingProcess], Awaitable[Any]]] = {
-    "controller": _controller, "client": _client, "rank": _rank,
-}  # fmt: skip
+    "controller": _controller,
+    "client": _client,
+    "rank": _rank,
+}
 
 
 def measured_blocks(case: SealingCase, folder: Path) -> list[TimedBlock]:

@@ -43,9 +43,15 @@ CASES = (SecureCase(2, 2, 50.0), SecureCase(10, 5, 50.0), SecureCase(10, 5, 50.0
 def launch(case: SecureCase, dim: int, rounds: int, *, secure: bool) -> Rounds:
     """One run."""
     return run_rounds(
-        dim, clients=case.clients, processes=case.processes, rounds=rounds, train_s=TRAIN_S,
-        min_clients=2, codec=case.codec, secure_aggregation={"enabled": secure},
-    )  # fmt: skip
+        dim,
+        clients=case.clients,
+        processes=case.processes,
+        rounds=rounds,
+        train_s=TRAIN_S,
+        min_clients=2,
+        codec=case.codec,
+        secure_aggregation={"enabled": secure},
+    )
 
 
 def measure(
@@ -65,13 +71,19 @@ def measure(
             f"added to a round by secure aggregation, {what}", "ms", added, at_most=case.at_most_ms, note=note
         )
         yield measurement(
-            f"processor time of a round with secure aggregation, {what}", "ms", [1e3 * one.cpu_s for one in secure],
-            against=("plain", [1e3 * one.cpu_s for one in plain]), note="all processes",
-        )  # fmt: skip
+            f"processor time of a round with secure aggregation, {what}",
+            "ms",
+            [1e3 * one.cpu_s for one in secure],
+            against=("plain", [1e3 * one.cpu_s for one in plain]),
+            note="all processes",
+        )
         yield measurement(
-            f"bytes of updates with secure aggregation, {what}", "MB", [one.bytes_up / 1e6 for one in secure],
-            against=("plain", [one.bytes_up / 1e6 for one in plain]), at_most=2.0,
-        )  # fmt: skip
+            f"bytes of updates with secure aggregation, {what}",
+            "MB",
+            [one.bytes_up / 1e6 for one in secure],
+            against=("plain", [one.bytes_up / 1e6 for one in plain]),
+            at_most=2.0,
+        )
 
 
 class MaskedTraining(NamedTuple):
@@ -101,9 +113,14 @@ async def _train(setting: MaskedTraining, codec: Any, seed: int, secure: bool) -
         split.train.name, split.train.images[: setting.samples], split.train.labels[: setting.samples]
     )
     task = models.ClassificationTask(
-        partial(models.mnist_mlp, hidden=64), models.DataSplit(train, split.test),
-        {"kind": "dirichlet", "alpha": setting.alpha}, setting.clients, batch_size=32, momentum=0.9, seed=seed,
-    )  # fmt: skip
+        partial(models.mnist_mlp, hidden=64),
+        models.DataSplit(train, split.test),
+        {"kind": "dirichlet", "alpha": setting.alpha},
+        setting.clients,
+        batch_size=32,
+        momentum=0.9,
+        seed=seed,
+    )
     rules = {
         "rounds": setting.rounds, "seed": seed, "eval_every": setting.rounds, "codec": codec, "training": {"lr": 0.05},
         "clients": {"num": setting.clients, "min": setting.clients}, "secure_aggregation": {"enabled": secure},

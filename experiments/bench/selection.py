@@ -139,10 +139,17 @@ def measure(clients: int = CLIENTS, rounds: int = 5, dim: int = DIM) -> Iterator
         what, whole = f"{asked} of {count} clients{where}, {4 * dim / 1e6:g} MB", f"all {count}"
         note = f"{some.models:,.0f} B down and {some.updates:,.0f} B up"
         yield measurement(
-            f"models and updates of a round, {what}", "MB", [some.payload / 1e6],
-            against=(whole, [everyone.payload / 1e6]), at_most=0.1, note=note,
-        )  # fmt: skip
+            f"models and updates of a round, {what}",
+            "MB",
+            [some.payload / 1e6],
+            against=(whole, [everyone.payload / 1e6]),
+            at_most=0.1,
+            note=note,
+        )
         yield measurement(
-            f"everything on the controller's link in a round, {what}", "MB", [one / 1e6 for one in some.link],
-            against=(whole, [one / 1e6 for one in everyone.link]), at_most=0.1,
-        )  # fmt: skip
+            f"everything on the controller's link in a round, {what}",
+            "MB",
+            [one / 1e6 for one in some.link],
+            against=(whole, [one / 1e6 for one in everyone.link]),
+            at_most=0.1,
+        )

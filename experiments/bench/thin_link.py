@@ -99,9 +99,14 @@ async def _train(place: BenchRank) -> tuple[list[float], list[float]]:
     way, plan = place.spec
     task = _TimedTask(plan)
     config = gradbus.DataParallelConfig(
-        algorithm=WAYS[way], epochs=1000, eval_every_epochs=0, hash_every=0, seed=plan.seed,
-        optimizer={"lr": plan.lr, "momentum": plan.momentum}, timeouts={"join_s": _JOIN_S, "collective_s": 60},
-    )  # fmt: skip
+        algorithm=WAYS[way],
+        epochs=1000,
+        eval_every_epochs=0,
+        hash_every=0,
+        seed=plan.seed,
+        optimizer={"lr": plan.lr, "momentum": plan.momentum},
+        timeouts={"join_s": _JOIN_S, "collective_s": 60},
+    )
     async with place.group() as group:
         running = asyncio.create_task(gradbus.Worker(group, task, config).run())
         while not running.done() and not (task.at_s and time.monotonic() - task.at_s[0] > plan.seconds):
@@ -130,9 +135,11 @@ def train_on_a_thin_link(way: Way, plan: ThinLinkPlan) -> list[LossWindow]:
     for index in range(plan.windows):
         until_s = (index + 1) * width_s
         seen = [
-            loss for at_s, losses in ranks for at, loss in zip(at_s, losses, strict=True)
+            loss
+            for at_s, losses in ranks
+            for at, loss in zip(at_s, losses, strict=True)
             if until_s - width_s <= at < until_s
-        ]  # fmt: skip
+        ]
         steps = sum(sum(at < until_s for at in at_s) for at_s, _ in ranks) / len(ranks)
         found.append(LossWindow(until_s=until_s, steps=steps, loss=sum(seen) / len(seen) if seen else None))
     return found

@@ -34,10 +34,20 @@ def replica(number: int, lighthouse: str, port: int, blocks: int, steps: int) ->
     dist.init_process_group("gloo", store=shared, rank=number, world_size=REPLICAS, timeout=LIMIT)
     own = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     manager = Manager(
-        pg=ProcessGroupGloo(timeout=LIMIT), load_state_dict=lambda state: None, state_dict=dict, min_replica_size=2,
-        replica_id=f"replica_{number}", store_addr="127.0.0.1", store_port=own.port, rank=0, world_size=1,
-        lighthouse_addr=lighthouse, timeout=LIMIT, quorum_timeout=LIMIT, hostname="127.0.0.1",
-    )  # fmt: skip
+        pg=ProcessGroupGloo(timeout=LIMIT),
+        load_state_dict=lambda state: None,
+        state_dict=dict,
+        min_replica_size=2,
+        replica_id=f"replica_{number}",
+        store_addr="127.0.0.1",
+        store_port=own.port,
+        rank=0,
+        world_size=1,
+        lighthouse_addr=lighthouse,
+        timeout=LIMIT,
+        quorum_timeout=LIMIT,
+        hostname="127.0.0.1",
+    )
     model = nn.Sequential(nn.Flatten(), nn.Linear(784, 128), nn.ReLU(), nn.Linear(128, 10))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     batch, labels = torch.randn(32, 784), torch.randint(10, (32,))

@@ -65,9 +65,11 @@ async def _train(place: BenchRank) -> dict[str, Any]:
         epochs = [report.to_json() async for report in worker.epochs()]
     summary = worker.summary
     return {
-        "epochs": epochs, "accuracy": summary.accuracy, "mean": summary.profile.mean,
+        "epochs": epochs,
+        "accuracy": summary.accuracy,
+        "mean": summary.profile.mean,
         "windows": [window.mean for window in summary.profile.windows],
-    }  # fmt: skip
+    }
 
 
 def train(run: Training, *, timeout_s: float = 300.0, hosts: tuple[Host, ...] = ()) -> list[dict[str, Any]]:

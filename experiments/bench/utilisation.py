@@ -108,14 +108,23 @@ def measure_way(
     """Train the MLP on two hosts. Returns one of each run. Raises NoNamespaces, ProcessFailed."""
     steps = way.warm_up + way.period * way.periods * runs
     run = Training(
-        model=models.mnist_mlp, batch_size=64, samples=max(512, 2 * 64 * steps), data="glyphs", drawn=4096,
+        model=models.mnist_mlp,
+        batch_size=64,
+        samples=max(512, 2 * 64 * steps),
+        data="glyphs",
+        drawn=4096,
         datagram_bytes=datagram_bytes,
         config={
-            "algorithm": way.algorithm, "epochs": 1, "max_steps": steps, "eval_every_epochs": 0, "hash_every": 0,
-            "profile": {"window_steps": 1}, "optimizer": {"lr": 0.01, "momentum": 0.0},
+            "algorithm": way.algorithm,
+            "epochs": 1,
+            "max_steps": steps,
+            "eval_every_epochs": 0,
+            "hash_every": 0,
+            "profile": {"window_steps": 1},
+            "optimizer": {"lr": 0.01, "momentum": 0.0},
             "timeouts": {"join_s": 600, "collective_s": 300},
         },
-    )  # fmt: skip
+    )
     with hosts_on_a_switch(2, conditions) as network:
         found = steps_of(run, way.warm_up, network.hosts)
         was_the_switch = network.switch is not None and network.switch.was_the_limit
@@ -130,10 +139,16 @@ def measure_way(
             compute_s / _best_s(way, conditions, compute_s, max(sent), round_trips)
             for round_trips in (way.round_trips, 0.5)
         )
-        made.append(Utilisation(
-            wall_s=max(walls), compute_s=compute_s, sent_bytes=max(sent), curve=curve, strict_curve=strict_curve,
-            was_the_switch=was_the_switch,
-        ))  # fmt: skip
+        made.append(
+            Utilisation(
+                wall_s=max(walls),
+                compute_s=compute_s,
+                sent_bytes=max(sent),
+                curve=curve,
+                strict_curve=strict_curve,
+                was_the_switch=was_the_switch,
+            )
+        )
     return made
 
 

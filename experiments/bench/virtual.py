@@ -31,8 +31,9 @@ PROCESSES = 2
 _RUN_S = 300.0
 _MANY = {"clients": 10_000, "share": 0.01, "rounds": 5}
 _CASES: tuple[dict[str, Any], ...] = (
-    {"clients": 1000, "share": 0.1, "rounds": 5}, {"clients": 1000, "share": 1.0, "rounds": 3},
-)  # fmt: skip
+    {"clients": 1000, "share": 0.1, "rounds": 5},
+    {"clients": 1000, "share": 1.0, "rounds": 3},
+)
 _LAUNCHES = 3
 FLOWER = Path(".venv-flower-simulation/bin/python")
 _FLOWER = "gradbus.experiments.bench.flower_simulation"
@@ -82,12 +83,13 @@ def run_here(spec: Mapping[str, Any]) -> None:
         memory.append(memory_of(os.getpid()))
 
     gradbus.simulate(
-        task_of(spec["clients"], spec["batch_size"]), spec["clients"], fraction=spec["share"],
-        config=gradbus.FederatedConfig(
-            rounds=spec["rounds"], eval_every=0, training={"lr": spec["lr"]}
-        ),
-        options=gradbus.SimulationOptions(processes=spec["processes"]), on_report=done,
-    )  # fmt: skip
+        task_of(spec["clients"], spec["batch_size"]),
+        spec["clients"],
+        fraction=spec["share"],
+        config=gradbus.FederatedConfig(rounds=spec["rounds"], eval_every=0, training={"lr": spec["lr"]}),
+        options=gradbus.SimulationOptions(processes=spec["processes"]),
+        on_report=done,
+    )
     sys.stdout.write("\n" + json.dumps({"seconds": seconds, "memory_bytes": max(memory)}) + "\n")
 
 
@@ -111,9 +113,12 @@ def measure(flower: str) -> Iterator[Measurement]:
     many = ours(_MANY)
     what = f"{_MANY['clients']:,} clients, {_MANY['share']:.0%} in a round"
     yield measurement(
-        f"memory of all processes, {what}", "GB", [many.memory_bytes / 1e9], at_most=MOST_BYTES / 1e9,
+        f"memory of all processes, {what}",
+        "GB",
+        [many.memory_bytes / 1e9],
+        at_most=MOST_BYTES / 1e9,
         note=f"PSS, {PROCESSES} training processes",
-    )  # fmt: skip
+    )
     for case in _CASES:
         asked = round(case["share"] * case["clients"])
         ways = {"ours": partial(ours, case)}

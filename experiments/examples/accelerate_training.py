@@ -38,10 +38,11 @@ def train(backend: str) -> dict[str, object]:
                 optimizer.zero_grad()
     weights = torch.cat([parameter.detach().flatten() for parameter in accelerator.unwrap_model(model).parameters()])
     return {
-        "rank": accelerator.process_index, "backend": dist.get_backend(),
+        "rank": accelerator.process_index,
+        "backend": dist.get_backend(),
         "loss": accelerator.gather(loss.detach()).mean().item(),
         "weights": hashlib.sha256(weights.numpy().tobytes()).hexdigest(),
-    }  # fmt: skip
+    }
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

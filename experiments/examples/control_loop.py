@@ -209,10 +209,12 @@ class Friction:
             return TrainResult.nothing()
         velocity, torque = samples[:, :1], samples[:, 1:]
         return local_sgd(
-            model, torch.arange(len(samples)),
-            lambda rows: torch.nn.functional.mse_loss(model(velocity[rows]), torque[rows]), client_id=client_id,
+            model,
+            torch.arange(len(samples)),
+            lambda rows: torch.nn.functional.mse_loss(model(velocity[rows]), torque[rows]),
+            client_id=client_id,
             **command,
-        )  # fmt: skip
+        )
 
     def evaluate(self, model: nn.Module) -> None:
         """Return None: each robot knows the error of its own torque."""

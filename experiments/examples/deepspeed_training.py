@@ -28,13 +28,16 @@ def train(stage: int) -> tuple[float, str]:
     torch.manual_seed(0)
     network = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 1))
     model, *_ = deepspeed.initialize(
-        model=network, optimizer=torch.optim.AdamW(network.parameters(), lr=1e-2),
+        model=network,
+        optimizer=torch.optim.AdamW(network.parameters(), lr=1e-2),
         config={
-            "train_micro_batch_size_per_gpu": 16, "gradient_clipping": 1.0, "zero_optimization": {"stage": stage},
+            "train_micro_batch_size_per_gpu": 16,
+            "gradient_clipping": 1.0,
+            "zero_optimization": {"stage": stage},
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,  # DeepSpeed's own AdamW would be compiled first
         },
-    )  # fmt: skip
+    )
     random = torch.Generator().manual_seed(dist.get_rank())  # each rank draws data of its own
     for _ in range(8):
         inputs = torch.randn(16, 16, generator=random)

@@ -116,10 +116,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     torch.set_num_threads(1)
     model = make_model()
     state = elastic.TorchState(
-        model, make_optimizer(model), sampler=elastic.ElasticSampler(make_data()), step=0, epoch=0, worlds=[],
+        model,
+        make_optimizer(model),
+        sampler=elastic.ElasticSampler(make_data()),
+        step=0,
+        epoch=0,
+        worlds=[],
         began=0,
         checkpoint=given.checkpoint,
-    )  # fmt: skip
+    )
     train(state, given)
     tell(state, "end", worlds=state.worlds, weights=digest(list(model.parameters())))
 

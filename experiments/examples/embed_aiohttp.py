@@ -253,9 +253,13 @@ def _serve(options: argparse.Namespace) -> None:
     gradbus.preload()
     try:
         web.run_app(
-            make_app(service), host=options.host, port=options.port, shutdown_timeout=1.0, access_log=None,
+            make_app(service),
+            host=options.host,
+            port=options.port,
+            shutdown_timeout=1.0,
+            access_log=None,
             print=lambda text: say(text.splitlines()[0]),
-        )  # fmt: skip
+        )
     except OSError as error:
         where = f"{options.host}:{options.port}"
         raise ConfigError(

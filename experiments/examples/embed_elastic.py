@@ -34,9 +34,12 @@ class EmbeddedRank:
     """
 
     def __init__(
-        self, connect: Callable[[], AbstractAsyncContextManager[gradbus.Bus]], number: int, task: DataParallelTask,
+        self,
+        connect: Callable[[], AbstractAsyncContextManager[gradbus.Bus]],
+        number: int,
+        task: DataParallelTask,
         config: gradbus.DataParallelConfig,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """``connect``: a bus of the run's job. ``number``: of this process, which no other one of the run has."""
         self.outcome = "absent"
         self.times = 0

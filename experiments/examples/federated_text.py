@@ -28,9 +28,14 @@ class FederatedText:
     and evaluates on the rest."""
 
     def __init__(
-        self, context: int = 32, width: int = 32, layers: int = 1, windows: int = 32, num_clients: int = 8,
+        self,
+        context: int = 32,
+        width: int = 32,
+        layers: int = 1,
+        windows: int = 32,
+        num_clients: int = 8,
         seed: int = 0,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """``context``: characters of a window. ``width``, ``layers``: of the model. ``windows``: of an evaluation.
         ``num_clients``: pieces of the text, where the run does not say how many clients there are."""
         self.context, self.windows, self.seed = context, windows, seed

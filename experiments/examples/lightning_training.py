@@ -45,18 +45,24 @@ def train(backend: str) -> dict[str, object]:
     dataset = TensorDataset(inputs, inputs.square().mean(1, keepdim=True))
     model = Regression()
     trainer = lightning.Trainer(
-        accelerator="cpu", devices=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+        accelerator="cpu",
+        devices=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
         num_nodes=int(os.environ.get("GROUP_WORLD_SIZE", "1")),
-        strategy=DDPStrategy(process_group_backend=backend), max_epochs=2,
-        logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
+        strategy=DDPStrategy(process_group_backend=backend),
+        max_epochs=2,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
     trainer.fit(model, DataLoader(dataset, batch_size=16))
     weights = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
     return {
-        "rank": trainer.global_rank, "backend": dist.get_backend(),
+        "rank": trainer.global_rank,
+        "backend": dist.get_backend(),
         "loss": trainer.callback_metrics["loss_epoch"].item(),
         "weights": hashlib.sha256(weights.numpy().tobytes()).hexdigest(),
-    }  # fmt: skip
+    }
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

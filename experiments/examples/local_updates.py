@@ -40,9 +40,12 @@ def train(steps: int = 100) -> dict[str, object]:
     with torch.no_grad():
         loss = nn.functional.mse_loss(model(inputs), inputs.square().mean(1, keepdim=True))
     return {
-        "rank": dist.get_rank(), "backend": dist.get_backend(), "loss": loss.item(), "bytes_out": diloco.bytes_out,
+        "rank": dist.get_rank(),
+        "backend": dist.get_backend(),
+        "loss": loss.item(),
+        "bytes_out": diloco.bytes_out,
         "weights": hashlib.sha256(weights.numpy().tobytes()).hexdigest(),
-    }  # fmt: skip
+    }
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

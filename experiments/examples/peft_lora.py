@@ -38,9 +38,15 @@ class CausalTask:
     def build_model(self) -> nn.Module:
         """Return the same model on every node: all random choices are made under one seed."""
         config = LlamaConfig(
-            vocab_size=VOCABULARY, hidden_size=128, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4,
-            num_key_value_heads=4, max_position_embeddings=LENGTH, use_cache=False,
-        )  # fmt: skip
+            vocab_size=VOCABULARY,
+            hidden_size=128,
+            intermediate_size=512,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            max_position_embeddings=LENGTH,
+            use_cache=False,
+        )
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             base = LlamaForCausalLM(config)
@@ -52,9 +58,17 @@ class CausalTask:
         """The data are made as they are needed."""
 
     def train(
-        self, model: nn.Module, *, client_id: int, round_id: int, epochs: int, lr: float, seed: int,
-        should_stop: Callable[[], bool], **_: Any,
-    ) -> TrainResult:  # fmt: skip
+        self,
+        model: nn.Module,
+        *,
+        client_id: int,
+        round_id: int,
+        epochs: int,
+        lr: float,
+        seed: int,
+        should_stop: Callable[[], bool],
+        **_: Any,
+    ) -> TrainResult:
         """Steps of Adam on the adapters."""
         optimizer = torch.optim.Adam([one for one in model.parameters() if one.requires_grad], lr=lr)
         model.train()
@@ -83,9 +97,11 @@ async def run(rounds: int, domain: int) -> dict[str, object]:
     """A controller and its clients in one process. Returns what is to be printed."""
     task, job = CausalTask(), f"peft-{os.getpid()}"
     config = gradbus.FederatedConfig(
-        rounds=rounds, clients={"num": CLIENTS, "dead_after_s": 60.0}, training={"lr": 0.01, "epochs": 2},
+        rounds=rounds,
+        clients={"num": CLIENTS, "dead_after_s": 60.0},
+        training={"lr": 0.01, "epochs": 2},
         share={"include": ["*.lora_*"]},
-    )  # fmt: skip
+    )
 
     async def client(client_id: int) -> None:
         async with gradbus.connect(job, domain=domain) as bus:
@@ -106,10 +122,13 @@ async def run(rounds: int, domain: int) -> dict[str, object]:
         difference = float((merged(input_ids=batch).logits - adapted).abs().max())
     whole = sum(parameter.numel() for parameter in merged.parameters())
     return {
-        "losses": [report.eval_loss for report in reports], "shared_values": controller.weights.numel(),
-        "values": whole, "share": controller.weights.numel() / whole,
-        "bytes_up_of_an_update": reports[-1].bytes_up // CLIENTS, "merged_differs_by": difference,
-    }  # fmt: skip
+        "losses": [report.eval_loss for report in reports],
+        "shared_values": controller.weights.numel(),
+        "values": whole,
+        "share": controller.weights.numel() / whole,
+        "bytes_up_of_an_update": reports[-1].bytes_up // CLIENTS,
+        "merged_differs_by": difference,
+    }
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

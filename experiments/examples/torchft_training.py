@@ -57,10 +57,20 @@ def replica(name: str, lighthouse: str, backend: str, steps: int, lines: Connect
         return {"model": network.state_dict(), "optimizer": plain.state_dict()}
 
     manager = Manager(
-        pg=(ProcessGroupDds if backend == "dds" else ProcessGroupGloo)(timeout=LIMIT), load_state_dict=load,
-        state_dict=save, min_replica_size=1, replica_id=name, store_addr="127.0.0.1", store_port=store.port, rank=0,
-        world_size=1, lighthouse_addr=lighthouse, timeout=LIMIT, quorum_timeout=LIMIT, hostname="127.0.0.1",
-    )  # fmt: skip
+        pg=(ProcessGroupDds if backend == "dds" else ProcessGroupGloo)(timeout=LIMIT),
+        load_state_dict=load,
+        state_dict=save,
+        min_replica_size=1,
+        replica_id=name,
+        store_addr="127.0.0.1",
+        store_port=store.port,
+        rank=0,
+        world_size=1,
+        lighthouse_addr=lighthouse,
+        timeout=LIMIT,
+        quorum_timeout=LIMIT,
+        hostname="127.0.0.1",
+    )
     model, optimizer = DistributedDataParallel(manager, network), Optimizer(manager, plain)
     commits_s: list[float] = []
     quorums_s: list[float] = []
@@ -85,17 +95,25 @@ def replica(name: str, lighthouse: str, backend: str, steps: int, lines: Connect
         torch.autograd.backward(nn.functional.mse_loss(model(batch), batch.square().mean(1, keepdim=True)))
         optimizer.step()
         if manager.current_step() > before:
-            lines.send({
-                "replica": name, "step": manager.current_step(), "participants": manager.num_participants(),
-            })  # fmt: skip
+            lines.send(
+                {
+                    "replica": name,
+                    "step": manager.current_step(),
+                    "participants": manager.num_participants(),
+                }
+            )
         together = together + 1 if manager.num_participants() == REPLICAS else 0
         if not together:
             time.sleep(ALONE_S)
     weights = torch.cat([parameter.detach().flatten() for parameter in network.parameters()])
-    lines.send({
-        "replica": name, "weights": hashlib.sha256(weights.numpy().tobytes()).hexdigest(),
-        "commit_ms": 1e3 * statistics.median(commits_s), "quorum_ms": 1e3 * statistics.median(quorums_s),
-    })  # fmt: skip
+    lines.send(
+        {
+            "replica": name,
+            "weights": hashlib.sha256(weights.numpy().tobytes()).hexdigest(),
+            "commit_ms": 1e3 * statistics.median(commits_s),
+            "quorum_ms": 1e3 * statistics.median(quorums_s),
+        }
+    )
     manager.shutdown(wait=False)
 
 

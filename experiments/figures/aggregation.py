@@ -66,11 +66,12 @@ def draw_scaling(rows: Sequence[SimulationRow], scale: Scale, *, trace: str, mod
     _legend(figure, SCALING)
     first = found["ring"][0]
     return canvas.finish(
-        figure, scale,
+        figure,
+        scale,
         f"{model}, batches of 8, {first.compute_s * 1e3:.0f} ms of computing (a core's times by 0.01), 10 Gbit/s, "
         "5 µs to a switch, 64 hosts at a leaf, 128 packets of a gradient. Buckets go during the backward pass. "
         "Lines: closed forms; marks: simulated.",
-    )  # fmt: skip
+    )
 
 
 draw_resnet50 = partial(draw_scaling, trace="resnet50", model="ResNet-50")
@@ -102,11 +103,12 @@ def draw_memory(rows: Sequence[SimulationRow], scale: Scale) -> Figure:
     _legend(figure, SHARED)
     row = found["ring"][0]
     return canvas.finish(
-        figure, scale,
+        figure,
+        scale,
         f"{found['switchml'][0].jobs} jobs of {row.world} ranks on one switch, 100 Gbit/s, r = "
         f"{_exchange_share(found['switchml'][0], row):.2f}. m: slots in multiples of those that keep the links of a "
         "job busy. Dotted: K / (B m) for fixed slots, (K / B) c / (1 + m (c - 1)) for RA-INA.",
-    )  # fmt: skip
+    )
 
 
 def draw_jobs(rows: Sequence[SimulationRow], scale: Scale) -> Figure:
@@ -129,10 +131,11 @@ def draw_jobs(rows: Sequence[SimulationRow], scale: Scale) -> Figure:
     _legend(figure, SHARED)
     memory = found["switchml"][0].memory
     return canvas.finish(
-        figure, scale,
+        figure,
+        scale,
         f"Jobs of {found['ring'][0].world} ranks on one switch with the slots that {memory:g} of them need, 100 "
         "Gbit/s. Slots that are taken: the mean over time. Fixed ones, SwitchML's, are a job's all of the time.",
-    )  # fmt: skip
+    )
 
 
 def draw_loss(rows: Sequence[SimulationRow], scale: Scale) -> Figure:
@@ -153,10 +156,11 @@ def draw_loss(rows: Sequence[SimulationRow], scale: Scale) -> Figure:
     _legend(figure, LOSSY)
     seeds = len({row.seed for row in found["ina"]})
     return canvas.finish(
-        figure, scale,
+        figure,
+        scale,
         f"{found['ina'][0].world} ranks, 8.4 MB in 1,024 packets of 8 KiB, 100 Gbit/s; at most 80 packets of a rank "
         f"are under way. Mean and range of {seeds} seeds; every sum is exact.",
-    )  # fmt: skip
+    )
 
 
 def draw_deployment(rows: Sequence[DeploymentRow], scale: Scale) -> Figure:
@@ -176,11 +180,12 @@ def draw_deployment(rows: Sequence[DeploymentRow], scale: Scale) -> Figure:
     style.label(memory, x="hosts", y="slots of each switch", y_unit="MB")
     _legend(figure, tuple(found))
     return canvas.finish(
-        figure, scale,
+        figure,
+        scale,
         f"Switches of {found['hina'][0].ports} ports at 100 Gbit/s, 2 µs a hop, packets of 1 KiB. HINA: a tree; MTINA: "
         "leaves and four trees above them; CINA: leaves alone add, other switches forward. Slots: rate of a link times "
         "the way to the last switch and back.",
-    )  # fmt: skip
+    )
 
 
 def draw_break_even(rows: Sequence[SimulationRow], scale: Scale) -> Figure:
@@ -210,11 +215,12 @@ def draw_break_even(rows: Sequence[SimulationRow], scale: Scale) -> Figure:
     style.label(rate, x="ranks, N", y="rate of its link, a rank's = 1")
     rate.legend(fontsize=9)
     return canvas.finish(
-        figure, scale,
+        figure,
+        scale,
         "Left: (1 + r c) / (1 + r) - 1 with c = 2 (N - 1) / N, without overlap; marks: with the exchanges of Ring and "
         "HINA as simulated for ResNet-50, in buckets. Right: from which rate on, in and out, aggregators of N ranks "
         "are as fast as a ring: N / (A c), but at least 1 / c.",
-    )  # fmt: skip
+    )
 
 
 # Parts
@@ -261,8 +267,14 @@ def _legend(figure: Figure, ways: Sequence[str]) -> None:
     from matplotlib.lines import Line2D
 
     handles = [
-        Line2D([], [], color=WAYS[way].color, marker=WAYS[way].marker, label=WAYS[way].label,
-               linestyle=_DASHED.get(way, "-"))
+        Line2D(
+            [],
+            [],
+            color=WAYS[way].color,
+            marker=WAYS[way].marker,
+            label=WAYS[way].label,
+            linestyle=_DASHED.get(way, "-"),
+        )
         for way in ways
-    ]  # fmt: skip
+    ]
     figure.legend(handles=handles, loc="outside upper left", ncols=len(ways), columnspacing=1.2, handletextpad=0.5)

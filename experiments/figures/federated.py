@@ -53,10 +53,11 @@ def draw_bytes(rounds: Sequence[RoundRow], scale: Scale) -> Figure:
     ]
     figure.legend(handles=handles, loc="outside upper left", ncols=2)
     return canvas.finish(
-        figure, scale,
+        figure,
+        scale,
         f"CNN of 1.2 million parameters; version 2: mean of {scale.rounds} rounds. The first model, which goes out in "
         "full before round 1, is not counted.",
-    )  # fmt: skip
+    )
 
 
 def draw_dds(updates: Sequence[UpdateRow], scale: Scale) -> Figure:
@@ -75,11 +76,13 @@ def draw_dds(updates: Sequence[UpdateRow], scale: Scale) -> Figure:
     canvas.name_bars(axes, CODECS)
     style.label(axes, x="codec; left bar client 0, right bar client 1", y="DDS time of an update", y_unit=unit.name)
     return canvas.finish(
-        figure, scale,
+        figure,
+        scale,
         "From the client's offer until the controller has all of the update. Bars and numbers: median of "
         f"{len({row.round_id for row in rows})} rounds, dots: each of them. All processes on one machine.",
-        timed=rows, compared="federated_dds",
-    )  # fmt: skip
+        timed=rows,
+        compared="federated_dds",
+    )
 
 
 def draw_time(rounds: Sequence[RoundRow], scale: Scale) -> Figure:
@@ -112,11 +115,13 @@ def draw_time(rounds: Sequence[RoundRow], scale: Scale) -> Figure:
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper left", ncols=6, columnspacing=0.9, fontsize=10)
     return canvas.finish(
-        figure, scale,
+        figure,
+        scale,
         f"From the command to the published model; each part: median of {len({row.round_id for row in rows})} rounds "
         f"with 2 clients and {scale.samples:,} samples each. Training and encoding: the slower client's.",
-        timed=rows, compared="federated_time",
-    )  # fmt: skip
+        timed=rows,
+        compared="federated_time",
+    )
 
 
 def _part_s(row: RoundRow, name: str) -> float:
@@ -151,11 +156,12 @@ def draw_accuracy(rounds: Sequence[RoundRow], scale: Scale) -> Figure:
     ends.set_title(f"after {scale.rounds} rounds")
     style.label(ends, x="codec", y="test accuracy", y_unit="%")
     return canvas.finish(
-        figure, scale,
+        figure,
+        scale,
         f"{scale.data_name}, CNN, 2 clients with equal shares, {scale.samples:,} samples each per round; the codec in "
         f"both directions, with error feedback; {canvas.seeds_note(rows, 'codec')}.",
         compared="federated_accuracy" if marks else "",
-    )  # fmt: skip
+    )
 
 
 _PANELS = (("codecs", "equal shares (IID)"), ("skewed", "unequal shares (Dirichlet 0.5)"))
@@ -177,10 +183,11 @@ def draw_tradeoff(rounds: Sequence[RoundRow], scale: Scale) -> Figure:
     panels[1].set_ylabel("")
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper left", ncols=len(CODECS))
     return canvas.finish(
-        figure, scale,
+        figure,
+        scale,
         f"{scale.data_name}, CNN, 2 clients, {scale.rounds} rounds of {scale.samples:,} samples per client; the codec "
         f"in both directions. {'. '.join(notes)}.",
-    )  # fmt: skip
+    )
 
 
 def _over_bytes(rows: Sequence[RoundRow]) -> Iterator[tuple[float, float]]:

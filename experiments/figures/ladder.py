@@ -48,7 +48,8 @@ def draw_ladder(rows: Sequence[LadderRow], scale: Scale) -> Figure:
         f"{name} {link_share(row.bytes_out, row.step_s):.0%}" for name, row in zip(called, found, strict=True)
     )
     return canvas.finish(
-        figure, scale,
+        figure,
+        scale,
         f"{scale.data_name}, CNN, 4 ranks, batches of 64 each, links of 200 Mbit/s between network namespaces of one "
         "machine. "
         "Above the bars: the share of a step that is waiting for the exchange. Time to 97 %: steps until so much of "
@@ -56,4 +57,4 @@ def draw_ladder(rows: Sequence[LadderRow], scale: Scale) -> Figure:
         f"Samples a second: {samples}. "
         f"Utilisation of the link of the rank that sends most: {used}.",
         timed=found,
-    )  # fmt: skip
+    )

@@ -42,11 +42,12 @@ def draw_bytes(epochs: Sequence[EpochRow], scale: Scale) -> Figure:
     dgc = canvas.pick(rows, exchange="dgc")
     unit = style.byte_unit(mean := sum(r.bytes_per_step * r.steps for r in dgc) / sum(r.steps for r in dgc))
     return canvas.finish(
-        figure, scale,
+        figure,
+        scale,
         f"{_setting(scale)}: payload in the last of {last} epochs. Over all epochs, those of the warm-up included, "
         f"DGC sends {mean / unit.factor:.3g} {unit.name} per step.",
         compared="parallel_bytes",
-    )  # fmt: skip
+    )
 
 
 def draw_accuracy(epochs: Sequence[EpochRow], scale: Scale) -> Figure:
@@ -70,9 +71,11 @@ def draw_accuracy(epochs: Sequence[EpochRow], scale: Scale) -> Figure:
     style.label(axes, x="epoch", y="test accuracy", y_unit="%")
     style.legend_above(axes)
     return canvas.finish(
-        figure, scale, f"{_setting(scale)}; learning rate 0.05, momentum 0.9; {canvas.seeds_note(rows, 'exchange')}.",
+        figure,
+        scale,
+        f"{_setting(scale)}; learning rate 0.05, momentum 0.9; {canvas.seeds_note(rows, 'exchange')}.",
         compared="parallel_accuracy" if marks else "",
-    )  # fmt: skip
+    )
 
 
 def draw_wait(ranks: Sequence[RankRow], scale: Scale) -> Figure:
@@ -81,8 +84,9 @@ def draw_wait(ranks: Sequence[RankRow], scale: Scale) -> Figure:
     figure, panels = style.new_figure(1, 2, height_in=4.4)
     # Of a run: the mean over its ranks, the worst of its ranks.
     of_run: tuple[tuple[str, str, Callable[[list[float]], float]], ...] = (
-        ("mean", "wait_s_mean", statistics.mean), ("maximum", "wait_s_max", max),
-    )  # fmt: skip
+        ("mean", "wait_s_mean", statistics.mean),
+        ("maximum", "wait_s_max", max),
+    )
     for axes, (title, column, of_ranks) in zip(panels, of_run, strict=True):
         unit = style.time_unit(max(float(getattr(row, column)) for row in canvas.pick(ranks, "ranks")))
         for index, (exchange, overlap) in enumerate(kinds):
@@ -95,9 +99,11 @@ def draw_wait(ranks: Sequence[RankRow], scale: Scale) -> Figure:
         axes.margins(y=0.12)
         style.label(axes, x="exchange of gradients", y="communication time per step", y_unit=unit.name)
     return canvas.finish(
-        figure, scale,
+        figure,
+        scale,
         f"{_setting(scale)}, over DDS on one machine: from the end of a rank's own work to the end of the step's last "
         "exchange, all steps. Bars: median of the runs, dots: each run. With overlap, the default, a part is hidden "
         "behind the backward pass.",
-        timed=ranks, compared="parallel_wait",
-    )  # fmt: skip
+        timed=ranks,
+        compared="parallel_wait",
+    )

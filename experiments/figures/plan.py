@@ -198,13 +198,33 @@ class Scale:
 
 
 FULL = Scale(
-    name="full", rounds=10, samples=6000, seeds=3, skewed_seeds=2, timed_rounds=6,
-    epochs=10, warmup=3, train_samples=None, ladder_samples=12_800, ladder_epochs=6, thin_link_s=60.0,
-)  # fmt: skip
+    name="full",
+    rounds=10,
+    samples=6000,
+    seeds=3,
+    skewed_seeds=2,
+    timed_rounds=6,
+    epochs=10,
+    warmup=3,
+    train_samples=None,
+    ladder_samples=12_800,
+    ladder_epochs=6,
+    thin_link_s=60.0,
+)
 QUICK = Scale(
-    name="quick", rounds=2, samples=500, seeds=1, skewed_seeds=1, timed_rounds=0,
-    epochs=3, warmup=1, train_samples=None, ladder_samples=1024, ladder_epochs=2, thin_link_s=10.0,
-)  # fmt: skip
+    name="quick",
+    rounds=2,
+    samples=500,
+    seeds=1,
+    skewed_seeds=1,
+    timed_rounds=0,
+    epochs=3,
+    warmup=1,
+    train_samples=None,
+    ladder_samples=1024,
+    ladder_epochs=2,
+    thin_link_s=10.0,
+)
 
 
 Plan = dict[str, tuple[AnyRun, ...]]

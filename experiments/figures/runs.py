@@ -58,11 +58,32 @@ def execute(run: AnyRun, folder: Path) -> None:
 def command(run: FederatedRun, run_dir: Path) -> list[str]:
     """The arguments of ``gradbus`` for a run."""
     return [
-        "demo", "--no-live", "--rounds", str(run.rounds), "--clients", str(run.clients), "--samples", str(run.samples),
-        "--data", run.data, "--codec", run.codec, "--downlink-codec", run.downlink, "--partition", run.partition,
-        "--seed", str(run.seed), "--run-dir", str(run_dir), "--set", f"federated.codec.version={run.version}",
-        "--set", f"federated.eval_every={run.eval_every}", *(word for text in _SETTINGS for word in ("--set", text)),
-    ]  # fmt: skip
+        "demo",
+        "--no-live",
+        "--rounds",
+        str(run.rounds),
+        "--clients",
+        str(run.clients),
+        "--samples",
+        str(run.samples),
+        "--data",
+        run.data,
+        "--codec",
+        run.codec,
+        "--downlink-codec",
+        run.downlink,
+        "--partition",
+        run.partition,
+        "--seed",
+        str(run.seed),
+        "--run-dir",
+        str(run_dir),
+        "--set",
+        f"federated.codec.version={run.version}",
+        "--set",
+        f"federated.eval_every={run.eval_every}",
+        *(word for text in _SETTINGS for word in ("--set", text)),
+    ]
 
 
 def run_federated(run: FederatedRun, folder: Path) -> None:
@@ -162,10 +183,14 @@ async def _train(place: BenchRank) -> Any:
     dgc = {"name": "dgc", "density": run.density, "warmup": run.warmup}
     algorithms = {"dgc": dgc, "dense": "dense", "int8": "gradbus.experiments.figures.int8:Int8"}
     config = gradbus.DataParallelConfig(
-        epochs=run.epochs, optimizer={"lr": run.lr}, seed=run.seed,
-        algorithm=algorithms[run.exchange], overlap=run.overlap,
-        profile={"dir": folder}, timeouts={"join_s": 1800, "collective_s": 1800},
-    )  # fmt: skip
+        epochs=run.epochs,
+        optimizer={"lr": run.lr},
+        seed=run.seed,
+        algorithm=algorithms[run.exchange],
+        overlap=run.overlap,
+        profile={"dir": folder},
+        timeouts={"join_s": 1800, "collective_s": 1800},
+    )
     # The bus is measured: by default, ranks of one machine pass large data through memory they share.
     async with place.group(NetworkConfig(shared_memory=False, lease_s=10.0)) as group:
         worker = gradbus.Worker(group, task, config)

@@ -286,10 +286,14 @@ def deployment_rows() -> Iterator[DeploymentRow]:
         per_leaf = _PORTS - (2 if way == "cina" else 1)
         fabric = Fabric(world=hosts, network=_LINK, hosts_per_leaf=per_leaf if hosts > _PORTS else None)
         yield DeploymentRow(
-            way=way, ports=_PORTS, hosts=hosts, adding=needed.adding, forwarding=needed.forwarding,
+            way=way,
+            ports=_PORTS,
+            hosts=hosts,
+            adding=needed.adding,
+            forwarding=needed.forwarding,
             used_ports=needed.ports,
             slot_bytes=None if way == "mtina" else slot_bytes(way, fabric, _BLOCK_BYTES),
-        )  # fmt: skip
+        )
 
 
 def _fields_of(report: Any) -> dict[str, Any]:

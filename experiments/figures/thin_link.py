@@ -44,9 +44,10 @@ def draw_loss(rows: Sequence[ThinLinkRow], scale: Scale) -> Figure:
     style.label(axes, x="time", x_unit="s", y="training loss")
     axes.legend(fontsize=9)
     return canvas.finish(
-        figure, scale,
+        figure,
+        scale,
         f"{scale.data_name}, CNN, 2 ranks, batches of 16 each, a link of 50 Mbit/s and 50 ms one way between network "
         f"namespaces of one machine; {canvas.seeds_note(rows, 'way')}. "
         f"Steps of a rank in that time: {', '.join(steps)}.",
         timed=rows,
-    )  # fmt: skip
+    )

@@ -76,9 +76,13 @@ class RingAssisted:
         slots = round(memory * self.window_groups * more.get("jobs", 1)) * self.world
         wire = more.pop("wire", WIRE)
         return simulated(
-            "ra-ina", fabric_at_one(self.world, wire), self.groups * self.world, slots=slots,
-            window_blocks=self.window_groups * self.world, **more,
-        )  # fmt: skip
+            "ra-ina",
+            fabric_at_one(self.world, wire),
+            self.groups * self.world,
+            slots=slots,
+            window_blocks=self.window_groups * self.world,
+            **more,
+        )
 
 
 def memory_of_ring_assisted() -> Iterator[Row]:
@@ -126,9 +130,14 @@ def one_job() -> Iterator[Row]:
             gains = [(1 + r * exchange) / (1 + r * assisted) for r in SHARES]
             margin = exchange - wanted * assisted
             yield (
-                f"{world}", name, f"{exchange:.2f}", f"{assisted:.2f}", *(f"{gain:.2f}" for gain in gains),
-                f"{wanted:.2f}", f"{(wanted - 1) / margin:.2f}" if margin > 0 else "never",
-            )  # fmt: skip
+                f"{world}",
+                name,
+                f"{exchange:.2f}",
+                f"{assisted:.2f}",
+                *(f"{gain:.2f}" for gain in gains),
+                f"{wanted:.2f}",
+                f"{(wanted - 1) / margin:.2f}" if margin > 0 else "never",
+            )
 
 
 def several_jobs(jobs: int = 4, world: int = 8) -> Iterator[Row]:
@@ -152,9 +161,12 @@ def several_jobs(jobs: int = 4, world: int = 8) -> Iterator[Row]:
             assisted = RingAssisted(world, window, groups).run(memory, wire=wire, **shared)
             times = [sum(one.job_s) / len(one.job_s) for one in (ring, static, assisted)]
             yield (
-                f"{memory:.2f}", f"{r:g}", *(f"{1e3 * time_s:.1f} ms" for time_s in times),
-                f"{times[2] / times[1] - 1:+.1%}", f"{times[2] / times[0] - 1:+.1%}",
-            )  # fmt: skip
+                f"{memory:.2f}",
+                f"{r:g}",
+                *(f"{1e3 * time_s:.1f} ms" for time_s in times),
+                f"{times[2] / times[1] - 1:+.1%}",
+                f"{times[2] / times[0] - 1:+.1%}",
+            )
 
 
 SAVED = {"SwitchML": 0.254, "the ring": 0.181}
@@ -263,9 +275,12 @@ def completion() -> Iterator[Row]:
     from which on, for each r the m; then both at once, and what the simulator has there."""
     memories, shares = (0.25, 0.375, 0.5, 0.625, 0.75, 1.0), (0.5, 1.0, 2.0, 4.0)
     yield (
-        "N", "by", "sooner than", *(f"m = {memory:g}: from r" for memory in memories),
+        "N",
+        "by",
+        "sooner than",
+        *(f"m = {memory:g}: from r" for memory in memories),
         *(f"r = {share:g}: m" for share in shares),
-    )  # fmt: skip
+    )
     cases: list[tuple[int, str, Times, int]] = [
         (world, "the formulas", times_by_formula(world), 40) for world in (4, 6, 8, 16, 32)
     ]
@@ -274,9 +289,12 @@ def completion() -> Iterator[Row]:
         for other in SAVED:
             by_memory = [share_at(times, other, memory, steps=steps) for memory in memories]
             yield (
-                f"{world}", name, other, *("never" if one == math.inf else f"{one:.2f}" for one in by_memory),
+                f"{world}",
+                name,
+                other,
+                *("never" if one == math.inf else f"{one:.2f}" for one in by_memory),
                 *(memory_at(times, other, share, steps=steps) for share in shares),
-            )  # fmt: skip
+            )
 
 
 def completion_at_both() -> Iterator[Row]:

@@ -175,12 +175,15 @@ async def _traffic_of(way: CommunicationWay, world: int, job: str, domain: int) 
             running = [
                 tasks.create_task(
                     _in_group(
-                        buses[rank], rank, world, lambda group: run(group, of_ranks[group.rank][-1:], "counted"),
+                        buses[rank],
+                        rank,
+                        world,
+                        lambda group: run(group, of_ranks[group.rank][-1:], "counted"),
                         lambda group: run(group, of_ranks[group.rank][:-1], "before"),
                     )
                 )
                 for rank in range(world)
-            ]  # fmt: skip
+            ]
         return [one.result() for one in running]
 
 
@@ -263,9 +266,12 @@ def cells_of(way: CommunicationWay, counted: Sequence[Counted]) -> list[str]:
     """Return the cells of a row. ``counted``: in the worlds of :data:`WORLDS`."""
     amounts = ("sent", "received", "all_received")
     return [
-        way.name, way.latency, way.bandwidth, ", ".join(str(one.rounds) for one in counted),
+        way.name,
+        way.latency,
+        way.bandwidth,
+        ", ".join(str(one.rounds) for one in counted),
         *(", ".join(f"{getattr(one, amount):.1f}" for one in counted) for amount in amounts),
-    ]  # fmt: skip
+    ]
 
 
 def table(counted: dict[int, dict[str, Counted]]) -> str:

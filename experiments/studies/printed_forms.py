@@ -75,9 +75,13 @@ def _to_leaf_s(gradient_bytes: float, blocks: int, fabric: Fabric) -> float:
 VGG19_BYTES = 574.8e6
 BLOCKS = 4096
 FABRIC = Fabric(
-    world=1024, network=LinkSpec(rate_bytes_s=12.5e9, latency_s=2e-6), ranks_per_host=8, hosts_per_leaf=16,
-    local=LinkSpec(rate_bytes_s=150e9, latency_s=1e-6), uplink=LinkSpec(rate_bytes_s=12.5e9, latency_s=1e-6),
-)  # fmt: skip
+    world=1024,
+    network=LinkSpec(rate_bytes_s=12.5e9, latency_s=2e-6),
+    ranks_per_host=8,
+    hosts_per_leaf=16,
+    local=LinkSpec(rate_bytes_s=150e9, latency_s=1e-6),
+    uplink=LinkSpec(rate_bytes_s=12.5e9, latency_s=1e-6),
+)
 
 
 @dataclass(frozen=True, slots=True)

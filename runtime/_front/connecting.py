@@ -66,7 +66,16 @@ async def connect(  # noqa: PLR0913 - settings by keyword, for programs that hav
     from gradbus.runtime.bus.bus import connect as join  # loaded by now
 
     async with join(
-        job, domain=domain, network=network, interface=interface, peers=peers, lease_s=lease_s,
-        stall_timeout_s=stall_timeout_s, shared_memory=shared_memory, fast=fast, faults=faults, security=security,
-    ) as bus:  # fmt: skip
+        job,
+        domain=domain,
+        network=network,
+        interface=interface,
+        peers=peers,
+        lease_s=lease_s,
+        stall_timeout_s=stall_timeout_s,
+        shared_memory=shared_memory,
+        fast=fast,
+        faults=faults,
+        security=security,
+    ) as bus:
         yield bus

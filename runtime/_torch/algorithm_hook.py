@@ -57,10 +57,16 @@ log = get_logger("torch")
 
 
 def with_algorithm(
-    model: nn.Module, optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer], name: str, *,
-    process_group: dist.ProcessGroup | None = None, delay_steps: int | None = None, predicts_weights: bool = False,
-    hash_every: int = 0, **options: Any,
-) -> AlgorithmHook:  # fmt: skip
+    model: nn.Module,
+    optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer],
+    name: str,
+    *,
+    process_group: dist.ProcessGroup | None = None,
+    delay_steps: int | None = None,
+    predicts_weights: bool = False,
+    hash_every: int = 0,
+    **options: Any,
+) -> AlgorithmHook:
     """Have a model trained with an algorithm of data-parallel training.
 
         model = DistributedDataParallel(net)
@@ -101,9 +107,14 @@ def with_algorithm(
     module = model if ddp is None else ddp.module
     listed = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
     hook = AlgorithmHook(
-        module.named_parameters(), name, options, optimizers=listed, delay_steps=delay_steps,
-        process_group=process_group or (None if ddp is None else ddp.process_group), hash_every=hash_every,
-    )  # fmt: skip
+        module.named_parameters(),
+        name,
+        options,
+        optimizers=listed,
+        delay_steps=delay_steps,
+        process_group=process_group or (None if ddp is None else ddp.process_group),
+        hash_every=hash_every,
+    )
     if predicts_weights:
         hook.predict_weights(model)
     fault = _fault_of(module, ddp, hook)
@@ -176,10 +187,16 @@ class AlgorithmHook:
     """
 
     def __init__(
-        self, named_parameters: Iterable[tuple[str, Tensor]], name: str, options: Mapping[str, Any], *,
-        optimizers: Sequence[torch.optim.Optimizer] = (), process_group: dist.ProcessGroup | None = None,
-        delay_steps: int | None = None, hash_every: int = 0,
-    ) -> None:  # fmt: skip
+        self,
+        named_parameters: Iterable[tuple[str, Tensor]],
+        name: str,
+        options: Mapping[str, Any],
+        *,
+        optimizers: Sequence[torch.optim.Optimizer] = (),
+        process_group: dist.ProcessGroup | None = None,
+        delay_steps: int | None = None,
+        hash_every: int = 0,
+    ) -> None:
         """All ranks of the group make one, at the same time.
 
         Args:
@@ -220,11 +237,15 @@ class AlgorithmHook:
         except ConfigError as error:
             self._programs.compare({"refused": str(error)})
             raise
-        self._programs.compare({
-            "algorithm": name, "options": json.dumps(self.algorithm.options.model_dump(mode="json")),
-            "delay_steps": str(self.delay_steps), "hash_every": str(hash_every),
-            "parameters": json.dumps(self._parameters.shapes()),
-        })  # fmt: skip
+        self._programs.compare(
+            {
+                "algorithm": name,
+                "options": json.dumps(self.algorithm.options.model_dump(mode="json")),
+                "delay_steps": str(self.delay_steps),
+                "hash_every": str(hash_every),
+                "parameters": json.dumps(self._parameters.shapes()),
+            }
+        )
         self.leaves_out_unused = True
         self._number, self._epoch, self._passes = 0, -1, 0
         self._has_newer_loss = False  # whether a step has counted since ranks agreed on it
@@ -239,9 +260,14 @@ class AlgorithmHook:
         self._weights: WeightExchange | None = None
         if self.algorithm.scope == "weights":
             self._weights = WeightExchange(
-                self.algorithm, self._programs, self._copies or self._parameters, self.delay_steps, self._skip,
-                ShardHolders(self._parameters.values(), process_group), self._unexchanged.find,
-            )  # fmt: skip
+                self.algorithm,
+                self._programs,
+                self._copies or self._parameters,
+                self.delay_steps,
+                self._skip,
+                ShardHolders(self._parameters.values(), process_group),
+                self._unexchanged.find,
+            )
             self._registered += [one.register_step_post_hook(self._after_step) for one in self._optimizers]
 
     def _check_shards(self, group: dist.ProcessGroup | None) -> None:
@@ -607,15 +633,19 @@ class AlgorithmHook:
         waiting = self._late_gradients() if self._weights is None else self._weights.state()
         place = self._programs.place
         return {
-            "algorithm": self._name, "rank": place.rank, "world": place.world, "steps": self._number,
+            "algorithm": self._name,
+            "rank": place.rank,
+            "world": place.world,
+            "steps": self._number,
             "delay_steps": self.delay_steps,
             "parameters": self._parameters.shapes(),
             "options": self.algorithm.options.model_dump(mode="json"),
-            "own": self.algorithm.own_state(), "shared": self.algorithm.shared_state(),
+            "own": self.algorithm.own_state(),
+            "shared": self.algorithm.shared_state(),
             "loss": [self._programs.loss, self._has_newer_loss, self._reported],
             "waiting": waiting,
             **{kind: {name: one.detach() for name, one in live.items()} for kind, live in self._of_rank().items()},
-        }  # fmt: skip
+        }
 
     def _late_gradients(self) -> list[dict[str, Any]]:
         for run in self._runs.waiting:

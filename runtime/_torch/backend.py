@@ -231,9 +231,13 @@ class DdsBackend(Backend):
         self._uuids.add(uuid)
         limit_s = self._timeout_s if opts.timeout is None else self._limit_s(opts.timeout)
         place = replace(
-            self._place, rank=members.rank, world=len(members.handles), timeout_s=limit_s,
-            name=members.group_name(uuid), job=members.handles[0].job,
-        )  # fmt: skip
+            self._place,
+            rank=members.rank,
+            world=len(members.handles),
+            timeout_s=limit_s,
+            name=members.group_name(uuid),
+            job=members.handles[0].job,
+        )
         self._called_off = ""
         held = vars(self)
         group, queue = held.get("group"), held.get("queue")
@@ -242,9 +246,7 @@ class DdsBackend(Backend):
         self._forming = ReconfigureWork(partial(self._reform, place, members, group, queue))
         return self._forming
 
-    def _reform(
-        self, place: Rendezvous, members: Members, old: TorchGroup | None, queue: WorkQueue | None
-    ) -> None:  # fmt: skip
+    def _reform(self, place: Rendezvous, members: Members, old: TorchGroup | None, queue: WorkQueue | None) -> None:
         """On a thread of its own."""
         # Held over the change: opening a bus takes longer than all the rest.
         bus = acquire_bus(place.job, place.job_rank) if place.world > 1 else None

@@ -83,9 +83,13 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int =
     is_root = backend.group.rank == root_rank
     parameter_bytes = sum(parameter.nbytes for group in optimizer.param_groups for parameter in group["params"])
     tree = broadcast_tree(
-        backend, optimizer.state_dict, root_rank, of="the optimizer's state", call="broadcast_optimizer_state",
+        backend,
+        optimizer.state_dict,
+        root_rank,
+        of="the optimizer's state",
+        call="broadcast_optimizer_state",
         limit_bytes=limit_of(parameter_bytes),
-    )  # fmt: skip
+    )
     if not is_root:
         optimizer.load_state_dict(tree)
 
@@ -97,7 +101,7 @@ def limit_of(own_bytes: int) -> int:
 
 def broadcast_tree(
     backend: DdsBackend, make: Callable[[], Any], root_rank: int, *, of: str, call: str, limit_bytes: int
-) -> Any:  # fmt: skip
+) -> Any:
     """Give all ranks a tree of plain data and tensors of the root, which ``make`` makes there. Never pickle.
 
     Args:

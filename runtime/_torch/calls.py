@@ -124,10 +124,16 @@ class CollectiveCalls:
     # Tensors from rank to rank
 
     def _exchange(
-        self, what: str, value: Sequence[Tensor], *, signature: str = "",
-        to: Tensor | Mapping[int, Tensor] | None = None, into: Mapping[int, Tensor] | None = None,
-        receipts: bool = False, is_ready: bool = False,
-    ) -> CollectiveCall:  # fmt: skip
+        self,
+        what: str,
+        value: Sequence[Tensor],
+        *,
+        signature: str = "",
+        to: Tensor | Mapping[int, Tensor] | None = None,
+        into: Mapping[int, Tensor] | None = None,
+        receipts: bool = False,
+        is_ready: bool = False,
+    ) -> CollectiveCall:
         """See :class:`TensorExchange`; tensors to be filled may be strided, unless all are known to be ready."""
         into = into or {}
         lands = into if is_ready else {rank: staging_tensor(tensor) for rank, tensor in into.items()}
@@ -176,9 +182,13 @@ class CollectiveCalls:
             self._check_count("outputs", outputs)
             check_dtypes(outputs, tensor)
         return self._exchange(
-            "gather", outputs or [tensor], signature=f"gather {root}", to={root: plain(tensor)},
-            into=dict(enumerate(outputs)) if self.rank == root else None, receipts=True,
-        )  # fmt: skip
+            "gather",
+            outputs or [tensor],
+            signature=f"gather {root}",
+            to={root: plain(tensor)},
+            into=dict(enumerate(outputs)) if self.rank == root else None,
+            receipts=True,
+        )
 
     def scatter(self, output: Tensor, tensors: Sequence[Tensor], root: int) -> CollectiveCall:
         """The output of rank r gets the root's ``tensors[r]``; the others give no tensors."""
@@ -309,9 +319,14 @@ class CollectiveCalls:
         return self._reduction("reduce_scatter", operation, output, kind, given, land)
 
     def _reduction(
-        self, what: str, operation: Operation, result: Tensor, kind: Any, given: Sequence[Tensor],
+        self,
+        what: str,
+        operation: Operation,
+        result: Tensor,
+        kind: Any,
+        given: Sequence[Tensor],
         land: Tensor | None = None,
-    ) -> CollectiveCall:  # fmt: skip
+    ) -> CollectiveCall:
         """The call of an operation whose result goes to ``land``, and from there to ``result``.
 
         A mean of whole numbers is divided at the end.

@@ -46,8 +46,10 @@ class Compression:
 
 
 _BY_NAME: dict[str | None, Compressor] = {
-    None: Compression.none, "fp16": Compression.fp16, "bf16": Compression.bf16,
-}  # fmt: skip
+    None: Compression.none,
+    "fp16": Compression.fp16,
+    "bf16": Compression.bf16,
+}
 
 
 def compression_of(given: Any) -> Compressor:

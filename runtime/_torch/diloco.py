@@ -37,10 +37,15 @@ class DiLoCo(AlgorithmHook):
     """
 
     def __init__(
-        self, model: nn.Module, inner_optimizer: torch.optim.Optimizer,
-        outer_optimizer: torch.optim.Optimizer | None = None, *, group: dist.ProcessGroup | None = None,
-        steps: int = 50, **options: Any,
-    ) -> None:  # fmt: skip
+        self,
+        model: nn.Module,
+        inner_optimizer: torch.optim.Optimizer,
+        outer_optimizer: torch.optim.Optimizer | None = None,
+        *,
+        group: dist.ProcessGroup | None = None,
+        steps: int = 50,
+        **options: Any,
+    ) -> None:
         """All ranks of the group make one, at the same time.
 
         Args:

@@ -85,9 +85,12 @@ def agreed_name(place: Rendezvous, reach: Reach | None = None) -> str:
             )
             raise BarrierTimeout(
                 f"process group {place.label!r}, rank {rank}{again if time_no > 1 else ''}",
-                missing=[0], ready=world - 1, needed=world, timeout_s=place.timeout_s,
+                missing=[0],
+                ready=world - 1,
+                needed=world,
+                timeout_s=place.timeout_s,
                 hint="" if reach is None else reach.advice(),
-            )  # fmt: skip
+            )
     name, _, its_world = store.get(key).decode().partition(" ")
     if its_world == "1" and world > 1:  # it will not be met, so it gives no error itself
         raise ConfigError(

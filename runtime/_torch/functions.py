@@ -149,10 +149,14 @@ def local_rank() -> int:
 
 
 def allreduce(
-    tensor: Tensor, name: str | None = None, op: str | None = "mean", *,
-    compression: Compressor | Literal["fp16", "bf16"] | None = None, prescale_factor: float = 1.0,
+    tensor: Tensor,
+    name: str | None = None,
+    op: str | None = "mean",
+    *,
+    compression: Compressor | Literal["fp16", "bf16"] | None = None,
+    prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """The tensors of all ranks combined, in new memory.
 
     Args:
@@ -168,18 +172,26 @@ def allreduce(
 
 
 def allreduce_(
-    tensor: Tensor, name: str | None = None, op: str | None = "mean", *, prescale_factor: float = 1.0,
+    tensor: Tensor,
+    name: str | None = None,
+    op: str | None = "mean",
+    *,
+    prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Return the same in place."""
     factors = {"prescale_factor": prescale_factor, "postscale_factor": postscale_factor}
     return allreduce_async_(tensor, name, op, **factors).wait()
 
 
 def allreduce_async(
-    tensor: Tensor, name: str | None = None, op: str | None = "mean", *, prescale_factor: float = 1.0,
+    tensor: Tensor,
+    name: str | None = None,
+    op: str | None = "mean",
+    *,
+    prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-) -> Handle[Tensor]:  # fmt: skip
+) -> Handle[Tensor]:
     """Return the same as :func:`allreduce`; the tensor may be changed at once."""
     check_reachable(tensor, _what("allreduce", name))
     factors = {"prescale_factor": prescale_factor, "postscale_factor": postscale_factor}
@@ -187,9 +199,13 @@ def allreduce_async(
 
 
 def allreduce_async_(
-    tensor: Tensor, name: str | None = None, op: str | None = "mean", *, prescale_factor: float = 1.0,
+    tensor: Tensor,
+    name: str | None = None,
+    op: str | None = "mean",
+    *,
+    prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-) -> Handle[Tensor]:  # fmt: skip
+) -> Handle[Tensor]:
     """Return the same in place: until it has ended the tensor must neither be changed nor read.
 
     Raises:
@@ -357,8 +373,9 @@ def _place(name: str | None, counted: str) -> tuple[str, str]:
     if name is None:
         return COUNTED, counted
     if not isinstance(name, str):
-        raise ValueError(f"name must be text or None, got {name!r}. In place of Horovod's average, give op='mean' or "
-                         f"op='sum'")  # fmt: skip
+        raise ValueError(
+            f"name must be text or None, got {name!r}. In place of Horovod's average, give op='mean' or op='sum'"
+        )
     return CALLED, name
 
 

@@ -205,9 +205,14 @@ class GroupMembership:
         form_s = place.timeout_s if place.name else max(place.timeout_s, _FORM_S)
         try:
             async with join_group(
-                self.thread.bus, rank=place.rank, world=place.world, name=name,
-                timeout_s=form_s, collective_timeout_s=place.timeout_s, stall_warning_s=0.0,
-            ) as group:  # fmt: skip
+                self.thread.bus,
+                rank=place.rank,
+                world=place.world,
+                name=name,
+                timeout_s=form_s,
+                collective_timeout_s=place.timeout_s,
+                stall_warning_s=0.0,
+            ) as group:
                 self._joined.set_result(group)
                 await self._watch_until_left(name)
                 if self._reason and not self._abruptly:

@@ -51,10 +51,14 @@ class HookState(AlgorithmHook):
     """The state of a communication hook: of one rank, for one model and one algorithm. All ranks make it together."""
 
     def __init__(
-        self, named_parameters: Iterable[tuple[str, Tensor]], name: str, *,
-        optimizers: Sequence[torch.optim.Optimizer] = (), process_group: dist.ProcessGroup | None = None,
+        self,
+        named_parameters: Iterable[tuple[str, Tensor]],
+        name: str,
+        *,
+        optimizers: Sequence[torch.optim.Optimizer] = (),
+        process_group: dist.ProcessGroup | None = None,
         **options: Any,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """
         Args:
             named_parameters: ``model.named_parameters()`` of what DDP wraps.

@@ -340,10 +340,15 @@ def _after_step(optimizer: Any, arguments: Any, options: Any) -> None:
 
 
 def DistributedOptimizer(  # noqa: N802 (Horovod's name)
-    optimizer: Optimizer, named_parameters: Iterable[tuple[str, Tensor]] | None = None,
-    compression: Compressor | Literal["fp16", "bf16"] | None = None, op: Literal["mean", "sum"] = "mean",
-    backward_passes_per_step: int = 1, *, sparse_as_dense: bool = False, gradient_predivide_factor: float = 1.0,
-) -> Distributed:  # fmt: skip
+    optimizer: Optimizer,
+    named_parameters: Iterable[tuple[str, Tensor]] | None = None,
+    compression: Compressor | Literal["fp16", "bf16"] | None = None,
+    op: Literal["mean", "sum"] = "mean",
+    backward_passes_per_step: int = 1,
+    *,
+    sparse_as_dense: bool = False,
+    gradient_predivide_factor: float = 1.0,
+) -> Distributed:
     """Make an optimizer combine its gradients over all ranks: each as soon as backward has it, and wait in ``step``.
 
     All ranks must make their distributed optimizers in the same order. Gradients may come in another order on each.

@@ -163,9 +163,14 @@ class DdsProcessGroup(ProcessGroup):
         monitored_barrier(self.dds.messages, self.rank(), self.size(), limit.total_seconds(), wait_all_ranks)
 
     def split_group(
-        self, new_ranks: list[int], timeout: timedelta | None = None, opts: Backend.Options | None = None,
-        group_name: Any = None, group_desc: str | None = None, device_types: list[torch.device] | None = None,
-    ) -> DdsProcessGroup | None:  # fmt: skip
+        self,
+        new_ranks: list[int],
+        timeout: timedelta | None = None,
+        opts: Backend.Options | None = None,
+        group_name: Any = None,
+        group_desc: str | None = None,
+        device_types: list[torch.device] | None = None,
+    ) -> DdsProcessGroup | None:
         """A group of some of these ranks; None on the others."""
         if self.rank() not in new_ranks:
             return None

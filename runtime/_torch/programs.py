@@ -85,9 +85,10 @@ def queue_of(group: dist.ProcessGroup | None) -> ProgramQueue:
 
 
 def run_program(
-    program: Program[R], group: dist.ProcessGroup | None = None,
+    program: Program[R],
+    group: dist.ProcessGroup | None = None,
     on_request: Callable[[Request], object] = lambda request: None,
-) -> R:  # fmt: skip
+) -> R:
     """Run a program on this rank to its end, in this thread. Returns what it returns.
 
     All ranks of the group call this with programs that make the same requests in the same order: backends such as gloo

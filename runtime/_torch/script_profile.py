@@ -48,9 +48,12 @@ class profile:  # noqa: N801 - as torch.profiler.profile
     profile: Profile
 
     def __init__(
-        self, folder: str | Path | None = None, *, optimizer: torch.optim.Optimizer | None = None,
+        self,
+        folder: str | Path | None = None,
+        *,
+        optimizer: torch.optim.Optimizer | None = None,
         window_steps: int = WINDOW_STEPS,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Choose what is measured.
 
         Args:
@@ -100,9 +103,12 @@ class profile:  # noqa: N801 - as torch.profiler.profile
             raise RuntimeError("profile: another one is under way in this process: end it first")
         group, folder = current().group, self._folder
         self.profile = Profile(
-            group.rank, self._window_steps, None if folder is None else folder / f"profile-rank-{group.rank}.jsonl",
-            jsonl_steps=True, traffic=group.traffic,
-        )  # fmt: skip
+            group.rank,
+            self._window_steps,
+            None if folder is None else folder / f"profile-rank-{group.rank}.jsonl",
+            jsonl_steps=True,
+            traffic=group.traffic,
+        )
         self._thread = threading.get_ident()
         observed.observer = self
         self._undo.callback(setattr, observed, "observer", None)

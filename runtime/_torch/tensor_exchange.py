@@ -48,9 +48,15 @@ class TensorExchange(RefusingOperation):
     """
 
     def __init__(
-        self, signature: str, rank: int, world: int, *, to: Tensor | Mapping[int, Tensor] | None = None,
-        into: Mapping[int, Tensor] | None = None, receipts: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        signature: str,
+        rank: int,
+        world: int,
+        *,
+        to: Tensor | Mapping[int, Tensor] | None = None,
+        into: Mapping[int, Tensor] | None = None,
+        receipts: bool = False,
+    ) -> None:
         """
         Args:
             signature: where it names two ranks (:func:`channel_of`), the others do not take part.

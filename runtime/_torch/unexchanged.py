@@ -18,9 +18,7 @@ from gradbus.runtime.errors import ConfigError
 class UnexchangedParameters:
     """Looks for parameters of one model that are trained and not exchanged."""
 
-    def __init__(
-        self, of_model: Iterable[tuple[str, Tensor]], optimizers: Sequence[torch.optim.Optimizer]
-    ) -> None:  # fmt: skip
+    def __init__(self, of_model: Iterable[tuple[str, Tensor]], optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """
         Args:
             of_model: its parameters by name. Those that require a gradient now are exchanged.
@@ -38,9 +36,7 @@ class UnexchangedParameters:
         """Return the names of those that are trained by now."""
         listed = self._listed()
         stepped = {id(one) for one in listed}
-        found = [
-            key for key, one in self._frozen if one.requires_grad and (not self._optimizers or id(one) in stepped)
-        ]  # fmt: skip
+        found = [key for key, one in self._frozen if one.requires_grad and (not self._optimizers or id(one) in stepped)]
         added = (one for one in listed if id(one) not in self._known and one.requires_grad)
         return found + [f"one of shape {tuple(one.shape)}, new in an optimizer" for one in added]
 

@@ -59,10 +59,15 @@ class WeightExchange:
     """
 
     def __init__(
-        self, algorithm: Algorithm, programs: AlgorithmPrograms, parameters: Mapping[str, Tensor] | CpuCopies,
-        delay_steps: int, on_skipped: Callable[[str, int], object], holders: ShardHolders,
+        self,
+        algorithm: Algorithm,
+        programs: AlgorithmPrograms,
+        parameters: Mapping[str, Tensor] | CpuCopies,
+        delay_steps: int,
+        on_skipped: Callable[[str, int], object],
+        holders: ShardHolders,
         find_unexchanged: Callable[[], Sequence[str]],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """
         Args:
             parameters: that are trained, by name; copies of them, where they are not float32 on the CPU.
@@ -128,12 +133,16 @@ class WeightExchange:
             one.ended.result()
         return [
             {
-                "number": one.step.number, "epoch": one.step.epoch, "active": one.step.active, "loss": one.step.loss,
-                "counts": one.counts, "tensors": one.tensors,
+                "number": one.step.number,
+                "epoch": one.step.epoch,
+                "active": one.step.active,
+                "loss": one.step.loss,
+                "counts": one.counts,
+                "tensors": one.tensors,
                 "began_finite": one.began_finite or one.step.number < self._restarted,
             }
             for one in self._waiting
-        ]  # fmt: skip
+        ]
 
     def check(self, waiting: Iterable[Mapping[str, Any]]) -> None:
         """Raises ValueError: these are not what :meth:`state` returns."""

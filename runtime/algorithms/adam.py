@@ -160,8 +160,9 @@ class OneBitAdam(CompressedAdam):
         decoded = [decoded_bit(message, size) for message, size in zip(sent, sizes, strict=True)]
         self._stage("worker_error", bucket.tensors, m - torch.cat(decoded))
         others = [peer for peer in range(world) if peer != rank]
-        came = yield Swap("parts", {peer: sent[peer] for peer in others},
-                          {peer: torch.empty_like(sent[rank]) for peer in others})  # fmt: skip
+        came = yield Swap(
+            "parts", {peer: sent[peer] for peer in others}, {peer: torch.empty_like(sent[rank]) for peer in others}
+        )
         size = sizes[rank]
         total = torch.zeros(size, dtype=torch.float32)
         for peer in range(world):

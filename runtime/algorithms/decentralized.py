@@ -116,8 +116,11 @@ class Decentralized(Algorithm):
     def _both(self, message: Tensor, left: int, right: int) -> Swap:
         if left == right:
             return Swap("neighbour", {left: message}, {left: torch.empty_like(message)})
-        return Swap("neighbour", {left: message, right: message},
-                    {left: torch.empty_like(message), right: torch.empty_like(message)})  # fmt: skip
+        return Swap(
+            "neighbour",
+            {left: message, right: message},
+            {left: torch.empty_like(message), right: torch.empty_like(message)},
+        )
 
     def _choco(self, bucket: TensorBucket) -> Program[None]:
         """x_hat, kept as ``known``: what the others know of this rank's weights, from zeros on; not the

@@ -122,12 +122,22 @@ class Dgc(Algorithm):
     def _set_momentum(self, momentum: float | None, nesterov: bool | None, clip_norm: float | None) -> None:
         options = self.options
         self._config = codecs.DgcConfig(
-            density=options.density, momentum=0.9 if momentum is None else momentum, nesterov=bool(nesterov),
-            clip_norm=clip_norm, world=self.place.world, masking=options.masking, sampling=options.sampling,
-            sample_ratio=options.sample_ratio, upper_bound=options.upper_bound, lower_bound=options.lower_bound,
-            max_iterations=options.max_iterations, resample=options.resample, min_numel=options.min_numel,
-            value_dtype=options.value_dtype, dense_dtype=options.dense_dtype,
-        )  # fmt: skip
+            density=options.density,
+            momentum=0.9 if momentum is None else momentum,
+            nesterov=bool(nesterov),
+            clip_norm=clip_norm,
+            world=self.place.world,
+            masking=options.masking,
+            sampling=options.sampling,
+            sample_ratio=options.sample_ratio,
+            upper_bound=options.upper_bound,
+            lower_bound=options.lower_bound,
+            max_iterations=options.max_iterations,
+            resample=options.resample,
+            min_numel=options.min_numel,
+            value_dtype=options.value_dtype,
+            dense_dtype=options.dense_dtype,
+        )
 
     @property
     def density(self) -> float:
@@ -163,9 +173,12 @@ class Dgc(Algorithm):
         given = {name: getattr(options, name) for name in ("momentum", "nesterov", "clip_norm")}
         self._set_momentum(**{n: getattr(settings, n) if value is None else value for n, value in given.items()})
         return codecs.DgcSgd(
-            parameters.values(), lr=settings.lr, momentum=self._config.momentum, nesterov=self._config.nesterov,
+            parameters.values(),
+            lr=settings.lr,
+            momentum=self._config.momentum,
+            nesterov=self._config.nesterov,
             weight_decay=settings.weight_decay,
-        )  # fmt: skip
+        )
 
     def regroup(self, place: Place) -> None:
         super().regroup(place)

@@ -32,9 +32,21 @@ class FixedPoint(Algorithm):
     # All gradients in one sum: an aggregator counts groups of blocks, so all ranks have to send them in one order.
     scope: ClassVar[Scope] = "step"
     may_change = frozenset(
-        {"route", "topology", "leaves", "leaves_by", "roots", "within_host", "block_elems", "window_groups",
-         "aggregator_timeout_s", "aggregator_retry_s", "without_aggregator", "verify"}
-    )  # fmt: skip
+        {
+            "route",
+            "topology",
+            "leaves",
+            "leaves_by",
+            "roots",
+            "within_host",
+            "block_elems",
+            "window_groups",
+            "aggregator_timeout_s",
+            "aggregator_retry_s",
+            "without_aggregator",
+            "verify",
+        }
+    )
 
     class Options(base.Options):
         """Options of ``fixed-point``."""
@@ -96,13 +108,22 @@ class FixedPoint(Algorithm):
         if options.route == "direct" or self.place.world == 1:
             return None
         topology = AggregatorTopology(
-            kind=options.topology, leaves=options.leaves, leaves_by=options.leaves_by, roots=options.roots,
+            kind=options.topology,
+            leaves=options.leaves,
+            leaves_by=options.leaves_by,
+            roots=options.roots,
             within_host=options.within_host,
-        )  # fmt: skip
+        )
         return InNetworkOptions(
-            options.route, options.block_elems, options.window_groups, topology, options.aggregator_timeout_s,
-            options.without_aggregator, options.aggregator_retry_s, verify=options.verify,
-        )  # fmt: skip
+            options.route,
+            options.block_elems,
+            options.window_groups,
+            topology,
+            options.aggregator_timeout_s,
+            options.without_aggregator,
+            options.aggregator_retry_s,
+            verify=options.verify,
+        )
 
     @property
     def any_device(self) -> bool:

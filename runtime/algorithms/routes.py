@@ -157,9 +157,13 @@ def known_hosts(place: Place) -> tuple[str, ...]:
 
 
 def hierarchical(
-    place: Place, x: Tensor, levels: Sequence[Sequence[str]] | None = None, members: Sequence[int] | None = None,
-    outermost: OuterRoute = ring, name: str = "hierarchical",
-) -> Program[Tensor]:  # fmt: skip
+    place: Place,
+    x: Tensor,
+    levels: Sequence[Sequence[str]] | None = None,
+    members: Sequence[int] | None = None,
+    outermost: OuterRoute = ring,
+    name: str = "hierarchical",
+) -> Program[Tensor]:
     """Reduce-scatter within each host, an all-reduce between hosts for each part, gather within each host.
 
     With n ranks on each of M hosts each rank has a ring ("rail") of its own between the hosts, for 1 / n of the vector.
@@ -206,5 +210,9 @@ def hierarchical(
 
 
 ROUTES: dict[Route, Callable[[Place, Tensor], Program[Tensor]]] = {
-    "star": star, "tree": tree, "ring": ring, "halving-doubling": halving_doubling, "hierarchical": hierarchical,
-}  # fmt: skip
+    "star": star,
+    "tree": tree,
+    "ring": ring,
+    "halving-doubling": halving_doubling,
+    "hierarchical": hierarchical,
+}

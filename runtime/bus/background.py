@@ -108,9 +108,12 @@ class BusThread:
         settings = self._settings
         try:
             async with connect(
-                self.job, domain=settings.domain, network=NetworkConfig.of(settings),
-                stall_timeout_s=settings.stall_timeout_s, security=self._security,
-            ) as bus:  # fmt: skip
+                self.job,
+                domain=settings.domain,
+                network=NetworkConfig.of(settings),
+                stall_timeout_s=settings.stall_timeout_s,
+                security=self._security,
+            ) as bus:
                 self._opened.set_result(bus)
                 await self._stop.wait()
         except Exception as error:

@@ -450,9 +450,12 @@ async def connect(  # noqa: PLR0913 - settings by keyword, for programs that hav
     if not isinstance(network, NetworkConfig):
         check_peers(peers)  # one text is no list of them, but its characters would become one
         network = NetworkConfig(
-            profile=network, interface=interface or LOOPBACK, peers=tuple(peers), lease_s=lease_s,
+            profile=network,
+            interface=interface or LOOPBACK,
+            peers=tuple(peers),
+            lease_s=lease_s,
             shared_memory=shared_memory,
-        )  # fmt: skip
+        )
     injector = FaultInjector(faults) if faults else None
     with short_switch_interval():
         participant = await open_participant(

@@ -74,9 +74,12 @@ class Liveness:
     """The senders of one bus, and which of them are gone. For the receive thread."""
 
     def __init__(
-        self, lease_s: float, watch: Callable[[str], bool], unwatch: Callable[[str], None],
+        self,
+        lease_s: float,
+        watch: Callable[[str], bool],
+        unwatch: Callable[[str], None],
         is_stopped: Callable[[str], bool],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Args:
         lease_s: after so long a silence a sender whose writers DDS has lost is gone.
         watch: have the end of a process reported to :meth:`ended`; returns whether that can be. unwatch: no more.

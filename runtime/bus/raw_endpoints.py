@@ -32,9 +32,13 @@ class RawEndpoints:
     """Readers and writers that belong together and are closed together. Made by ``Bus.raw_endpoints``."""
 
     def __init__(
-        self, participant: Participant, receiver: Receiver, sender: Sender, stall_timeout_s: float,
+        self,
+        participant: Participant,
+        receiver: Receiver,
+        sender: Sender,
+        stall_timeout_s: float,
         closed: Callable[[RawEndpoints], None],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """``closed``: called once, when nothing goes through it any more."""
         self._participant = participant
         self._receiver = receiver

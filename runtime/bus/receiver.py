@@ -82,9 +82,14 @@ class Receiver:
     that does its work while it waits."""
 
     def __init__(
-        self, waiter: WaitSet, loop: asyncio.AbstractEventLoop, on_matched: Callable[[], None],
-        on_fault: Callable[[], None], *, lease_s: float,
-    ) -> None:  # fmt: skip
+        self,
+        waiter: WaitSet,
+        loop: asyncio.AbstractEventLoop,
+        on_matched: Callable[[], None],
+        on_fault: Callable[[], None],
+        *,
+        lease_s: float,
+    ) -> None:
         """Args:
         on_matched: called on the loop when matched endpoints have changed. on_fault: called there when the thread
             cannot go on, see its ``fault``.

@@ -34,9 +34,12 @@ class Subscription:
     """
 
     def __init__(
-        self, consumed: Callable[[Item], None], closed: Callable[[Subscription], None],
-        only: Callable[[Message], bool] | None, handover: Handover,
-    ) -> None:  # fmt: skip
+        self,
+        consumed: Callable[[Item], None],
+        closed: Callable[[Subscription], None],
+        only: Callable[[Message], bool] | None,
+        handover: Handover,
+    ) -> None:
         """``consumed``: called when a message was taken. ``closed``: called when this is closed. ``only``: whether a
         message is put here; None: each is."""
         self.only = only
@@ -108,9 +111,12 @@ class Subscriptions:
         self._of: dict[type[Any], list[Subscription]] = {}  # by kind of message
 
     def open(
-        self, kinds: Sequence[type[Any]], only: Callable[[Message], bool] | None, *,
+        self,
+        kinds: Sequence[type[Any]],
+        only: Callable[[Message], bool] | None,
+        *,
         on_unused: Callable[[type[Any]], None],
-    ) -> Subscription:  # fmt: skip
+    ) -> Subscription:
         """One more, of these kinds. ``only``: see :class:`Subscription`. ``on_unused``: called with each of the kinds
         when this is closed and no other has it."""
         subscription = Subscription(self._taken, partial(self._drop, on_unused), only, self._handover)

@@ -34,9 +34,13 @@ class WaitLoop(OwnThread):
     """Waits for a wait set and handles what it reports, one turn after the other, on one thread at a time."""
 
     def __init__(
-        self, waiter: WaitSet, handle: Callable[[list[int], float], bool], *, failed: Callable[[], None],
+        self,
+        waiter: WaitSet,
+        handle: Callable[[list[int], float], bool],
+        *,
+        failed: Callable[[], None],
         ended: Callable[[], None],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Args:
         handle: gets the numbers of the entities that have news, and until when to handle them, by ``time.monotonic``;
             what is left is reported again. Returns whether there was anything to do.

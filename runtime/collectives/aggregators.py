@@ -114,9 +114,13 @@ class AggregatorSession:
             ring = {(rank - 1) % world, (rank + 1) % world} - {rank} if options.route == "ra-ina" else set()
             session.streams = PacketStreams(
                 # Of all aggregators, also those that it sends nothing to: so it learns at once when one dies.
-                network, [*sorted(ring), *range(world, network.world)], block_elems=options.block_elems,
-                receive=session.receive, lost=session.lost, loss=options.loss,
-            )  # fmt: skip
+                network,
+                [*sorted(ring), *range(world, network.world)],
+                block_elems=options.block_elems,
+                receive=session.receive,
+                lost=session.lost,
+                loss=options.loss,
+            )
             await stack.enter_async_context(session.streams)
             session._joined = stack.pop_all()
         return session
@@ -241,10 +245,16 @@ def describe_missing(world: int, nodes: int) -> DescribeMissing:
 async def _form(stack: AsyncExitStack, workers: Group, options: InNetworkOptions, timeout_s: float) -> Group:
     world, nodes = workers.world, options.topology.num_nodes
     joining = join_group(
-        workers.bus, rank=workers.rank, world=world + nodes, name=GROUP, timeout_s=timeout_s,
-        collective_timeout_s=workers.timeout_s, max_payload_bytes=payload_limit(options.block_elems),
-        stall_warning_s=0.0, describe_missing=describe_missing(world, nodes),
-    )  # fmt: skip
+        workers.bus,
+        rank=workers.rank,
+        world=world + nodes,
+        name=GROUP,
+        timeout_s=timeout_s,
+        collective_timeout_s=workers.timeout_s,
+        max_payload_bytes=payload_limit(options.block_elems),
+        stall_warning_s=0.0,
+        describe_missing=describe_missing(world, nodes),
+    )
     try:
         return await stack.enter_async_context(joining)
     except BarrierTimeout as error:
@@ -253,11 +263,14 @@ async def _form(stack: AsyncExitStack, workers: Group, options: InNetworkOptions
             raise
         which = "the aggregator" if nodes == 1 else f"one of {nodes} aggregators, missing are nodes {absent}"
         raise BarrierTimeout(
-            "in-network aggregation", missing=error.missing, ready=error.ready, needed=error.needed,
+            "in-network aggregation",
+            missing=error.missing,
+            ready=error.ready,
+            needed=error.needed,
             timeout_s=timeout_s,
             hint=f"Rank {world + absent[0]} is {which}: start it with 'gradbus aggregator CONFIG', for the same job "
             f"and {world} workers. Or set parallel.algorithm.route to 'direct'",
-        ) from None  # fmt: skip
+        ) from None
     except ConfigError as error:
         raise ConfigError(
             f"{error}. This group has the workers and their aggregators, {world} + {nodes} here: compare world and "

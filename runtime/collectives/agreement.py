@@ -64,9 +64,16 @@ class GenerationAgreement:
     """
 
     def __init__(
-        self, group: str, me: MemberId, *, min_world: int, max_world: int, founders: int = 0,
-        traits: Mapping[str, int] | None = None, host: str = "",
-    ) -> None:  # fmt: skip
+        self,
+        group: str,
+        me: MemberId,
+        *,
+        min_world: int,
+        max_world: int,
+        founders: int = 0,
+        traits: Mapping[str, int] | None = None,
+        host: str = "",
+    ) -> None:
         """
         Args:
             min_world, max_world: members that a generation has at least, and at most.
@@ -306,10 +313,21 @@ class GenerationAgreement:
     def view(self) -> GroupView:
         """The view of this process as it is now, without a version."""
         return GroupView(
-            self.group, self._version, self.generation, *_columns(self.members), self._promised, self._accepted,
-            *_columns(self._proposal), self._founders, self.resting, self.generation > 0 and not self.is_member,
-            self.leaving, self.ended, self._traits, self.host[:256],
-        )  # fmt: skip
+            self.group,
+            self._version,
+            self.generation,
+            *_columns(self.members),
+            self._promised,
+            self._accepted,
+            *_columns(self._proposal),
+            self._founders,
+            self.resting,
+            self.generation > 0 and not self.is_member,
+            self.leaving,
+            self.ended,
+            self._traits,
+            self.host[:256],
+        )
 
     def next_view(self) -> GroupView:
         """The view to be sent now."""
@@ -326,10 +344,13 @@ class GenerationAgreement:
     def _fresh(self) -> list[MemberId]:
         """Founders that know of no generation, and processes that take the place of one that was lost so early."""
         return [
-            member for member, view in self._views.items()
-            if not view.generation and view.founders in (0, self._founders) and member.number < self._founders
+            member
+            for member, view in self._views.items()
+            if not view.generation
+            and view.founders in (0, self._founders)
+            and member.number < self._founders
             and member not in self._gone
-        ]  # fmt: skip
+        ]
 
     @property
     def _missing_founders(self) -> list[int]:
@@ -343,10 +364,14 @@ class GenerationAgreement:
     def _joiners(self) -> list[MemberId]:
         """Processes that fit, and want to join, in the order in which they are let in."""
         return sorted(
-            member for member, view in self._views.items()
-            if member not in self.members and member not in self._gone and view.joining and not view.leaving
+            member
+            for member, view in self._views.items()
+            if member not in self.members
+            and member not in self._gone
+            and view.joining
+            and not view.leaving
             and view.traits == self._traits
-        )  # fmt: skip
+        )
 
     @property
     def _stay(self) -> list[MemberId]:
@@ -427,9 +452,10 @@ class GenerationAgreement:
     def _with_ballot(self, ballot: int, what: str) -> list[MemberId]:
         """Members whose newest view has this ballot, this one included. ``what``: promised or accepted."""
         found = [
-            member for member, view in self._views.items()
+            member
+            for member, view in self._views.items()
             if self._counts(member, view) and getattr(view, what) == ballot
-        ]  # fmt: skip
+        ]
         own = self._promised if what == "promised" else self._accepted
         return [*found, self.me] if own == ballot else found
 

@@ -59,9 +59,16 @@ class ChunkSender:
     """
 
     def __init__(
-        self, template: FrameTemplate, payload: Bytes, numbers: Sequence[int], route: FrameRoute, *,
-        slots: SlotPool | None, written: Callable[[int], None] | None, finished: Finished,
-    ) -> None:  # fmt: skip
+        self,
+        template: FrameTemplate,
+        payload: Bytes,
+        numbers: Sequence[int],
+        route: FrameRoute,
+        *,
+        slots: SlotPool | None,
+        written: Callable[[int], None] | None,
+        finished: Finished,
+    ) -> None:
         """
         Args:
             numbers: of the chunks that are sent.

@@ -121,9 +121,16 @@ class DataMovement(Operation):
     is_acknowledged: ClassVar[bool] = False
 
     def __init__(
-        self, signature: str, rank: int, world: int, outgoing: Mapping[int | None, OutgoingPayload], *,
-        sources: Sequence[int] | None = (), max_bytes: int = 0, peers: Sequence[int] | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        signature: str,
+        rank: int,
+        world: int,
+        outgoing: Mapping[int | None, OutgoingPayload],
+        *,
+        sources: Sequence[int] | None = (),
+        max_bytes: int = 0,
+        peers: Sequence[int] | None = None,
+    ) -> None:
         """
         Args:
             outgoing: payloads by receiver; None: for all others.
@@ -185,9 +192,13 @@ class Gather(DataMovement):
         self._own = OutgoingPayload(payload)
         self._root = root
         super().__init__(
-            f"gather {root} {self._own.kind}", rank, world, {root: self._own}, sources=None if rank == root else (),
+            f"gather {root} {self._own.kind}",
+            rank,
+            world,
+            {root: self._own},
+            sources=None if rank == root else (),
             max_bytes=max_bytes,
-        )  # fmt: skip
+        )
 
     def result(self) -> list[Any] | None:
         return self.in_rank_order(self._own) if self.rank == self._root else None
@@ -204,9 +215,13 @@ class Scatter(DataMovement):
         if payloads is not None and len(payloads) != world:
             raise ValueError(f"scatter: expected {world} payloads, one for each rank, got {len(payloads)}")
         super().__init__(
-            f"scatter {root}", rank, world, {} if payloads is None else _by_receiver(payloads),
-            sources=() if rank == root else [root], max_bytes=max_bytes,
-        )  # fmt: skip
+            f"scatter {root}",
+            rank,
+            world,
+            {} if payloads is None else _by_receiver(payloads),
+            sources=() if rank == root else [root],
+            max_bytes=max_bytes,
+        )
         self._root = root
 
     def result(self) -> Any:
@@ -220,9 +235,7 @@ class AllToAll(DataMovement):
         if len(payloads) != world:
             raise ValueError(f"all_to_all: expected {world} payloads, one for each rank, got {len(payloads)}")
         outgoing = _by_receiver(payloads)
-        super().__init__(
-            f"all_to_all {outgoing[0].kind}", rank, world, outgoing, sources=None, max_bytes=max_bytes
-        )  # fmt: skip
+        super().__init__(f"all_to_all {outgoing[0].kind}", rank, world, outgoing, sources=None, max_bytes=max_bytes)
 
     def result(self) -> list[Any]:
         return self.in_rank_order(self._outgoing[self.rank])
@@ -244,8 +257,14 @@ class Receive(DataMovement):
 
     def __init__(self, source: int, rank: int, world: int, max_bytes: int) -> None:
         super().__init__(
-            f"send {source} {rank}", rank, world, {}, sources=[source], max_bytes=max_bytes, peers=[source],
-        )  # fmt: skip
+            f"send {source} {rank}",
+            rank,
+            world,
+            {},
+            sources=[source],
+            max_bytes=max_bytes,
+            peers=[source],
+        )
         self._source = source
 
     def result(self) -> Any:

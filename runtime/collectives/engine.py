@@ -108,9 +108,16 @@ class Engine:
     """
 
     def __init__(
-        self, group: str, rank: int, world: int, link: Transport, *, early_bytes: int, early_age_s: float,
+        self,
+        group: str,
+        rank: int,
+        world: int,
+        link: Transport,
+        *,
+        early_bytes: int,
+        early_age_s: float,
         traffic: Traffic | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """
         Args:
             group: its name, for errors.

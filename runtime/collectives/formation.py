@@ -235,9 +235,16 @@ class Formation:
     def hello_now(self) -> GroupHello:
         """The hello of this rank as it is now."""
         return GroupHello(
-            self.group, self.world, self.digest, self.linked, self.formed, self.options, self.me.host[:256],
-            self.memory, sorted(self.attached),
-        )  # fmt: skip
+            self.group,
+            self.world,
+            self.digest,
+            self.linked,
+            self.formed,
+            self.options,
+            self.me.host[:256],
+            self.memory,
+            sorted(self.attached),
+        )
 
 
 @dataclass(slots=True)

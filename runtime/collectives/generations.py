@@ -170,9 +170,13 @@ class Generations:
             log.info("generation", generation=number, rank=rank, world=world, members=[m.number for m in self.members])
             async with contextlib.AsyncExitStack() as stack:
                 joining = join_group(
-                    self._bus, rank=rank, world=world, name=f"{agreement.group}_{number}", timeout_s=FORM_S,
+                    self._bus,
+                    rank=rank,
+                    world=world,
+                    name=f"{agreement.group}_{number}",
+                    timeout_s=FORM_S,
                     collective_timeout_s=self._limits.collective_s,
-                )  # fmt: skip
+                )
                 group = None
                 try:
                     async with asyncio.timeout(None) as self._forming:
@@ -203,10 +207,13 @@ class Generations:
             if now_s >= since_s + patience_s:
                 raise WaitedInVain(
                     f"elastic group {agreement.group!r}, process {agreement.me.number} (waits for "
-                    f"{agreement.waits_for or 'the next generation'})", missing=agreement.unreached,
-                    ready=agreement.ready, needed=agreement.needed, timeout_s=patience_s,
+                    f"{agreement.waits_for or 'the next generation'})",
+                    missing=agreement.unreached,
+                    ready=agreement.ready,
+                    needed=agreement.needed,
+                    timeout_s=patience_s,
                     misconfiguration=self._bus.misconfiguration,
-                )  # fmt: skip
+                )
             self._moved.clear()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(REPEAT_S):
@@ -296,9 +303,14 @@ def _concerns(message: object) -> bool:
 
 @contextlib.asynccontextmanager
 async def open_generations(
-    bus: Bus, *, number: int, founders: int = 0, limits: ElasticLimits, traits: Mapping[str, int] | None = None,
+    bus: Bus,
+    *,
+    number: int,
+    founders: int = 0,
+    limits: ElasticLimits,
+    traits: Mapping[str, int] | None = None,
     name: str = "world",
-) -> AsyncIterator[Generations]:  # fmt: skip
+) -> AsyncIterator[Generations]:
     """Take part in an elastic group until the end of the block.
 
     Args:
@@ -324,9 +336,14 @@ async def open_generations(
         )
     me = MemberId(number, new_incarnation())
     agreement = GenerationAgreement(
-        name, me, min_world=limits.min_world, max_world=limits.max_world, founders=founders, traits=traits,
+        name,
+        me,
+        min_world=limits.min_world,
+        max_world=limits.max_world,
+        founders=founders,
+        traits=traits,
         host=f"{socket.gethostname()} (process {os.getpid()})",
-    )  # fmt: skip
+    )
     agreement.last_call_s = limits.last_call_s
     bus.open_writer(Control)
     generations = Generations(bus, agreement, limits)

@@ -145,9 +145,17 @@ class Group:
     # Reductions
 
     def all_reduce(  # noqa: PLR0913 - of a user's call, each an option by name
-        self, name: str, tensor: Tensor, *, op: ReduceOp = "sum", out: Tensor | None = None,
-        divisor: int | None = None, algorithm: Algorithm = "auto", round_id: int = 0, timeout_s: float | None = None,
-    ) -> CollectiveHandle[Tensor]:  # fmt: skip
+        self,
+        name: str,
+        tensor: Tensor,
+        *,
+        op: ReduceOp = "sum",
+        out: Tensor | None = None,
+        divisor: int | None = None,
+        algorithm: Algorithm = "auto",
+        round_id: int = 0,
+        timeout_s: float | None = None,
+    ) -> CollectiveHandle[Tensor]:
         """Combine the tensors of all ranks elementwise; all get the result, bit-equal.
 
         Sums are taken in rank order, whatever the algorithm. float16 and bfloat16 are added in float32.
@@ -174,9 +182,15 @@ class Group:
         return self._start(operation, name, round_id, timeout_s)
 
     def reduce(
-        self, name: str, tensor: Tensor, *, op: ReduceOp = "sum", root: int = 0, round_id: int = 0,
+        self,
+        name: str,
+        tensor: Tensor,
+        *,
+        op: ReduceOp = "sum",
+        root: int = 0,
+        round_id: int = 0,
         timeout_s: float | None = None,
-    ) -> CollectiveHandle[Tensor | None]:  # fmt: skip
+    ) -> CollectiveHandle[Tensor | None]:
         """As :meth:`all_reduce`, but only rank ``root`` gets the result, in new memory; the others get None."""
         check_sendable(tensor)
         self._check_rank("root", root)
@@ -198,9 +212,14 @@ class Group:
         mine = (rows[self.rank + 1] - rows[self.rank], *tensor.shape[1:])
         wanted, out = new_result(mine, tensor)
         operation = ReduceScatterOperation(
-            plain(tensor), out, [row * row_elems for row in rows], self._arithmetic(tensor, op, None), self.rank,
-            self.world, wanted=wanted,
-        )  # fmt: skip
+            plain(tensor),
+            out,
+            [row * row_elems for row in rows],
+            self._arithmetic(tensor, op, None),
+            self.rank,
+            self.world,
+            wanted=wanted,
+        )
         return self._start(operation, name, round_id, timeout_s)
 
     # Moving data
@@ -244,9 +263,14 @@ class Group:
         return self._start(operation, name, round_id, timeout_s)
 
     def scatter(
-        self, name: str, payloads: Sequence[Any] | None = None, *, root: int = 0, round_id: int = 0,
+        self,
+        name: str,
+        payloads: Sequence[Any] | None = None,
+        *,
+        root: int = 0,
+        round_id: int = 0,
         timeout_s: float | None = None,
-    ) -> CollectiveHandle[Any]:  # fmt: skip
+    ) -> CollectiveHandle[Any]:
         """Rank r gets ``payloads[r]`` of the root, whose handle ends when all have theirs. The others give None."""
         self._check_rank("root", root)
         operation = data_movement.Scatter(payloads, root, self.rank, self.world, self._max_bytes)
@@ -318,9 +342,14 @@ class Group:
         return self._start(operation, name, round_id, timeout_s, convert=unpack_all)
 
     def scatter_object(
-        self, name: str, values: Sequence[Any] | None = None, *, root: int = 0, round_id: int = 0,
+        self,
+        name: str,
+        values: Sequence[Any] | None = None,
+        *,
+        root: int = 0,
+        round_id: int = 0,
         timeout_s: float | None = None,
-    ) -> CollectiveHandle[Any]:  # fmt: skip
+    ) -> CollectiveHandle[Any]:
         """Rank r gets ``values[r]`` of the root; all others give None."""
         self._check_rank("root", root)
         payloads = None if values is None else [pack(value) for value in values]
@@ -362,16 +391,27 @@ class Group:
         if not GROUP_NAME.fullmatch(text):
             text = f"{self.name[:31]}_{hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}"
         return join_group(
-            self.bus, rank=list(ranks).index(self.rank), world=len(ranks), name=name or text, timeout_s=timeout_s,
-            collective_timeout_s=self.timeout_s, max_payload_bytes=self._max_bytes,
-        )  # fmt: skip
+            self.bus,
+            rank=list(ranks).index(self.rank),
+            world=len(ranks),
+            name=name or text,
+            timeout_s=timeout_s,
+            collective_timeout_s=self.timeout_s,
+            max_payload_bytes=self._max_bytes,
+        )
 
     # Inside
 
     def _start(
-        self, operation: Operation, name: str, round_id: int, timeout_s: float | None,
-        timed_out: TimedOut = collective_timeout, *, convert: Callable[[Any], Any] | None = None,
-    ) -> CollectiveHandle[Any]:  # fmt: skip
+        self,
+        operation: Operation,
+        name: str,
+        round_id: int,
+        timeout_s: float | None,
+        timed_out: TimedOut = collective_timeout,
+        *,
+        convert: Callable[[Any], Any] | None = None,
+    ) -> CollectiveHandle[Any]:
         operation.convert = convert
         limit_s = self.timeout_s if timeout_s is None else timeout_s
         if not limit_s > 0:
@@ -409,9 +449,12 @@ _arithmetic = functools.lru_cache(maxsize=256)(Arithmetic)
 def _barrier_timeout(operation: Operation, timeout_s: float) -> Exception:
     missing = operation.missing
     return BarrierTimeout(
-        f"barrier {operation.key.name!r}", missing=missing, ready=operation.world - len(missing),
-        needed=operation.world, timeout_s=timeout_s,
-    )  # fmt: skip
+        f"barrier {operation.key.name!r}",
+        missing=missing,
+        ready=operation.world - len(missing),
+        needed=operation.world,
+        timeout_s=timeout_s,
+    )
 
 
 def _reason(error: BaseException) -> str:
@@ -443,10 +486,18 @@ def check_group(call: str, argument: str, given: object) -> None:
 
 @opening("gradbus.join_group", "group")
 async def join_group(  # noqa: PLR0913 - of a user's call, each an option by name
-    bus: Bus, *, rank: int, world: int, name: str = "world", timeout_s: float = 60.0,
-    collective_timeout_s: float = 60.0, early_bytes: int = 256 << 20, max_payload_bytes: int = 4 << 30,
-    stall_warning_s: float = 10.0, describe_missing: DescribeMissing | None = None,
-) -> AsyncIterator[Group]:  # fmt: skip
+    bus: Bus,
+    *,
+    rank: int,
+    world: int,
+    name: str = "world",
+    timeout_s: float = 60.0,
+    collective_timeout_s: float = 60.0,
+    early_bytes: int = 256 << 20,
+    max_payload_bytes: int = 4 << 30,
+    stall_warning_s: float = 10.0,
+    describe_missing: DescribeMissing | None = None,
+) -> AsyncIterator[Group]:
     """Form a group with the other ranks of the same job, and leave it at the end of the block.
 
     A bus holds one rank of a group. When the block ends with an exception, the others' collectives fail at once.
@@ -481,9 +532,14 @@ async def join_group(  # noqa: PLR0913 - of a user's call, each an option by nam
         if not value > 0:
             raise ConfigError(f"{what} must be > 0, got {value}")
     membership = Membership(
-        bus, name, rank, world, early_bytes=early_bytes, early_age_s=max(60.0, 2 * collective_timeout_s),
+        bus,
+        name,
+        rank,
+        world,
+        early_bytes=early_bytes,
+        early_age_s=max(60.0, 2 * collective_timeout_s),
         stall_warning_s=stall_warning_s,
-    )  # fmt: skip
+    )
     ok, reason = False, "could not form the group"
     try:
         await membership.form(timeout_s, describe_missing)

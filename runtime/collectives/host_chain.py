@@ -91,9 +91,13 @@ class HostChain:
         await self._pass_along("in_network/to_host", total, self._after, self._before, handle)
 
     async def _pass_along(
-        self, name: str, blocks: Tensor, source: int | None, to: int | None,
+        self,
+        name: str,
+        blocks: Tensor,
+        source: int | None,
+        to: int | None,
         handle: Callable[[int, Tensor | None], Awaitable[Tensor]],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Take each piece from a rank, handle it, and send on what comes of it."""
         coming: deque[CollectiveHandle[Any]] = deque()
         leaving: deque[CollectiveHandle[None]] = deque()

@@ -275,9 +275,13 @@ class InNetworkSum:
                 retry_s = 0.0  # what has changed a sum is not asked again
         if lost:
             log.warning(
-                "aggregator lost", group=self._workers.name, sum=self._count, reasons=lost,
-                effect="sums go on without it, bit-equal", next_try=f"in {retry_s:g} s" if retry_s else "none",
-            )  # fmt: skip
+                "aggregator lost",
+                group=self._workers.name,
+                sum=self._count,
+                reasons=lost,
+                effect="sums go on without it, bit-equal",
+                next_try=f"in {retry_s:g} s" if retry_s else "none",
+            )
             await self._leave()
             self._look_again(retry_s)
         return known
@@ -315,9 +319,12 @@ class InNetworkSum:
             raise failure or CollectiveError(f"in-network aggregation: {_of_ranks(reports)}")
         retry_s = self._retry_s
         log.warning(
-            "no aggregator", group=self._workers.name, reasons=_of_ranks(reports), effect="sums are made without it",
+            "no aggregator",
+            group=self._workers.name,
+            reasons=_of_ranks(reports),
+            effect="sums are made without it",
             next_try="at once" if retry_s else "none",
-        )  # fmt: skip
+        )
         self._look_again(retry_s, at_once=True)
 
     @property

@@ -230,9 +230,15 @@ class GroupLink(ProgressEngine):
 
     def _frame_key(self, key: OperationKey, part: int, name: str) -> FrameKey:
         return FrameKey(
-            Kind.COLLECTIVE, self._group_id, key.round_id, self._identity.sender, self._identity.incarnation, key.call,
-            name, part,
-        )  # fmt: skip
+            Kind.COLLECTIVE,
+            self._group_id,
+            key.round_id,
+            self._identity.sender,
+            self._identity.incarnation,
+            key.call,
+            name,
+            part,
+        )
 
 
 class _Route:

@@ -49,9 +49,16 @@ class Membership:
     """Owns what a rank has in DDS for one group."""
 
     def __init__(
-        self, bus: Bus, group: str, rank: int, world: int, *, early_bytes: int, early_age_s: float,
+        self,
+        bus: Bus,
+        group: str,
+        rank: int,
+        world: int,
+        *,
+        early_bytes: int,
+        early_age_s: float,
         stall_warning_s: float = 0.0,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Open topics and listen. Only from inside the event loop of the bus; :meth:`close` undoes it.
 
         Raises:
@@ -232,10 +239,14 @@ class Membership:
         what = f"group {formation.group!r}, rank {formation.me.rank}" + (f" ({reason})" if reason else "")
         ready = formation.world - len(missing) - len(formation.departed)
         return BarrierTimeout(
-            what, missing=missing, ready=ready, needed=formation.world, timeout_s=timeout_s,
+            what,
+            missing=missing,
+            ready=ready,
+            needed=formation.world,
+            timeout_s=timeout_s,
             misconfiguration=self._bus.misconfiguration,
             hint=self._bus.reach.advice() if missing else "Start all ranks again, within this time of each other",
-        )  # fmt: skip
+        )
 
     def _missing_and_reason(self) -> tuple[list[int], str]:
         """Ranks that have not come, and the reason as far as it is known. If all have come, but not all are here any

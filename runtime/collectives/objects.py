@@ -16,9 +16,14 @@ from gradbus.runtime.wire import bounded_msgpack
 MAX_OBJECT_BYTES = 4 << 20
 MAX_OBJECT_MEMORY = 64 * MAX_OBJECT_BYTES  # that an object of so many bytes may take: small maps and texts take most
 _LIMITS = bounded_msgpack.Limits(
-    MAX_OBJECT_BYTES, text_bytes=MAX_OBJECT_BYTES, binary_bytes=MAX_OBJECT_BYTES, items=MAX_OBJECT_BYTES,
-    fields=MAX_OBJECT_BYTES, containers=1 << 18, any_keys=True,
-)  # fmt: skip
+    MAX_OBJECT_BYTES,
+    text_bytes=MAX_OBJECT_BYTES,
+    binary_bytes=MAX_OBJECT_BYTES,
+    items=MAX_OBJECT_BYTES,
+    fields=MAX_OBJECT_BYTES,
+    containers=1 << 18,
+    any_keys=True,
+)
 
 
 def pack(value: Any) -> bytes:

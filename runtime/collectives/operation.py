@@ -219,9 +219,16 @@ class Operation:
             self._incomplete += 1
 
     def send(
-        self, to: int | None, part: int, payload: Bytes, *, meta: str = "", only: Sequence[int] | None = None,
-        written: Callable[[int], None] | None = None, is_ready: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        to: int | None,
+        part: int,
+        payload: Bytes,
+        *,
+        meta: str = "",
+        only: Sequence[int] | None = None,
+        written: Callable[[int], None] | None = None,
+        is_ready: bool = False,
+    ) -> None:
         """Send a payload to a rank, or to all others.
 
         Args:

@@ -51,9 +51,15 @@ class PacketStreams:
     """
 
     def __init__(
-        self, group: Group, peers: Sequence[int], *, block_elems: int, receive: Callable[[int, list[Packet]], None],
-        lost: Callable[[int, Exception], None], loss: float = 0.0,
-    ) -> None:  # fmt: skip
+        self,
+        group: Group,
+        peers: Sequence[int],
+        *,
+        block_elems: int,
+        receive: Callable[[int, list[Packet]], None],
+        lost: Callable[[int, Exception], None],
+        loss: float = 0.0,
+    ) -> None:
         """
         Args:
             peers: ranks of the group.

@@ -151,9 +151,14 @@ class ProgramRun(Generic[R]):
 
 
 async def run_program(
-    group: Group, program: Program[R], name: str, *, round_id: int = 0, timeout_s: float | None = None,
+    group: Group,
+    program: Program[R],
+    name: str,
+    *,
+    round_id: int = 0,
+    timeout_s: float | None = None,
     compute: Callable[..., Any] | None = None,
-) -> R:  # fmt: skip
+) -> R:
     """Run a program on this rank of a group to its end. Returns what it returns.
 
     Args:

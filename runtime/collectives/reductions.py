@@ -107,9 +107,16 @@ class Reduction(Operation):
     """Base: one vector in, one out, which may be the same memory."""
 
     def __init__(
-        self, what: str, tensor: Tensor, out: Tensor, arithmetic: Arithmetic, rank: int, world: int, *,
+        self,
+        what: str,
+        tensor: Tensor,
+        out: Tensor,
+        arithmetic: Arithmetic,
+        rank: int,
+        world: int,
+        *,
         wanted: Tensor | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """
         Args:
             tensor, out: plain memory; the same or not overlapping.
@@ -296,9 +303,16 @@ class ReduceScatterOperation(Reduction):
     """Everybody gets one shard of the result."""
 
     def __init__(
-        self, tensor: Tensor, out: Tensor, bounds: list[int], arithmetic: Arithmetic, rank: int, world: int, *,
+        self,
+        tensor: Tensor,
+        out: Tensor,
+        bounds: list[int],
+        arithmetic: Arithmetic,
+        rank: int,
+        world: int,
+        *,
         wanted: Tensor | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """``bounds``: in elements, of the shards of the flat vector. ``out``: the own shard."""
         super().__init__("reduce_scatter", tensor, out, arithmetic, rank, world, wanted=wanted)
         self.bounds = [edge * self.itemsize for edge in bounds]
@@ -319,9 +333,16 @@ class ReduceToRoot(Reduction):
     """Everybody sends to one rank, which adds up."""
 
     def __init__(
-        self, tensor: Tensor, out: Tensor, root: int, arithmetic: Arithmetic, rank: int, world: int, *,
+        self,
+        tensor: Tensor,
+        out: Tensor,
+        root: int,
+        arithmetic: Arithmetic,
+        rank: int,
+        world: int,
+        *,
         wanted: Tensor | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(f"reduce->{root}", tensor, out, arithmetic, rank, world, wanted=wanted)
         self.root = root
 

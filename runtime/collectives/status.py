@@ -71,11 +71,18 @@ class StallLog:
         ready, missing = called_and_missing([operation], self._rank)
         unknown = sorted(set(range(self._world)) - {*ready, *missing})
         log.warning(
-            "stalled", collective=operation.label or operation.key.name, round=operation.key.round_id,
-            call_no=operation.key.call, what=operation.signature, ready=ready, missing=missing,
-            waiting_s=round(now_s - operation.started_s, 1), group=self._group, rank=self._rank,
+            "stalled",
+            collective=operation.label or operation.key.name,
+            round=operation.key.round_id,
+            call_no=operation.key.call,
+            what=operation.signature,
+            ready=ready,
+            missing=missing,
+            waiting_s=round(now_s - operation.started_s, 1),
+            group=self._group,
+            rank=self._rank,
             **({"unknown": unknown} if unknown else {}),
-        )  # fmt: skip
+        )
 
 
 @dataclass(slots=True)
@@ -122,12 +129,20 @@ class StatusReporter:
         oldest = min(waiting, key=lambda operation: operation.started_s, default=None)
         missing = [] if oldest is None else called_and_missing([oldest], engine.rank)[1]
         return RankStatus(
-            engine.group, engine.world, self._host[:256], max(0.0, now_s - self._formed_s), step=step,
-            epoch=position.epoch, steps_per_s=rate, bytes_out=engine.traffic.sent_bytes,
+            engine.group,
+            engine.world,
+            self._host[:256],
+            max(0.0, now_s - self._formed_s),
+            step=step,
+            epoch=position.epoch,
+            steps_per_s=rate,
+            bytes_out=engine.traffic.sent_bytes,
             bytes_in=engine.traffic.received_bytes,
-            pending=len(waiting), oldest="" if oldest is None else oldest.key.name,
-            oldest_s=0.0 if oldest is None else max(0.0, now_s - oldest.started_s), missing=missing[:MAX_SEQS],
+            pending=len(waiting),
+            oldest="" if oldest is None else oldest.key.name,
+            oldest_s=0.0 if oldest is None else max(0.0, now_s - oldest.started_s),
+            missing=missing[:MAX_SEQS],
             lost=sorted(engine.dead)[:MAX_SEQS],
             dropped={reason[:64]: count for reason, count in engine.dropped.most_common(16)},
             mean_ranks=position.mean_ranks,
-        )  # fmt: skip
+        )

@@ -116,8 +116,11 @@ def describe(claim: Claim) -> dict[str, object]:
         of the user whose socket it is, and ``pid`` and ``process`` as the kernel has them, if this process may see it.
     """
     facts: dict[str, object] = {
-        "host": claim.host[:64], "process": claim.process[:64], "pid": claim.pid[:16], "address": claim.addresses[:80],
-    }  # fmt: skip
+        "host": claim.host[:64],
+        "process": claim.process[:64],
+        "pid": claim.pid[:16],
+        "address": claim.addresses[:80],
+    }
     for address, port in _places(claim.addresses):
         if not _is_here(address):
             continue

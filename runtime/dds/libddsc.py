@@ -388,8 +388,9 @@ def self_test(reader: Any, writer: Any, wait: Callable[[], bool]) -> str | None:
             room[:] = payload.data
 
         for code in (
-            write(handle_of(writer), sertype, (head, payload)), write_made(handle_of(writer), sertype, head, size, make)
-        ):  # fmt: skip
+            write(handle_of(writer), sertype, (head, payload)),
+            write_made(handle_of(writer), sertype, head, size, make),
+        ):
             if code != RETCODE_OK:
                 return f"write returned {code}"
         taken: list[tuple[memoryview, int]] = []

@@ -66,10 +66,15 @@ class Reach:
         document = os.environ.get("CYCLONEDDS_URI")
         merged = build_xml(network, user_document=document)
         return cls(
-            domain=domain, interface=network.interface, peers=network.peers, multicast=network.multicast,
-            leaves_machine=leaves_machine(merged), by_document=bool(document), names=tuple(names_in(merged)),
+            domain=domain,
+            interface=network.interface,
+            peers=network.peers,
+            multicast=network.multicast,
+            leaves_machine=leaves_machine(merged),
+            by_document=bool(document),
+            names=tuple(names_in(merged)),
             ipv6=uses_ipv6(merged),
-        )  # fmt: skip
+        )
 
     @property
     def unresolved(self) -> str:
@@ -151,9 +156,15 @@ class WaitLog:
         self._next_s = self._began_s + EVERY_S
 
     def look(
-        self, missing: Any, *, began_s: float | None = None, elsewhere: bool | None = None, reason: str = "",
-        misconfiguration: str = "", hint: str = "",
-    ) -> None:  # fmt: skip
+        self,
+        missing: Any,
+        *,
+        began_s: float | None = None,
+        elsewhere: bool | None = None,
+        reason: str = "",
+        misconfiguration: str = "",
+        hint: str = "",
+    ) -> None:
         """Write the line if it is time.
 
         Args:
@@ -171,6 +182,9 @@ class WaitLog:
         known = [text for text in (reason, f"Likely reason: {misconfiguration}" if misconfiguration else "") if text]
         one = isinstance(missing, str) or len(missing) == 1
         self._log.warning(
-            "still waiting", **self._facts, missing=missing, waited_s=round(now_s - self._began_s),
+            "still waiting",
+            **self._facts,
+            missing=missing,
+            waited_s=round(now_s - self._began_s),
             hint=". ".join([*known, hint or self._reach.hint(elsewhere=elsewhere, one=one)]),
-        )  # fmt: skip
+        )

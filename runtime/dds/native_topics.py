@@ -119,11 +119,16 @@ def _described(idl_type: Any) -> tuple[_Descriptor, Any]:
         )
     ]
     made = _Descriptor(
-        size=ct.sizeof(layout), align=ct.alignment(layout),
+        size=ct.sizeof(layout),
+        align=ct.alignment(layout),
         flags=_XTYPES_METADATA | (_FIXED_SIZE if has_fixed_size else 0),
-        type_name=idl.idl_transformed_typename.encode(), num_ops=len(program), ops=ct.addressof(ops), meta=b"",
-        type_information=serialized[0], type_mapping=serialized[1],
-    )  # fmt: skip
+        type_name=idl.idl_transformed_typename.encode(),
+        num_ops=len(program),
+        ops=ct.addressof(ops),
+        meta=b"",
+        type_information=serialized[0],
+        type_mapping=serialized[1],
+    )
     return made, (ops, serialized)
 
 

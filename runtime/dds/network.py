@@ -117,10 +117,14 @@ class NetworkConfig:
     def of(cls, settings: BusSettings) -> NetworkConfig:
         """Return what the settings of a bus say about the network."""
         return cls(
-            profile=settings.network, datagram_bytes=settings.datagram_bytes, interface=settings.interface,
-            peers=settings.peers, multicast=settings.multicast, lease_s=settings.lease_s,
+            profile=settings.network,
+            datagram_bytes=settings.datagram_bytes,
+            interface=settings.interface,
+            peers=settings.peers,
+            multicast=settings.multicast,
+            lease_s=settings.lease_s,
             shared_memory=settings.shared_memory,
-        )  # fmt: skip
+        )
 
     @property
     def effective_lease_s(self) -> float:

@@ -433,10 +433,13 @@ class Participant:
         if topic.retained:
             policies.append(
                 Policy.DurabilityService(
-                    cleanup_delay=0, history=Policy.History.KeepLast(retained_samples), max_samples=-1,
-                    max_instances=-1, max_samples_per_instance=-1,
+                    cleanup_delay=0,
+                    history=Policy.History.KeepLast(retained_samples),
+                    max_samples=-1,
+                    max_instances=-1,
+                    max_samples_per_instance=-1,
                 )
-            )  # fmt: skip
+            )
 
         def make(dds_topic: Any, qos: Qos) -> Writer:
             entity = DataWriter(self._publisher, dds_topic, qos=qos)

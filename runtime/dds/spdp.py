@@ -59,11 +59,14 @@ def placeholder_of(prefix: bytes, own: bytes, now_s: float, address: str, port: 
     kind = _UDP6 if family == socket.AF_INET6 else _UDP4
     locator = struct.pack("<iI", kind, port) + socket.inet_pton(family, address).rjust(16, b"\0")
     parameters = _parameters(
-        (0x15, b"\x02\x05\0\0"), (0x16, _VENDOR + b"\0\0"),  # protocol version, vendor
-        (0x50, prefix + _PARTICIPANT), (0x58, bytes(4)),  # GUID, built-in endpoints: none
-        (0x31, locator), (0x32, locator),  # default and metatraffic unicast locator
+        (0x15, b"\x02\x05\0\0"),
+        (0x16, _VENDOR + b"\0\0"),  # protocol version, vendor
+        (0x50, prefix + _PARTICIPANT),
+        (0x58, bytes(4)),  # GUID, built-in endpoints: none
+        (0x31, locator),
+        (0x32, locator),  # default and metatraffic unicast locator
         (0x02, struct.pack("<iI", PLACEHOLDER_LEASE_S, 0)),
-    )  # fmt: skip
+    )
     destination = struct.pack("<BBH", 0x0E, 1, 12) + own
     timestamp = struct.pack("<BBHII", 0x09, 1, 8, int(now_s), int(now_s % 1 * (1 << 32)))
     return _HEAD + prefix + destination + timestamp + _data(_HAS_DATA, _NUMBER, _PARAMETER_LIST + parameters)

@@ -76,9 +76,14 @@ class Aggregator:
     """
 
     def __init__(
-        self, slots: Slots, *, block_elems: int, max_groups_per_job: int = 1 << 20,
-        times: RetransmissionTimes | None = None, grabs_late: bool = True,
-    ) -> None:  # fmt: skip
+        self,
+        slots: Slots,
+        *,
+        block_elems: int,
+        max_groups_per_job: int = 1 << 20,
+        times: RetransmissionTimes | None = None,
+        grabs_late: bool = True,
+    ) -> None:
         """
         Args:
             max_groups_per_job: so many groups of one job may hold slots. Of these each worker may ask for its part
@@ -291,16 +296,31 @@ class Aggregator:
 
     def _sum(self, key: GroupKey, epoch: int, held: _Held, block: int, to: int) -> Packet:
         return Packet(
-            PacketKind.RESULT, key[0], epoch, key[1], AGGREGATOR, to, block, bitmap=held.contributors[block],
+            PacketKind.RESULT,
+            key[0],
+            epoch,
+            key[1],
+            AGGREGATOR,
+            to,
+            block,
+            bitmap=held.contributors[block],
             # Not a copy: before the slot gets another group every worker has told that it knows this sum, and so
             # ignores a packet that is sent, or sent again, after that.
             values=self._slots[held.base + block],
             has_overflowed=bool(held.overflowed >> block & 1),
-        )  # fmt: skip
+        )
 
 
 def _acknowledgement(packet: Packet) -> Packet:
     return Packet(
-        PacketKind.AGGREGATOR_ACK, packet.job, packet.epoch, packet.group, AGGREGATOR, packet.source, packet.block,
-        packet.step, packet.bitmap, acked=packet.kind,
-    )  # fmt: skip
+        PacketKind.AGGREGATOR_ACK,
+        packet.job,
+        packet.epoch,
+        packet.group,
+        AGGREGATOR,
+        packet.source,
+        packet.block,
+        packet.step,
+        packet.bitmap,
+        acked=packet.kind,
+    )

@@ -44,11 +44,21 @@ def encode_packets(packets: Sequence[Packet]) -> npt.NDArray[np.uint8]:
     start = heads
     for number, (packet, size) in enumerate(zip(packets, sizes, strict=True)):
         _HEADER.pack_into(
-            head, _COUNT.size + number * _HEADER.size, _NUMBERS[packet.kind],
+            head,
+            _COUNT.size + number * _HEADER.size,
+            _NUMBERS[packet.kind],
             _REPEATED * packet.is_repeated + _OVERFLOWED * packet.has_overflowed,
-            0 if packet.acked is None else _NUMBERS[packet.acked], packet.values is not None, packet.job, packet.epoch,
-            packet.group, packet.bitmap, packet.block, packet.step, packet.source, packet.destination,
-        )  # fmt: skip
+            0 if packet.acked is None else _NUMBERS[packet.acked],
+            packet.values is not None,
+            packet.job,
+            packet.epoch,
+            packet.group,
+            packet.bitmap,
+            packet.block,
+            packet.step,
+            packet.source,
+            packet.destination,
+        )
         if packet.values is not None:
             message[start : start + size] = packet.values.view(np.uint8)
             start += size

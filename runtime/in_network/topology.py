@@ -129,11 +129,18 @@ class AggregatorTopology(BaseModel):
         first_root = world + len(leaves)
         nodes = {
             number: NodeConfig(
-                number, world, sum(children.values()), first_root, tuple(children), lanes, children=children,
-                trees=self.roots, **options,
+                number,
+                world,
+                sum(children.values()),
+                first_root,
+                tuple(children),
+                lanes,
+                children=children,
+                trees=self.roots,
+                **options,
             )
             for number, children in enumerate(children_of, start=world)
-        }  # fmt: skip
+        }
         children = {number: node.covers for number, node in nodes.items()}
         return nodes | _roots(world, children, first_root, self.roots, lanes, options)
 
@@ -159,11 +166,19 @@ def _roots(
     everyone = (1 << world) - 1
     return {
         first + at: NodeConfig(
-            first + at, world, everyone, None, tuple(children), -(-lanes // count), children=children, trees=count,
-            tree=at, **options,
+            first + at,
+            world,
+            everyone,
+            None,
+            tuple(children),
+            -(-lanes // count),
+            children=children,
+            trees=count,
+            tree=at,
+            **options,
         )
         for at in range(count)
-    }  # fmt: skip
+    }
 
 
 def _chain(world: int, senders_of: Sequence[Mapping[int, int]], lanes: int, options: Mapping[str, Any]) -> Nodes:
@@ -174,9 +189,15 @@ def _chain(world: int, senders_of: Sequence[Mapping[int, int]], lanes: int, opti
         children = before | dict(senders)
         is_last = number == last
         nodes[number] = NodeConfig(
-            number, world, sum(children.values()), None if is_last else number + 1,
-            (*senders, *(range(world, last) if is_last else ())), lanes, children=children,
-            results_from=None if is_last else last, **options,
-        )  # fmt: skip
+            number,
+            world,
+            sum(children.values()),
+            None if is_last else number + 1,
+            (*senders, *(range(world, last) if is_last else ())),
+            lanes,
+            children=children,
+            results_from=None if is_last else last,
+            **options,
+        )
         before = {number: nodes[number].covers}
     return nodes

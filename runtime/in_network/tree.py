@@ -265,12 +265,18 @@ class TreeNode:
             return
         parent = config.parents[lane.group % config.trees]
         packet = Packet(
-            PacketKind.CONTRIBUTION, config.job, config.epoch, lane.group, config.node, parent, block,
+            PacketKind.CONTRIBUTION,
+            config.job,
+            config.epoch,
+            lane.group,
+            config.node,
+            parent,
+            block,
             bitmap=config.covers,
             # Not a copy: when the result comes into the same memory, the parent has this, and ignores it from then on.
             values=lane.sums[block],
             has_overflowed=bool(lane.overflowed >> block & 1),
-        )  # fmt: skip
+        )
         self._unacknowledged.add(packet, now_s)
         yield packet
 
@@ -329,9 +335,17 @@ class TreeNode:
             # Its values are not a copy: the lane is free when all receivers have told that they know the result, and
             # ignore one that is sent after that.
             yield Packet(
-                PacketKind.RESULT, config.job, config.epoch, lane.group, config.node, receiver, block,
-                bitmap=self._all_ranks, values=lane.sums[block], has_overflowed=bool(lane.overflowed >> block & 1),
-            )  # fmt: skip
+                PacketKind.RESULT,
+                config.job,
+                config.epoch,
+                lane.group,
+                config.node,
+                receiver,
+                block,
+                bitmap=self._all_ranks,
+                values=lane.sums[block],
+                has_overflowed=bool(lane.overflowed >> block & 1),
+            )
 
     def _known(self, packet: Packet, blocks: int) -> Packet:
         config = self._config
@@ -342,9 +356,17 @@ class TreeNode:
 
 def _acknowledgement(packet: Packet, node: int) -> Packet:
     return Packet(
-        PacketKind.AGGREGATOR_ACK, packet.job, packet.epoch, packet.group, node, packet.source, packet.block,
-        packet.step, packet.bitmap, acked=packet.kind,
-    )  # fmt: skip
+        PacketKind.AGGREGATOR_ACK,
+        packet.job,
+        packet.epoch,
+        packet.group,
+        node,
+        packet.source,
+        packet.block,
+        packet.step,
+        packet.bitmap,
+        acked=packet.kind,
+    )
 
 
 def _bits(number: int) -> list[int]:

@@ -371,9 +371,18 @@ class RingWorker:
         config = self._config
         to = AGGREGATOR if kind is PacketKind.CONTRIBUTION else (config.rank + 1) % config.world
         packet = Packet(
-            kind, config.job, config.epoch, group, config.rank, to, block, step, bitmap, sum_.values,
+            kind,
+            config.job,
+            config.epoch,
+            group,
+            config.rank,
+            to,
+            block,
+            step,
+            bitmap,
+            sum_.values,
             has_overflowed=sum_.has_overflowed,
-        )  # fmt: skip
+        )
         self._unacknowledged.add(packet, now_s)
         return packet
 
@@ -384,9 +393,17 @@ class RingWorker:
     def _ring_ack(self, packet: Packet) -> Packet:
         config = self._config
         return Packet(
-            PacketKind.RING_ACK, config.job, config.epoch, packet.group, config.rank, packet.source, packet.block,
-            packet.step, packet.bitmap, acked=packet.kind,
-        )  # fmt: skip
+            PacketKind.RING_ACK,
+            config.job,
+            config.epoch,
+            packet.group,
+            config.rank,
+            packet.source,
+            packet.block,
+            packet.step,
+            packet.bitmap,
+            acked=packet.kind,
+        )
 
     def _result_ack(self, number: int, group: _Group) -> Packet:
         return self._plain(PacketKind.RESULT_ACK, number, AGGREGATOR, bitmap=group.known)

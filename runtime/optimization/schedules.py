@@ -119,9 +119,7 @@ class _Rates(Optimizer):
 class Schedule:
     """A schedule that is a function of the step: where it stands needs no saving."""
 
-    def __init__(
-        self, choices: Choices[Any], choice: Choice, optimizer: Optimizer, *, steps: int, epochs: int
-    ) -> None:  # fmt: skip
+    def __init__(self, choices: Choices[Any], choice: Choice, optimizer: Optimizer, *, steps: int, epochs: int) -> None:
         """Set the optimizer's groups to the values of step 0.
 
         Args:

@@ -40,15 +40,24 @@ def check_parameters(optimizer: Optimizer, trained: Mapping[str, Tensor]) -> Non
 def group_settings(optimizer: Optimizer) -> list[dict[str, Any]]:
     """Copies of the settings of each group, such as learning rates, as plain data where they can be."""
     return [
-        {key: copy.deepcopy(_plain(value)) if _in_json(_plain(value)) else value for key, value in group.items()
-         if key != "params"} for group in optimizer.param_groups
-    ]  # fmt: skip
+        {
+            key: copy.deepcopy(_plain(value)) if _in_json(_plain(value)) else value
+            for key, value in group.items()
+            if key != "params"
+        }
+        for group in optimizer.param_groups
+    ]
 
 
 def state_tensors(
-    optimizer: Optimizer, trained: Mapping[str, Tensor], schedule: LRScheduler | None = None, *,
-    made: Sequence[Mapping[str, Any]] | None = None, skipped: Collection[str] = (), origin: Sequence[str] = (),
-) -> dict[str, Tensor]:  # fmt: skip
+    optimizer: Optimizer,
+    trained: Mapping[str, Tensor],
+    schedule: LRScheduler | None = None,
+    *,
+    made: Sequence[Mapping[str, Any]] | None = None,
+    skipped: Collection[str] = (),
+    origin: Sequence[str] = (),
+) -> dict[str, Tensor]:
     """The state by name, tensors not copied.
 
     Args:
@@ -77,10 +86,12 @@ def state_tensors(
         before = [*made, *[{}] * (len(groups) - len(made))]  # a group may have been added
         found = [
             {
-                key: _saved(optimizer, f"{key} of group {number}", value) for key, value in group.items()
+                key: _saved(optimizer, f"{key} of group {number}", value)
+                for key, value in group.items()
                 if key not in skipped and (_differs(value, old.get(key, _ABSENT)) or (everything and _in_json(value)))
-            } for number, (group, old) in enumerate(zip(groups, before, strict=False))
-        ]  # fmt: skip
+            }
+            for number, (group, old) in enumerate(zip(groups, before, strict=False))
+        ]
         if any(found):
             plain["groups"] = found
     if origin:
@@ -93,9 +104,13 @@ def state_tensors(
 
 
 def load_state(
-    optimizer: Optimizer, trained: Mapping[str, Tensor], tensors: Mapping[str, Tensor],
-    schedule: LRScheduler | None = None, *, origin: Sequence[str] = (),
-) -> None:  # fmt: skip
+    optimizer: Optimizer,
+    trained: Mapping[str, Tensor],
+    tensors: Mapping[str, Tensor],
+    schedule: LRScheduler | None = None,
+    *,
+    origin: Sequence[str] = (),
+) -> None:
     """Replace the state by copies of these tensors; what is named otherwise is left to others.
 
     Args:

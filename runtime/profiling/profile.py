@@ -73,9 +73,16 @@ class Profile:
     """
 
     def __init__(
-        self, rank: int, window_steps: int = 50, jsonl: Path | None = None, *, jsonl_steps: bool = False,
-        max_events: int = 50_000, max_windows: int = 1000, traffic: Traffic | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        rank: int,
+        window_steps: int = 50,
+        jsonl: Path | None = None,
+        *,
+        jsonl_steps: bool = False,
+        max_events: int = 50_000,
+        max_windows: int = 1000,
+        traffic: Traffic | None = None,
+    ) -> None:
         """An empty one.
 
         Args:
@@ -100,8 +107,14 @@ class Profile:
         self._earlier: dict[str, float] = {}
         self._file = None if jsonl is None else LineFile(jsonl)
         self._jsonl_steps = jsonl_steps and jsonl is not None
-        start = {"kind": "start", "format": FORMAT, "rank": rank, "unix_s": time.time(), "window_steps": window_steps,
-                 "run": ""}  # fmt: skip
+        start = {
+            "kind": "start",
+            "format": FORMAT,
+            "rank": rank,
+            "unix_s": time.time(),
+            "window_steps": window_steps,
+            "run": "",
+        }
         self._lines: list[dict[str, Any]] = [start]
         self._in_step: dict[str, float] = {}
         self._outside: dict[str, float] = {}
@@ -200,10 +213,19 @@ class Profile:
         if self._step is None:
             add_amounts(tally.sums, self._in_step)  # came after the end of the last step
         return ProfileSummary(
-            rank=self.rank, steps=tally.steps, failed_steps=self._failed_steps, first_step=tally.first_step,
-            last_step=tally.last_step, mean=tally.mean, max=tally.maxima, total=tally.sums, outside=dict(self._outside),
-            earlier=self._earlier, dropped_events=self._dropped_events, windows=tuple(self._windows),
-        )  # fmt: skip
+            rank=self.rank,
+            steps=tally.steps,
+            failed_steps=self._failed_steps,
+            first_step=tally.first_step,
+            last_step=tally.last_step,
+            mean=tally.mean,
+            max=tally.maxima,
+            total=tally.sums,
+            outside=dict(self._outside),
+            earlier=self._earlier,
+            dropped_events=self._dropped_events,
+            windows=tuple(self._windows),
+        )
 
     def chrome_trace(self) -> dict[str, Any]:
         """The newest spans, for ``chrome://tracing`` and Perfetto, as JSON data. Takes about 10 us a span."""

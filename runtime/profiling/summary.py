@@ -162,9 +162,15 @@ class Tally:
     def window(self) -> WindowStats:
         """As it is reported. Raises ValueError: there was no step."""
         return WindowStats.model_validate(
-            {"first_step": self.first_step, "last_step": self.last_step, "steps": self.steps, "mean": self.mean,
-             "max": self.maxima, "total": self.sums}
-        )  # fmt: skip
+            {
+                "first_step": self.first_step,
+                "last_step": self.last_step,
+                "steps": self.steps,
+                "mean": self.mean,
+                "max": self.maxima,
+                "total": self.sums,
+            }
+        )
 
     @classmethod
     def of(cls, window: WindowStats) -> Self:
@@ -238,9 +244,15 @@ class _Start:
             return self.summary
         tally = self.tally
         return ProfileSummary(
-            rank=self.rank, steps=tally.steps, first_step=tally.first_step, last_step=tally.last_step, mean=tally.mean,
-            max=tally.maxima, total=tally.sums, outside=self.outside,
-        )  # fmt: skip
+            rank=self.rank,
+            steps=tally.steps,
+            first_step=tally.first_step,
+            last_step=tally.last_step,
+            mean=tally.mean,
+            max=tally.maxima,
+            total=tally.sums,
+            outside=self.outside,
+        )
 
 
 def _starts(path: Path) -> Iterator[_Start]:

@@ -251,9 +251,14 @@ class EncryptedParticipant(Participant):
     """DDS participant of a process with a membership."""
 
     def __init__(
-        self, *, domain_id: int, partition: str, network: NetworkConfig, fast: bool | None = None,
+        self,
+        *,
+        domain_id: int,
+        partition: str,
+        network: NetworkConfig,
+        fast: bool | None = None,
         membership: Callable[[], JobMembership],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """See :class:`~gradbus.runtime.dds.participant.Participant`. ``membership``: makes that of this process."""
         self.membership = membership()
         super().__init__(domain_id=domain_id, partition=partition, network=network, fast=fast)

@@ -176,9 +176,10 @@ class ForeignReaders:
         until_s = now_s + ACKS_S  # of all writers together
         for watched in [self._watched[writer] for writer in writers if writer in self._watched]:
             late = {
-                prefix for prefix in watched.prefixes(reliable=True) - known
+                prefix
+                for prefix in watched.prefixes(reliable=True) - known
                 if not self._is_out(prefix) and now_s - self._foreign.get(prefix, now_s) > GRACE_S
-            }  # fmt: skip
+            }
             if late and not watched.writer.wait_for_acks(max(LEAST_ACKS_S, until_s - time.monotonic())):
                 self._exclude(dict.fromkeys(late, watched.writer.topic.name), now_s, is_logged=self._knows_all)
 
@@ -235,9 +236,10 @@ class ForeignReaders:
         with ForeignReaders._all_lock:
             elsewhere = [other for other in ForeignReaders._all if other is not self]
         chosen = [
-            prefix for prefix in out
+            prefix
+            for prefix in out
             if not any(prefix in (other.members() or ()) or other.is_excluding(prefix, now_s) for other in elsewhere)
-        ]  # fmt: skip
+        ]
         exclusion = self._exclusion() if chosen else None
         if exclusion is None:
             return
@@ -328,9 +330,12 @@ class ForeignReaders:
             _warn(
                 "foreign readers excluded" if self._knows_all else "slow readers excluded",
                 why=f"writes of {topic} waited for them" if topic else "there are many, and each costs a copy",
-                **facts, participants=len(of), first=of[0].hex(), not_named_before=self._unnamed,
+                **facts,
+                participants=len(of),
+                first=of[0].hex(),
+                not_named_before=self._unnamed,
                 do="stop that process, or give it the key" if self._knows_all else "see why it takes nothing",
-            )  # fmt: skip
+            )
             self._unnamed = 0
 
 

@@ -72,9 +72,10 @@ class Assembler:
             raise FrameError("unexpected", f"frame {frame.seq} of {frame.seq_cnt}: nobody waits for {frame.key}")
         if frame.total_bytes > transfer.max_bytes:
             raise FrameError(
-                "oversized", f"payload of {frame.total_bytes} bytes from sender {frame.key.sender}, "
-                f"at most {transfer.max_bytes} are accepted"
-            )  # fmt: skip
+                "oversized",
+                f"payload of {frame.total_bytes} bytes from sender {frame.key.sender}, "
+                f"at most {transfer.max_bytes} are accepted",
+            )
         if transfer.buffer is None or transfer.have is None:
             transfer.buffer = np.empty(frame.total_bytes, np.uint8)
             transfer.have = np.zeros(frame.seq_cnt, np.bool_)
@@ -86,9 +87,10 @@ class Assembler:
         # frames that are all there cover every byte exactly once.
         if (frame.total_bytes, frame.seq_cnt, frame.chunk_bytes) != (buffer.nbytes, have.size, transfer.chunk_bytes):
             raise FrameError(
-                "mismatch", f"frame says {frame.total_bytes} bytes in {frame.seq_cnt} chunks of {frame.chunk_bytes}, "
-                f"earlier ones said {buffer.nbytes} in {have.size} of {transfer.chunk_bytes}"
-            )  # fmt: skip
+                "mismatch",
+                f"frame says {frame.total_bytes} bytes in {frame.seq_cnt} chunks of {frame.chunk_bytes}, "
+                f"earlier ones said {buffer.nbytes} in {have.size} of {transfer.chunk_bytes}",
+            )
         if have[frame.seq]:
             return Verdict.REPEATED
         buffer[frame.offset : frame.offset + len(frame.data)] = np.frombuffer(frame.data, np.uint8)

@@ -71,10 +71,19 @@ def unpack(data: bytes | memoryview, limits: Limits) -> Any:
         whole.skip()  # this alone finds lists that claim more than there is
         del whole  # it holds a copy
         return msgpack.unpackb(
-            data, raw=False, use_list=True, strict_map_key=not limits.any_keys, object_hook=count, list_hook=count,
-            ext_hook=refuse, max_str_len=limits.text_bytes, max_bin_len=limits.binary_bytes,
-            max_array_len=limits.items, max_map_len=limits.fields, max_ext_len=0,
-        )  # fmt: skip
+            data,
+            raw=False,
+            use_list=True,
+            strict_map_key=not limits.any_keys,
+            object_hook=count,
+            list_hook=count,
+            ext_hook=refuse,
+            max_str_len=limits.text_bytes,
+            max_bin_len=limits.binary_bytes,
+            max_array_len=limits.items,
+            max_map_len=limits.fields,
+            max_ext_len=0,
+        )
     except (PackingError, MemoryError):
         raise
     except Exception as error:  # msgpack raises many kinds: ValueError, StackError, UnicodeDecodeError, TypeError ...

@@ -732,8 +732,9 @@ class GroupView:
     def __post_init__(self) -> None:
         """Raises ValueError: a list of members is none."""
         for what, numbers, incarnations in (
-            ("members", self.numbers, self.incarnations), ("next members", self.next_numbers, self.next_incarnations),
-        ):  # fmt: skip
+            ("members", self.numbers, self.incarnations),
+            ("next members", self.next_numbers, self.next_incarnations),
+        ):
             if len(set(zip(numbers, incarnations, strict=False))) != max(len(numbers), len(incarnations)):
                 raise ValueError(f"{what}: expected as many numbers as incarnations, and no process twice")
         if bool(self.numbers) != bool(self.generation) or (self.accepted and not self.next_numbers):
@@ -741,12 +742,36 @@ class GroupView:
 
 
 Body = (
-    Hello | Welcome | RoundTerms | RepeatedCommand | Refused | Status | UploadRequest | PacketRequest | Grant | Receipt
-    | RetransmitRequest | PacketsMissing
-    | MaskRoster | MaskShares | MaskSurvivors | MaskAnswer | ModelAvailable | ModelRequest | TrainingFailure
-    | EvaluationRequest | EvaluationResult | LocalModelRequest | Leave | RunEnded | Closing | GroupHello | GroupLeave
-    | RankStatus | GroupView
-)  # fmt: skip
+    Hello
+    | Welcome
+    | RoundTerms
+    | RepeatedCommand
+    | Refused
+    | Status
+    | UploadRequest
+    | PacketRequest
+    | Grant
+    | Receipt
+    | RetransmitRequest
+    | PacketsMissing
+    | MaskRoster
+    | MaskShares
+    | MaskSurvivors
+    | MaskAnswer
+    | ModelAvailable
+    | ModelRequest
+    | TrainingFailure
+    | EvaluationRequest
+    | EvaluationResult
+    | LocalModelRequest
+    | Leave
+    | RunEnded
+    | Closing
+    | GroupHello
+    | GroupLeave
+    | RankStatus
+    | GroupView
+)
 
 _KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in get_args(Body)}
 

@@ -117,15 +117,20 @@ def chunk_count(total_bytes: int, chunk_bytes: int = CHUNK_BYTES) -> int:
 
 def bytes_in(total_bytes: int, numbers: Iterable[int], chunk_bytes: int = CHUNK_BYTES) -> int:
     """Return how many bytes of a payload these frames have, headers left out. Numbers out of range have none."""
-    return sum(
-        max(0, min(chunk_bytes, total_bytes - number * chunk_bytes)) for number in numbers if number >= 0
-    )  # fmt: skip
+    return sum(max(0, min(chunk_bytes, total_bytes - number * chunk_bytes)) for number in numbers if number >= 0)
 
 
 def head(  # noqa: PLR0913 - the fields of a header
-    key: FrameKey, data: memoryview, seq: int, total_bytes: int, *, chunk_bytes: int = CHUNK_BYTES, flags: int = 0,
-    world: int = 0, descriptor: bytes = b"",
-) -> bytes:  # fmt: skip
+    key: FrameKey,
+    data: memoryview,
+    seq: int,
+    total_bytes: int,
+    *,
+    chunk_bytes: int = CHUNK_BYTES,
+    flags: int = 0,
+    world: int = 0,
+    descriptor: bytes = b"",
+) -> bytes:
     """Header and name of frame ``seq`` of a payload; its slice of the payload follows on the wire.
 
     Args:
@@ -135,9 +140,25 @@ def head(  # noqa: PLR0913 - the fields of a header
     name = key.name.encode()
     start = seq * chunk_bytes
     packed = HEADER.pack(
-        MAGIC, VERSION, key.kind, flags, key.job, key.round_id, key.sender, key.incarnation, key.transfer, key.part,
-        len(name), world, seq, chunk_count(total_bytes, chunk_bytes), total_bytes, start, len(data), 0,
-    )  # fmt: skip
+        MAGIC,
+        VERSION,
+        key.kind,
+        flags,
+        key.job,
+        key.round_id,
+        key.sender,
+        key.incarnation,
+        key.transfer,
+        key.part,
+        len(name),
+        world,
+        seq,
+        chunk_count(total_bytes, chunk_bytes),
+        total_bytes,
+        start,
+        len(data),
+        0,
+    )
     crc = zlib.crc32(name, zlib.crc32(packed[:_CRC_AT]))
     if flags & _SHARED:
         crc = zlib.crc32(descriptor, crc)
@@ -232,8 +253,26 @@ def parse(data: Any) -> Frame:  # noqa: C901 - one check after the other, in the
     view = memoryview(data).cast("B")
     if len(view) < HEADER_BYTES:
         raise FrameError("short", f"frame of {len(view)} bytes, the header alone has {HEADER_BYTES}")
-    (magic, version, kind, flags, job, round_id, sender, incarnation, transfer, part, name_bytes, world, seq, seq_cnt,
-     total_bytes, offset, size, crc) = HEADER.unpack_from(view)  # fmt: skip
+    (
+        magic,
+        version,
+        kind,
+        flags,
+        job,
+        round_id,
+        sender,
+        incarnation,
+        transfer,
+        part,
+        name_bytes,
+        world,
+        seq,
+        seq_cnt,
+        total_bytes,
+        offset,
+        size,
+        crc,
+    ) = HEADER.unpack_from(view)
     if magic != MAGIC:
         if magic == SEALED_MAGIC:
             raise FrameError(

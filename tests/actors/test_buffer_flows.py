@@ -155,9 +155,12 @@ AFTER_TWO = {
 def test_a_flag_is_set_once_and_stays_and_counts_reach_the_global_model(tmp_path: Path) -> None:
     tasks, server = [FlowTask(), FlowTask()], FlowTask()
     found, reports = federated(
-        tasks, server=server, eval_every=1, evaluation={"every": 1},
+        tasks,
+        server=server,
+        eval_every=1,
+        evaluation={"every": 1},
         checkpoint={"dir": tmp_path, "keep_best": "eval_loss"},
-    )  # fmt: skip
+    )
     assert buffers(found) == AFTER_TWO
     for task in tasks:
         assert [bool(before["norm.initialized"]) for before in task.before] == [False, True]
@@ -452,11 +455,12 @@ def test_with_privacy_no_exact_value_leaves_a_client() -> None:
     [
         ({"keep_personal": ["count"]}, {}, "the controller shares 'count', which client.keep_personal keeps here"),
         (
-            {"least_members": 2}, {"secure_aggregation": {"enabled": True}, "buffers": {"count": "max"}},
+            {"least_members": 2},
+            {"secure_aggregation": {"enabled": True}, "buffers": {"count": "max"}},
             "asks for the exact values of 'count', and client.least_members asks for masks: nothing is sent",
         ),
     ],
-)  # fmt: skip
+)
 def test_a_client_that_insists_sends_no_buffer(client: Any, rules: Any, words: str) -> None:
     tasks = [CountingTask(), CountingTask()]
     with pytest.raises(BaseExceptionGroup) as caught:

@@ -50,9 +50,7 @@ class Proximal(ClientRule):
 
 
 def begin(model: torch.nn.Module) -> RoundStart:
-    return RoundStart(
-        round_id=1, lr=1.0, model=model, base=torch.empty(0), parameters=[], local_loss=lambda: 0.0
-    )  # fmt: skip
+    return RoundStart(round_id=1, lr=1.0, model=model, base=torch.empty(0), parameters=[], local_loss=lambda: 0.0)
 
 
 SCALED, PROXIMAL = f"{__name__}:Scaled", f"{__name__}:Proximal"

@@ -80,9 +80,16 @@ class Job:
     """Actors of one job, each with a bus of its own, and the weights after each round."""
 
     def __init__(
-        self, tasks: Sequence[Any], *, share: Sequence[int] = (), decline: Sequence[int] = (),
-        known: Identities | None = None, place: dict[str, Any] | None = None, controller: Any = None, **rules: Any,
-    ) -> None:  # fmt: skip
+        self,
+        tasks: Sequence[Any],
+        *,
+        share: Sequence[int] = (),
+        decline: Sequence[int] = (),
+        known: Identities | None = None,
+        place: dict[str, Any] | None = None,
+        controller: Any = None,
+        **rules: Any,
+    ) -> None:
         """``share``: clients that show their models. ``decline``: that do not evaluate. ``known``: each process has a
         key of its own."""
         self.tasks = tasks
@@ -91,8 +98,10 @@ class Job:
         self._known = known
         self._task = controller or Measured()
         self.place: dict[str, Any] = {
-            "job": f"evaluation-{os.getpid()}-{next(_jobs)}", "domain": new_domain(), **(place or {})
-        }  # fmt: skip
+            "job": f"evaluation-{os.getpid()}-{next(_jobs)}",
+            "domain": new_domain(),
+            **(place or {}),
+        }
         clients = {"num": len(tasks), "dead_after_s": 30.0, "heartbeat_s": 0.2, **rules.pop("clients", {})}
         self.config = gradbus.FederatedConfig(**{"rounds": 2, "eval_every": 0, "clients": clients, **rules})
         self.weights: list[torch.Tensor] = []
@@ -252,9 +261,11 @@ def test_an_evaluation_that_is_of_no_more_use_gives_way_to_the_next_round() -> N
 @pytest.mark.parametrize("metric", ["client.loss", "client.rmse.max"])
 def test_a_run_ends_early_by_what_clients_find(metric: str) -> None:
     job = Job(
-        [Measured()] * 2, evaluation={"every": 1}, rounds=9,
+        [Measured()] * 2,
+        evaluation={"every": 1},
+        rounds=9,
         early_stop={"patience": 1, "metric": metric, "min_delta": 10.0},
-    )  # fmt: skip
+    )
     assert len(job.run()) == 2
     assert job.controller.progress.ended_early.startswith(f"{metric} is no better than in round 1")
 
@@ -278,10 +289,16 @@ class Finders(Measured):
 
 def first_error(task: Finders, **rules: Any) -> str:
     """How a run ends, in which nobody gets as far as the end of its training."""
-    config = gradbus.FederatedConfig(**{
-        "rounds": 1, "eval_every": 0, "evaluation": {"every": 1}, "clients": {"dead_after_s": 30.0},
-        "round": {"max_attempts": 1}, **rules,
-    })  # fmt: skip
+    config = gradbus.FederatedConfig(
+        **{
+            "rounds": 1,
+            "eval_every": 0,
+            "evaluation": {"every": 1},
+            "clients": {"dead_after_s": 30.0},
+            "round": {"max_attempts": 1},
+            **rules,
+        }
+    )
     options = gradbus.SimulationOptions(domain=new_domain(), processes=1)
     with pytest.raises((ConfigError, TrainingFailed)) as ended:
         gradbus.simulate(task, 4, config=config, options=options)
@@ -289,9 +306,13 @@ def first_error(task: Finders, **rules: Any) -> str:
 
 
 @pytest.mark.parametrize(
-    ("metric", "meant"), [("client.rsme", "client.rmse"), ("client.loss.medain", "client.loss"),
-                          ("client.rsme.median", "client.rmse.median")]
-)  # fmt: skip
+    ("metric", "meant"),
+    [
+        ("client.rsme", "client.rmse"),
+        ("client.loss.medain", "client.loss"),
+        ("client.rsme.median", "client.rmse.median"),
+    ],
+)
 def test_a_metric_that_no_client_finds_of_the_initial_model_is_refused_before_they_train(
     metric: str, meant: str
 ) -> None:
@@ -317,9 +338,12 @@ def test_the_one_client_that_is_drawn_to_evaluate_refuses_no_metric_that_another
 def test_one_answer_refuses_no_metric_unless_a_job_has_one_client_alone() -> None:
     def job(num: int) -> Job:
         return Job(
-            [Measured()], rounds=1, evaluation={"every": 1, "least_answered": 0.0},
-            clients={"num": num, "start_grace_s": 0.1}, early_stop={"patience": 1, "metric": "client.auc"},
-        )  # fmt: skip
+            [Measured()],
+            rounds=1,
+            evaluation={"every": 1, "least_answered": 0.0},
+            clients={"num": num, "start_grace_s": 0.1},
+            early_stop={"patience": 1, "metric": "client.auc"},
+        )
 
     with capture_logs() as logs:
         assert len(job(2).run()) == 1
@@ -465,9 +489,12 @@ def test_each_local_model_is_evaluated_on_the_data_of_each_client(
 
 def test_a_client_that_has_not_agreed_shows_its_model_to_nobody() -> None:
     job = Job(
-        [Measured()] * 3, share=[1, 2], evaluation={"cross_site": True}, rounds=1,
+        [Measured()] * 3,
+        share=[1, 2],
+        evaluation={"cross_site": True},
+        rounds=1,
         selection={"name": "round_robin", "count": 2},
-    )  # fmt: skip
+    )
     (report,) = job.run()
     (idle,) = {0, 1, 2} - set(report.clients)
     why = {row.model: row.failure for row in job.cross_site.rows}
@@ -526,9 +553,14 @@ def test_clients_that_have_not_trained_yet_evaluate_models_with_frozen_parts(exc
             return TrainResult(1, 0.0)
 
     job = Job(
-        [PartlyFrozen()] * 3, share=[0, 1, 2], evaluation={"every": 1, "cross_site": True}, rounds=1,
-        selection={"name": "uniform", "count": 1}, exchange=exchange, controller=PartlyFrozen(),
-    )  # fmt: skip
+        [PartlyFrozen()] * 3,
+        share=[0, 1, 2],
+        evaluation={"every": 1, "cross_site": True},
+        rounds=1,
+        selection={"name": "uniform", "count": 1},
+        exchange=exchange,
+        controller=PartlyFrozen(),
+    )
     (report,) = job.run()
     assert report.by_clients.answered == 3
     (trained,) = report.clients
@@ -628,9 +660,12 @@ def test_a_client_that_still_trains_for_a_round_that_is_over_evaluates_its_model
             return super().train(model, should_stop=should_stop, **given)
 
     job = Job(
-        [Measured(), Measured(), Straggler()], evaluation={"every": 1, "timeout_s": 20.0}, rounds=1,
-        clients={"min": 2}, round={"quorum": 0.5, "grace_s": 0.1},
-    )  # fmt: skip
+        [Measured(), Measured(), Straggler()],
+        evaluation={"every": 1, "timeout_s": 20.0},
+        rounds=1,
+        clients={"min": 2},
+        round={"quorum": 0.5, "grace_s": 0.1},
+    )
     (report,) = job.run()
     assert report.clients == (0, 1)
     assert (report.by_clients.answered, dict(report.by_clients.missing)) == (3, {})
@@ -656,9 +691,12 @@ def test_an_evaluation_ends_at_its_deadline_also_where_no_round_follows() -> Non
             return model
 
     job = Job(
-        [Measured(), Endless()], share=[0], evaluation={"cross_site": True, "timeout_s": 1.0}, rounds=1,
+        [Measured(), Endless()],
+        share=[0],
+        evaluation={"cross_site": True, "timeout_s": 1.0},
+        rounds=1,
         clients={"min": 2},
-    )  # fmt: skip
+    )
     job.run()
     assert [row.missing for row in job.cross_site.rows[:2]] == [{1: LATE}] * 2
     assert len(ended) == 2, "each evaluation ended at its own deadline, and the next one began"

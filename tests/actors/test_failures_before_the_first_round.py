@@ -52,9 +52,16 @@ async def ended(awaitable: Any) -> Any:
 
 
 def run(
-    tasks: list[Any], *, num: int | None = None, again: dict[int, Any] | None = None, task: Any = None,
-    wrong: dict[str, Any] | None = None, named: bool = False, heartbeat_s: float = 0.5, **options: Any,
-) -> tuple[Any, list[Any], list[Any]]:  # fmt: skip
+    tasks: list[Any],
+    *,
+    num: int | None = None,
+    again: dict[int, Any] | None = None,
+    task: Any = None,
+    wrong: dict[str, Any] | None = None,
+    named: bool = False,
+    heartbeat_s: float = 0.5,
+    **options: Any,
+) -> tuple[Any, list[Any], list[Any]]:
     """What a controller and its clients end with, and the log.
 
     Args:
@@ -68,7 +75,7 @@ def run(
         rounds=1,
         clients={"num": num, "min": num, "start_timeout_s": 60.0, "dead_after_s": 30.0, "heartbeat_s": heartbeat_s},
         **{"eval_every": 0, **(wrong or {})},
-    )  # fmt: skip
+    )
 
     async def start(client_id: int, task: Any) -> Any:
         who = {"name": f"site-{client_id}"} if named else {"client_id": client_id}
@@ -242,9 +249,11 @@ def test_the_report_of_a_process_with_the_id_of_a_client_that_is_here_is_not_bel
         loops.append(asyncio.get_running_loop())
         config = gradbus.FederatedConfig(rounds=1, clients={"num": 1, "dead_after_s": 30.0}, eval_every=0)
         async with (
-            asyncio.timeout(60), gradbus.connect(job=job, domain=domain) as bus,
-            gradbus.connect(job=job, domain=domain) as other, asyncio.TaskGroup() as group,
-        ):  # fmt: skip
+            asyncio.timeout(60),
+            gradbus.connect(job=job, domain=domain) as bus,
+            gradbus.connect(job=job, domain=domain) as other,
+            asyncio.TaskGroup() as group,
+        ):
             buses.append(other)
             client = group.create_task(gradbus.Client(other, Late(DIM), client_id=0).run())
             reports = await gradbus.Controller(bus, NoopTask(DIM), config).run()

@@ -95,9 +95,7 @@ def test_a_suspended_client_is_not_waited_for_and_takes_part_again_when_it_goes_
     first, third = tmp_path / "first", tmp_path / "third"
     with Federation(domain=new_domain(), silence_s=MORTAL["lease_s"]) as federation:
         # With a cap by the median the first update would wait for the others, or for half of the time.
-        controller = federation.controller(
-            rounds=4, clients__num=2, round__timeout_s=12.0, limits__cap_samples=None
-        )  # fmt: skip
+        controller = federation.controller(rounds=4, clients__num=2, round__timeout_s=12.0, limits__cap_samples=None)
         client = federation.client(0, hold={"1": str(first), "3": str(third)})
         sleeper = federation.client(1)
         controller.wait_for("takes part", client=1)

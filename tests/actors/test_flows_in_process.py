@@ -166,9 +166,13 @@ def test_a_report_tells_where_the_time_of_each_client_went_and_what_the_codecs_o
 
     monkeypatch.setattr(RoundTiming, "counted", noted)
     config = gradbus.FederatedConfig(
-        rounds=2, clients={"num": 2}, codec="sq8", downlink_codec="q8", eval_every=0,
+        rounds=2,
+        clients={"num": 2},
+        codec="sq8",
+        downlink_codec="q8",
+        eval_every=0,
         limits={"cap_samples": None},  # else nothing counts in the first round before all have trained
-    )  # fmt: skip
+    )
     reports = run(config, [SlowTask([]), Second([1, 2])])
     for report in reports:
         fast, slow = report.timeline
@@ -295,8 +299,9 @@ def test_training_that_fails_with_an_error_that_names_a_file_that_is_not_utf_8_e
             config = gradbus.FederatedConfig(rounds=1, clients={"num": 1}, round={"max_attempts": 1})
             return await asyncio.gather(
                 gradbus.Controller(bus, NoopTask(DIM), config).run(),
-                gradbus.Client(other, Unreadable(DIM), client_id=0).run(), return_exceptions=True,
-            )  # fmt: skip
+                gradbus.Client(other, Unreadable(DIM), client_id=0).run(),
+                return_exceptions=True,
+            )
 
     found = asyncio.run(main())
     assert [type(error) for error in found] == [TrainingFailed] * 2

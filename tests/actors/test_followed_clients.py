@@ -268,13 +268,15 @@ def test_a_model_comes_while_the_client_still_trains() -> None:
     # The quorum is one client: the other one is in the midst of round 1 when the model after it arrives.
     scene = Scene(
         lambda bus, one: Client(bus, tasks[one], client_id=one, callbacks=[follower] if one else []),
-        round={"quorum": 0.5, "grace_s": 0.0}, rounds=1,
-    )  # fmt: skip
+        round={"quorum": 0.5, "grace_s": 0.0},
+        rounds=1,
+    )
     run(scene.main())
     assert ("model", 1) in follower.calls
     assert [(one.round_id, one.counted, one.reason) for one in follower.reports if not one.counted] in (
-        [(1, False, CALLED_OFF)], []
-    )  # fmt: skip
+        [(1, False, CALLED_OFF)],
+        [],
+    )
 
 
 def test_personal_tensors_of_the_model_are_the_clients_own() -> None:
@@ -282,7 +284,7 @@ def test_personal_tensors_of_the_model_are_the_clients_own() -> None:
     scene = Iterating(
         lambda bus, one: Client(bus, NetTask(), client_id=one, callbacks=[follower] if one else []),
         share={"exclude": ["head.*"]},
-    )  # fmt: skip
+    )
     run(scene.main())
     state = run(scene.clients[1].state_dict())
     assert same(state, scene.states[-1], lambda name: not name.startswith("head."))
@@ -294,9 +296,11 @@ def test_personal_tensors_of_the_model_are_the_clients_own() -> None:
 def test_what_a_client_kept_of_one_run_is_not_in_its_state_of_another_run() -> None:
     task = NetTask(2)
     config = gradbus.FederatedConfig(
-        rounds=3, eval_every=0, share={"exclude": ["head.*"]},
+        rounds=3,
+        eval_every=0,
+        share={"exclude": ["head.*"]},
         clients={"num": 1, "dead_after_s": PATIENT_S, "heartbeat_s": 0.1},
-    )  # fmt: skip
+    )
 
     async def main() -> dict[str, Tensor]:
         job, domain = f"followed-{os.getpid()}-{next(_jobs)}", new_domain()
@@ -322,9 +326,12 @@ def test_what_a_client_kept_of_one_run_is_not_in_its_state_of_another_run() -> N
 def test_with_a_selection_a_follower_gets_the_models_of_rounds_that_it_sits_out_and_the_last_one() -> None:
     followers = [Follower() for _ in range(4)]
     scene = Scene(
-        lambda bus, one: Client(bus, NetTask(), client_id=one, callbacks=[followers[one]]), count=4,
-        selection={"name": "uniform", "count": 1}, rounds=4, clients={"min": 1},
-    )  # fmt: skip
+        lambda bus, one: Client(bus, NetTask(), client_id=one, callbacks=[followers[one]]),
+        count=4,
+        selection={"name": "uniform", "count": 1},
+        rounds=4,
+        clients={"min": 1},
+    )
     run(scene.main())
     assert all(len(report.clients) == 1 for report in scene.reports)
     for follower in followers:

@@ -53,8 +53,10 @@ class Pair:
         spec["network"]["interface"] = host.interface
         process = subprocess.Popen(
             [*host.prefix, sys.executable, str(Path(late_member.__file__)), json.dumps(spec)],
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )  # fmt: skip
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
         assert process.stdout is not None
         return Node(process, (json.loads(line) for line in process.stdout if line.startswith("{")))
 

@@ -129,9 +129,10 @@ def test_of_an_upload_no_message_that_is_lost_costs_the_deadline(side: str, lost
     async def main() -> list[gradbus.RoundReport]:
         own = faults if side == "controller" else ""
         async with (
-            asyncio.timeout(60), gradbus.connect(**place, shared_memory=False, faults=own) as bus,
+            asyncio.timeout(60),
+            gradbus.connect(**place, shared_memory=False, faults=own) as bus,
             asyncio.TaskGroup() as group,
-        ):  # fmt: skip
+        ):
             group.create_task(one())
             return await gradbus.Controller(bus, NoopTask(DIM), rules(1)).run()
 
@@ -252,9 +253,11 @@ def test_the_same_of_the_clients_of_a_host(tmp_path: Path) -> None:
 
     async def main() -> list[gradbus.RoundReport]:
         async with (
-            asyncio.timeout(60), gradbus.connect(**place, faults=LOST) as bus, gradbus.connect(**place) as other,
+            asyncio.timeout(60),
+            gradbus.connect(**place, faults=LOST) as bus,
+            gradbus.connect(**place) as other,
             asyncio.TaskGroup() as group,
-        ):  # fmt: skip
+        ):
             host = ClientHost(other, NoopTask(DIM), ids=range(3), pool=pool, state_dir=tmp_path)
             group.create_task(host.run())
             return await gradbus.Controller(bus, NoopTask(DIM), rules(3)).run()

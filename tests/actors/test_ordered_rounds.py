@@ -109,8 +109,10 @@ def test_what_a_program_orders_reaches_the_clients_of_that_round_and_no_other() 
     assert [task.asked[2] for task in job.tasks] == [usual, usual]
     assert [task.asked[3] for task in job.tasks] == [{**usual, "epochs": 3}, {**usual, "lr": 0.25}]
     assert [report.order for report in reports] == [
-        ordered, {}, {"epochs": 3, "each": {"1": {"lr": 0.25, "epochs": 1}}},
-    ]  # fmt: skip
+        ordered,
+        {},
+        {"epochs": 3, "each": {"1": {"lr": 0.25, "epochs": 1}}},
+    ]
     assert gradbus.RoundReport.from_json(reports[2].to_json()).order == reports[2].order
     assert [end.rounds for end in job.ends] == [3, 3]  # the clients end with the program, before the last round
 
@@ -353,8 +355,9 @@ def test_an_order_on_the_disk_holds_for_the_round_that_was_cut_off(tmp_path: Pat
 
     with capture_logs() as logs:
         assert again.run(resumed) == [
-            (2, (1,), {"lr": 0.125, "clients": [1], "each": {"1": {"epochs": 3}}}), (3, (0, 1), {"lr": 0.5}),
-        ]  # fmt: skip
+            (2, (1,), {"lr": 0.125, "clients": [1], "each": {"1": {"epochs": 3}}}),
+            (3, (0, 1), {"lr": 0.5}),
+        ]
     assert again.tasks[1].asked[2]["epochs"] == 3
     (told,) = [one for one in logs if one["event"] == "the order of the interrupted round holds"]
     assert told["given"] == {"lr": 0.5}
@@ -553,9 +556,11 @@ async def weights_ordered(job: Job, clients: Callable[[gradbus.Bus], list[Awaita
         {},
     ]
     async with (
-        asyncio.timeout(60), gradbus.connect(**job.place) as bus, gradbus.connect(**job.place) as other,
+        asyncio.timeout(60),
+        gradbus.connect(**job.place) as bus,
+        gradbus.connect(**job.place) as other,
         asyncio.TaskGroup() as group,
-    ):  # fmt: skip
+    ):
         for running in clients(other):
             group.create_task(awaited(running))
         async with gradbus.Controller(bus, OrderedTask(DIM), job.config).open() as run:

@@ -88,9 +88,7 @@ def run(config: gradbus.FederatedConfig, *allowed: str) -> tuple[torch.Tensor, l
 
 
 def config_with(codec: dict[str, Any] | str, **others: Any) -> gradbus.FederatedConfig:
-    return gradbus.FederatedConfig(
-        rounds=2, clients={"num": 2, "min": 2}, training={"lr": 0.5}, codec=codec, **others
-    )  # fmt: skip
+    return gradbus.FederatedConfig(rounds=2, clients={"num": 2, "min": 2}, training={"lr": 0.5}, codec=codec, **others)
 
 
 def test_rounds_go_through_a_coarse_with_its_two_options() -> None:

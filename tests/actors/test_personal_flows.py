@@ -60,9 +60,7 @@ class Images:
     def prepare(self, client_id: int, num_clients: int) -> None:
         pass
 
-    def train(
-        self, model: Any, *, client_id: int, lr: float, make_optimizer: Any = None, **_: Any
-    ) -> TrainResult:  # fmt: skip
+    def train(self, model: Any, *, client_id: int, lr: float, make_optimizer: Any = None, **_: Any) -> TrainResult:
         self.before.append({name: tensor.clone() for name, tensor in model.state_dict().items()})
         generator = torch.Generator().manual_seed(client_id)
         x = torch.randn(8, 3, generator=generator) * (1 + client_id) + client_id
@@ -159,9 +157,7 @@ def test_what_is_personal_stays_at_its_client_and_the_rest_is_averaged(share: An
 def test_clients_evaluate_the_shared_part_with_their_own_tensors_and_that_may_end_the_run() -> None:
     tasks, server = [Judged(), Judged()], Judged()
     stop = {"metric": "client.loss", "patience": 1, "min_delta": 1e9}
-    weights, reports = run(
-        tasks, server=server, share=FED_PER, rounds=5, evaluation={"every": 1}, early_stop=stop
-    )  # fmt: skip
+    weights, reports = run(tasks, server=server, share=FED_PER, rounds=5, evaluation={"every": 1}, early_stop=stop)
     assert len(reports) == 2, "the first evaluation is the best one, the second no better"
     losses = [float(task.after[-1]["head.weight"].square().sum()) for task in tasks]
     assert reports[-1].by_clients.metrics["loss"].mean == pytest.approx(sum(losses) / 2)
@@ -395,9 +391,7 @@ def test_a_client_that_keeps_a_layer_takes_part_where_it_stays_at_home_and_says_
     with pytest.raises(BaseExceptionGroup) as caught:
         run([Images()], client={"keep_personal": ["haed.*"]}, share=FED_PER)
     assert "client.keep_personal: 'haed.*' matches no tensor of the model; near are 'head." in str(only(caught.value))
-    options = gradbus.SimulationOptions(
-        processes=1, domain=new_domain(), client=ClientConfig(keep_personal=["head.*"])
-    )  # fmt: skip
+    options = gradbus.SimulationOptions(processes=1, domain=new_domain(), client=ClientConfig(keep_personal=["head.*"]))
     with pytest.raises(JoinRefused, match="keep_personal keeps here"):
         gradbus.simulate(Images(), 2, config=gradbus.FederatedConfig(rounds=1, eval_every=0), options=options)
 

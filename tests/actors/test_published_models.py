@@ -50,9 +50,12 @@ def forged(hall: Hall, honest: FrameKey) -> dict[str, FrameKey]:
     epoch = hall.controller.group.key.epoch
     own = sign_model(hall.controller.job, ONE, hall.controller.session, epoch, far, 0, MODEL)
     return {
-        "no name": far, "zeros": far._replace(name="0" * 200), "own key": far._replace(name=own),
-        "another's name": far._replace(name=honest.name), "another transfer": honest._replace(transfer=99),
-    }  # fmt: skip
+        "no name": far,
+        "zeros": far._replace(name="0" * 200),
+        "own key": far._replace(name=own),
+        "another's name": far._replace(name=honest.name),
+        "another transfer": honest._replace(transfer=99),
+    }
 
 
 @pytest.mark.parametrize("what", ["no name", "zeros", "own key", "another's name", "another transfer"])

@@ -40,9 +40,13 @@ DIM = 20_000  # updates lie in shared memory
 
 def virtual(task: Any, pool: Any, tmp_path: Path) -> gradbus.SimulationResult:
     config = gradbus.FederatedConfig(
-        rounds=3, eval_every=0, clients={"dead_after_s": 30.0}, codec="sq8", round={"timeout_s": 90.0},
+        rounds=3,
+        eval_every=0,
+        clients={"dead_after_s": 30.0},
+        codec="sq8",
+        round={"timeout_s": 90.0},
         selection={"name": "uniform", "fraction": 0.5},
-    )  # fmt: skip
+    )
     options = gradbus.SimulationOptions(domain=new_domain(), processes=2, pool=pool, state_dir=tmp_path / pool)
     return gradbus.simulate(task, 6, config=config, options=options)
 
@@ -89,16 +93,20 @@ def heads() -> Any:
 def personal(pool: Any, folder: Path) -> list[Any]:
     """A run whose clients have layers of their own, a residual, and evaluate: checksums and what they have found."""
     config = gradbus.FederatedConfig(
-        rounds=3, eval_every=0, clients={"dead_after_s": 30.0}, codec="sq8", round={"timeout_s": 90.0},
-        share={"exclude": ["1.*", "3.*"]}, evaluation={"every": 1, "timeout_s": 60.0}, training={"lr": 0.1},
-    )  # fmt: skip
+        rounds=3,
+        eval_every=0,
+        clients={"dead_after_s": 30.0},
+        codec="sq8",
+        round={"timeout_s": 90.0},
+        share={"exclude": ["1.*", "3.*"]},
+        evaluation={"every": 1, "timeout_s": 60.0},
+        training={"lr": 0.1},
+    )
     options = gradbus.SimulationOptions(domain=new_domain(), processes=2, pool=pool, state_dir=folder / pool)
     result = gradbus.simulate(heads(), 4, config=config, options=options)
     assert [report.by_clients.answered for report in result.rounds] == [4, 4, 4]
     losses = [report.by_clients.metrics["loss"] for report in result.rounds]
-    return [
-        [report.weights_crc32, loss.mean, loss.std] for report, loss in zip(result.rounds, losses, strict=True)
-    ]  # fmt: skip
+    return [[report.weights_crc32, loss.mean, loss.std] for report, loss in zip(result.rounds, losses, strict=True)]
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -170,9 +178,16 @@ def test_what_leaves_a_client_with_local_privacy_is_in_its_folder_first_and_is_g
 ) -> None:
     pytest.importorskip("scipy", reason="the extra gradbus[privacy] is not installed")
     welcome = Welcome(
-        0, 1, 7, 1, "fp32", "{}", 2, 0.5,
+        0,
+        1,
+        7,
+        1,
+        "fp32",
+        "{}",
+        2,
+        0.5,
         options={"privacy.name": "local", "privacy.clip_norm": 1.0, "privacy.noise_multiplier": 1.0},
-    )  # fmt: skip
+    )
 
     def released(client_id: int, round_id: int) -> torch.Tensor:
         (path,) = tmp_path.glob(f"client-{client_id}/released-*/round-{round_id:06d}.safetensors")

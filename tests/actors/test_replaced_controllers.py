@@ -67,8 +67,10 @@ async def command_astray(bus: Bus, said: list[Control]) -> None:
 
 async def run(place: dict[str, Any], config: gradbus.FederatedConfig, task: Counting) -> list[gradbus.RoundReport]:
     async with (
-        gradbus.connect(**place) as bus, gradbus.connect(**place) as its_bus, asyncio.TaskGroup() as group,
-    ):  # fmt: skip
+        gradbus.connect(**place) as bus,
+        gradbus.connect(**place) as its_bus,
+        asyncio.TaskGroup() as group,
+    ):
         group.create_task(gradbus.Client(its_bus, task, client_id=0).run())
         return await gradbus.Controller(bus, NoopTask(DIM), config).run()
 

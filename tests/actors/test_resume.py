@@ -16,8 +16,15 @@ from gradbus.actors.federated.rounds import CLIENT_LOST
 pytestmark = [pytest.mark.slow, pytest.mark.faults]
 
 # No round without both clients: one that is not seen for a moment, because it stands still, changes no weights.
-_RULES = {"rounds": 4, "clients__num": 2, "clients__min": 2, "codec": "sq8", "downlink_codec": "s4",
-          "strategy": "fedavgm", "history__payloads": True}  # fmt: skip
+_RULES = {
+    "rounds": 4,
+    "clients__num": 2,
+    "clients__min": 2,
+    "codec": "sq8",
+    "downlink_codec": "s4",
+    "strategy": "fedavgm",
+    "history__payloads": True,
+}
 _MORTAL = {"lease_s": 1.0}
 _STEPS = [
     "before_command",

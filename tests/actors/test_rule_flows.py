@@ -89,9 +89,12 @@ def run(
 def test_scaffold_runs_with_its_control_variates_up_and_down(codec: str, error: float) -> None:
     targets = (2.0, -1.0)
     config = gradbus.FederatedConfig(
-        rounds=3, clients={"num": 2, "min": 2}, strategy="scaffold", training={"lr": LR, "rule": "scaffold"},
+        rounds=3,
+        clients={"num": 2, "min": 2},
+        strategy="scaffold",
+        training={"lr": LR, "rule": "scaffold"},
         section_codec=codec,
-    )  # fmt: skip
+    )
     found, reports = run(config, targets)
     w, c, own = 1.0, 0.0, [0.0, 0.0]
     for _ in range(3):
@@ -112,14 +115,20 @@ def test_scaffold_runs_with_its_control_variates_up_and_down(codec: str, error: 
 def test_settings_of_a_round_reach_the_clients_with_its_command() -> None:
     changes = {2: {"epochs": 2, "mu": 0.0}, 3: {"lr": 0.1}, 4: {"steps": 1}, 6: {"epochs": 1}}
     config = gradbus.FederatedConfig(
-        rounds=6, clients={"num": 1},
+        rounds=6,
+        clients={"num": 1},
         training={"lr": LR, "rule": {"name": "fedprox", "mu": 1.0}, "from_round": changes},
-    )  # fmt: skip
+    )
     found, _ = run(config, [2.0])
     w = 1.0
     for lr, steps, mu in (
-        (LR, STEPS, 1.0), (LR, 2 * STEPS, 0.0), (0.1, 2 * STEPS, 0.0), (0.1, 1, 0.0), (0.1, 1, 0.0), (0.1, STEPS, 0.0),
-    ):  # fmt: skip
+        (LR, STEPS, 1.0),
+        (LR, 2 * STEPS, 0.0),
+        (0.1, 2 * STEPS, 0.0),
+        (0.1, 1, 0.0),
+        (0.1, 1, 0.0),
+        (0.1, STEPS, 0.0),
+    ):
         y = w
         for _step in range(steps):
             y -= lr * (y - 2.0 + mu * (y - w))
@@ -137,9 +146,11 @@ def test_epochs_of_a_later_round_are_in_place_of_steps() -> None:
 
 def test_the_density_of_a_round_is_that_of_the_updates() -> None:
     config = gradbus.FederatedConfig(
-        rounds=3, clients={"num": 1}, codec={"name": "s4", "density": 0.3},
+        rounds=3,
+        clients={"num": 1},
+        codec={"name": "s4", "density": 0.3},
         training={"lr": LR, "from_round": {2: {"density": 1.0}, 3: {"density": 0.5}}},
-    )  # fmt: skip
+    )
     _, reports = run(config, [2.0])
     codec = codecs.get("s4", density=1.0)
     few, all_of_them, some = (report.bytes_up for report in reports)
@@ -168,9 +179,12 @@ def test_clients_whose_sections_are_not_those_of_the_strategy_or_whose_steps_can
         if about == 4:
             self.steps = 1_000_000
         sections = {
-            1: {}, 2: {"control": torch.zeros(WIDTH + 1)}, 3: {**end.sections, "another": torch.zeros(WIDTH)},
-            5: {"another": torch.zeros(WIDTH)}, 6: {"control": torch.full((WIDTH,), 1e30)},
-        }.get(about, end.sections)  # fmt: skip
+            1: {},
+            2: {"control": torch.zeros(WIDTH + 1)},
+            3: {**end.sections, "another": torch.zeros(WIDTH)},
+            5: {"another": torch.zeros(WIDTH)},
+            6: {"control": torch.full((WIDTH,), 1e30)},
+        }.get(about, end.sections)
         return dataclasses.replace(end, sections=sections)
 
     monkeypatch.setattr(ControlVariates, "finish", finish)
@@ -181,18 +195,25 @@ def test_clients_whose_sections_are_not_those_of_the_strategy_or_whose_steps_can
     _, (report,) = run(config, [1.0, *(1 + (10 * about - 1) * far for about in range(1, 7))])
     assert report.clients == (0,)
     assert {strike.client_id: strike.reason for strike in report.strikes} == {
-        1: "malformed", 2: "oversized", 3: "oversized", 4: "steps", 5: "malformed", 6: "refused"
-    }  # fmt: skip
+        1: "malformed",
+        2: "oversized",
+        3: "oversized",
+        4: "steps",
+        5: "malformed",
+        6: "refused",
+    }
 
 
 @pytest.mark.parametrize(
     ("training", "claimed", "reason"),
     [
-        ({}, {"num_samples": 10**12}, "samples"), ({}, {"steps": 17 * STEPS}, "steps"),
-        ({"steps": 4}, {"steps": 5}, "steps"), ({"steps": 4}, {"steps": 1}, "steps"),
+        ({}, {"num_samples": 10**12}, "samples"),
+        ({}, {"steps": 17 * STEPS}, "steps"),
+        ({"steps": 4}, {"steps": 5}, "steps"),
+        ({"steps": 4}, {"steps": 1}, "steps"),
         ({"from_round": {1: {"steps": 4}}}, {"steps": 5}, "steps"),
     ],
-)  # fmt: skip
+)
 def test_a_client_that_announces_what_cannot_be_is_struck(
     monkeypatch: pytest.MonkeyPatch, training: dict[str, Any], claimed: dict[str, int], reason: str
 ) -> None:
@@ -222,13 +243,15 @@ def test_a_client_that_announces_what_cannot_be_is_struck(
         ({"clients": {"kind": "sites"}, "training": {"from_round": {2: {"steps": 1}}}}, "sites"),
         (
             {
-                "clients": {"num": 2, "min": 2}, "codec": "sq8", "secure_aggregation": {"enabled": True},
+                "clients": {"num": 2, "min": 2},
+                "codec": "sq8",
+                "secure_aggregation": {"enabled": True},
                 "training": {"from_round": {2: {"density": 0.5}}},
             },
             "share positions",
         ),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_work_together_is_refused_at_the_start(settings: dict[str, Any], text: str) -> None:
     config = gradbus.FederatedConfig(**{"rounds": 1, "clients": {"num": 1}, **settings})
     with pytest.raises(ExceptionGroup) as caught:
@@ -241,10 +264,17 @@ def test_what_cannot_work_together_is_refused_at_the_start(settings: dict[str, A
 @pytest.mark.parametrize(
     "changes",
     [
-        {1: {"epohs": 2}}, {1: {"epochs": 0}}, {1: {"epochs": "2"}}, {0: {"epochs": 1}}, {1: {"mu": -1}},
-        {1: {"steps": -1}}, {1: {"steps": 2.5}}, {1: {"steps": 2, "epochs": 2}}, {1: {"density": 0.5}},
+        {1: {"epohs": 2}},
+        {1: {"epochs": 0}},
+        {1: {"epochs": "2"}},
+        {0: {"epochs": 1}},
+        {1: {"mu": -1}},
+        {1: {"steps": -1}},
+        {1: {"steps": 2.5}},
+        {1: {"steps": 2, "epochs": 2}},
+        {1: {"density": 0.5}},
     ],
-)  # fmt: skip
+)
 def test_a_setting_of_a_round_that_cannot_be_is_refused(changes: Any) -> None:
     with pytest.raises(ConfigError):
         gradbus.FederatedConfig(training={"rule": "fedprox", "from_round": changes})

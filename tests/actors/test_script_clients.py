@@ -60,9 +60,13 @@ def new_job() -> tuple[str, int]:
 
 
 def run(
-    scripts: Sequence[Script], *, tasks: int = 0, scripts_first: bool = False, job: tuple[str, int] | None = None,
+    scripts: Sequence[Script],
+    *,
+    tasks: int = 0,
+    scripts_first: bool = False,
+    job: tuple[str, int] | None = None,
     **rules: Any,
-) -> tuple[list[gradbus.RoundReport], list[Any]]:  # fmt: skip
+) -> tuple[list[gradbus.RoundReport], list[Any]]:
     """A run with clients of scripts, and others with a Task behind them, which come, if ``scripts_first``, when the
     scripts have ended: reports, and what each script returned."""
     name, domain = job or new_job()

@@ -61,9 +61,13 @@ def test_a_selected_client_that_dies_does_not_stop_the_round(federation: Federat
 
 def test_who_is_slow_goes_on_in_another_attempt_at_a_round_with_too_few(federation: Federation) -> None:
     controller = federation.controller(
-        rounds=1, clients__num=2, clients__min=2, selection={"count": 2}, round__timeout_s=0.6,
+        rounds=1,
+        clients__num=2,
+        clients__min=2,
+        selection={"count": 2},
+        round__timeout_s=0.6,
         limits__cap_samples=None,  # the fast one counts before the slow one has said how many it has
-    )  # fmt: skip
+    )
     clients = [federation.client(0), federation.client(1, train_s=0.8)]
     (report,) = finish(controller, *clients)
     assert report["attempt"] >= 2  # more, where the machine is busy

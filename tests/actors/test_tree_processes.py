@@ -19,10 +19,18 @@ QUIET: dict[str, Any] = {"client": {"history": {"dir": None}}}  # the journals o
 
 def site(federation: Federation, number: int, path: Path, clients: int = 1, **more: Any) -> Node:
     upstream = {"site": number, "job": federation.job, "alone": False, **more.pop("upstream", {})}
-    return federation.controller(**{
-        "job": f"{federation.job}-{number}", "upstream": upstream, "clients__num": clients, "clients__min": clients,
-        "history__dir": None, "checkpoint__dir": str(path / f"site-{number}"), "round__timeout_s": 20.0, **more,
-    })  # fmt: skip
+    return federation.controller(
+        **{
+            "job": f"{federation.job}-{number}",
+            "upstream": upstream,
+            "clients__num": clients,
+            "clients__min": clients,
+            "history__dir": None,
+            "checkpoint__dir": str(path / f"site-{number}"),
+            "round__timeout_s": 20.0,
+            **more,
+        }
+    )
 
 
 @functools.lru_cache
@@ -42,9 +50,7 @@ def test_a_site_that_is_killed_and_started_again_changes_no_bit(point: str, tmp_
         centre = federation.controller(rounds=3, **above)
         doomed = site(federation, 0, tmp_path, clients=2, fail_at=f"{point}:2")
         site(federation, 1, tmp_path)
-        clients = [
-            federation.client(number, job=f"{federation.job}-{number // 2}", **QUIET) for number in range(3)
-        ]  # fmt: skip
+        clients = [federation.client(number, job=f"{federation.job}-{number // 2}", **QUIET) for number in range(3)]
         assert doomed.wait(60.0) == -9
         again = site(federation, 0, tmp_path, clients=2)
         reports = centre.wait_for("done", timeout_s=60.0)["reports"]
@@ -70,13 +76,11 @@ def test_a_site_behind_a_cut_link_goes_on_alone_and_rejoins_when_it_is_mended(
             rounds=3, clients__kind="sites", clients__num=1, prefix=left.prefix, network=network(left, right)
         )
         upstream = {"alone": True, "alone_after_s": 2.0, "network": {**network(right, left), "lease_s": 3.0}}
-        far = site(
-            federation, 0, tmp_path, prefix=right.prefix, domain=own, upstream={**upstream, "domain": domain}
-        )  # fmt: skip
+        far = site(federation, 0, tmp_path, prefix=right.prefix, domain=own, upstream={**upstream, "domain": domain})
         gate = tmp_path / "gate"
         client = federation.client(
             0, job=f"{federation.job}-0", domain=own, prefix=right.prefix, hold={"2": str(gate)}, **QUIET
-        )  # fmt: skip
+        )
         client.wait_for("training", round=2, timeout_s=60.0)
         set_link(right, up=False)
         gate.touch()

@@ -76,9 +76,7 @@ async def tree_run(shape: list[list[int]], **more: Any) -> tuple[list[gradbus.Ro
 )
 def test_a_tree_of_two_regions_with_two_sites_each_has_the_bits_of_a_flat_run(strategy: str, codec: str) -> None:
     flat = asyncio.run(flat_run(8, codec=codec, downlink_codec=codec, strategy=strategy))
-    found, clients = asyncio.run(
-        tree_run([[2, 2], [1, 3]], codec=codec, downlink_codec=codec, strategy=strategy)
-    )  # fmt: skip
+    found, clients = asyncio.run(tree_run([[2, 2], [1, 3]], codec=codec, downlink_codec=codec, strategy=strategy))
     assert clients == 8
     for above, below in zip(found, flat, strict=True):
         assert above.weights_crc32 == below.weights_crc32
@@ -394,14 +392,21 @@ def test_a_site_whose_rounds_alone_could_not_begin_goes_on_with_the_level_above(
 
 
 def serve_site(
-    group: asyncio.TaskGroup, bus: gradbus.Bus, config: gradbus.FederatedConfig,
+    group: asyncio.TaskGroup,
+    bus: gradbus.Bus,
+    config: gradbus.FederatedConfig,
     reports: list[gradbus.RoundReport] | None = None,
-) -> tuple[SiteController, asyncio.Task[None]]:  # fmt: skip
+) -> tuple[SiteController, asyncio.Task[None]]:
     """A site's Controller, told what to do by the test in place of a level above."""
     controller = SiteController(
-        bus, NoopTask(DIM), config, terms=Welcome(0, 1, 7, 1, "fp32", "{}", 2, 0.5, round_s=20.0), frozen=None,
-        progress=Progress(), on_open=lambda: None,
-    )  # fmt: skip
+        bus,
+        NoopTask(DIM),
+        config,
+        terms=Welcome(0, 1, 7, 1, "fp32", "{}", 2, 0.5, round_s=20.0),
+        frozen=None,
+        progress=Progress(),
+        on_open=lambda: None,
+    )
     return controller, group.create_task(controller.serve(([] if reports is None else reports).append))
 
 
@@ -597,8 +602,13 @@ def test_who_takes_part_is_told_apart_and_refused_by_the_other_kind() -> None:
 )
 def test_rules_that_are_not_for_a_site_are_refused_at_its_start(config: Any, above: Any, text: str) -> None:
     with pytest.raises(ConfigError, match=text):
-        Site(None, None, NoopTask(5), gradbus.FederatedConfig(**config),  # type: ignore[arg-type]
-             UpstreamConfig(**{"site": 0, "alone": False, **above}))  # fmt: skip
+        Site(
+            None,
+            None,
+            NoopTask(5),
+            gradbus.FederatedConfig(**config),  # type: ignore[arg-type]
+            UpstreamConfig(**{"site": 0, "alone": False, **above}),
+        )
 
 
 def test_what_needs_single_updates_is_refused_above_sites() -> None:
@@ -673,8 +683,9 @@ def test_training_that_fails_at_a_site_ends_the_run_at_every_level_with_the_reas
             return await asyncio.gather(
                 gradbus.Controller(centre, NoopTask(DIM), config).run(),
                 site_of(above, local, 0, rules(1, round={"max_attempts": 1})).run(),
-                gradbus.Client(theirs, Broken(DIM), client_id=0).run(), return_exceptions=True,
-            )  # fmt: skip
+                gradbus.Client(theirs, Broken(DIM), client_id=0).run(),
+                return_exceptions=True,
+            )
 
     found = asyncio.run(main())
     assert [type(error) for error in found] == [TrainingFailed] * 3

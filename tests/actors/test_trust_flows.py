@@ -45,8 +45,10 @@ def run(
 
     async def main() -> tuple[torch.Tensor, list[gradbus.RoundReport]]:
         place: dict[str, Any] = {
-            "job": f"trust-{os.getpid()}", "domain": new_domain(), "shared_memory": shared_memory,
-        }  # fmt: skip
+            "job": f"trust-{os.getpid()}",
+            "domain": new_domain(),
+            "shared_memory": shared_memory,
+        }
         clients = {"num": len(shares), "min": len(shares)}
         config = gradbus.FederatedConfig(**{"rounds": rounds, "clients": clients, "eval_every": 0, **rules})
         async with asyncio.timeout(60), gradbus.connect(**place) as bus, gradbus.connect(**place) as others:
@@ -111,9 +113,13 @@ def test_asynchronous_rounds_are_bounded_by_the_buffer_before() -> None:
     deltas = vectors(4)
     shares = [(100, delta) for delta in deltas[:3]]
     found, reports = run(
-        *shares, (1 << 16, 1000 * deltas[3]), rounds=3, limits={"trust": "adversarial"}, mode="asynchronous",
+        *shares,
+        (1 << 16, 1000 * deltas[3]),
+        rounds=3,
+        limits={"trust": "adversarial"},
+        mode="asynchronous",
         asynchronous={"buffer": 4, "repeats": False},
-    )  # fmt: skip
+    )
     assert [report.updates for report in reports] == [4, 4, 4]
     assert [report.marks for report in reports] == [{"weight bounded": (3,), "norm bounded": (3,)}] * 3
     assert float(found.norm()) < 3 * 16 * max(float(delta.norm()) for delta in deltas)

@@ -65,8 +65,10 @@ def deployed(task: Any, clients: int, config: gradbus.FederatedConfig, *, on_a_b
 
     async def main() -> Sequence[gradbus.RoundReport]:
         async with (
-            asyncio.timeout(60), gradbus.connect(job=job, domain=domain) as bus, asyncio.TaskGroup() as group,
-        ):  # fmt: skip
+            asyncio.timeout(60),
+            gradbus.connect(job=job, domain=domain) as bus,
+            asyncio.TaskGroup() as group,
+        ):
             for first in range(0, clients, on_a_bus):
                 group.create_task(some(first))
             return await gradbus.Controller(bus, task, config.replaced("clients.num", clients)).run()
@@ -100,9 +102,11 @@ def test_a_hundred_virtual_clients_make_the_models_of_a_hundred_deployed_ones() 
     """They train, each on data of its own; the deployed ones are on four buses beside that of the Controller."""
     torch.set_num_threads(1)  # as training processes have it: the last bits of sums depend on it
     task = ClassificationTask(
-        lambda: nn.Sequential(nn.Flatten(), nn.Linear(784, 10)), glyphs(train=1000, test=20), num_clients=100,
+        lambda: nn.Sequential(nn.Flatten(), nn.Linear(784, 10)),
+        glyphs(train=1000, test=20),
+        num_clients=100,
         batch_size=5,
-    )  # fmt: skip
+    )
     config = rules(rounds=2, codec="sq8", clients={"dead_after_s": 30.0, "min": 100})
     result = virtual(task, 100, config)
     assert [len(report.clients) for report in result.rounds] == [100] * 2
@@ -355,9 +359,12 @@ def test_ctrl_c_ends_the_run_with_its_buses_and_processes() -> None:
     before, threads = children(), threading.active_count()
     with pytest.raises(KeyboardInterrupt):
         gradbus.simulate(
-            task, 2, config=rules(rounds=10_000), options=options,
+            task,
+            2,
+            config=rules(rounds=10_000),
+            options=options,
             on_report=lambda report: os.kill(os.getpid(), signal.SIGINT) if report.round_id == 1 else None,
-        )  # fmt: skip
+        )
     assert children() == before
     assert threading.active_count() <= threads + 1, "but for the thread itself, which is about to end"
 
@@ -386,9 +393,11 @@ def test_a_host_whose_frozen_parameters_differ_takes_those_of_the_controller(tmp
 
     async def main() -> torch.Tensor:
         async with (
-            asyncio.timeout(30), gradbus.connect(job, domain=domain) as bus,
-            gradbus.connect(job, domain=domain) as other, asyncio.TaskGroup() as group,
-        ):  # fmt: skip
+            asyncio.timeout(30),
+            gradbus.connect(job, domain=domain) as bus,
+            gradbus.connect(job, domain=domain) as other,
+            asyncio.TaskGroup() as group,
+        ):
             controller = gradbus.Controller(bus, AddsWhatIsFrozen(2.0), rules(clients={"num": 4}))
             host = ClientHost(other, AddsWhatIsFrozen(9.0), ids=range(4), pool=pool, state_dir=tmp_path)
             hosting = group.create_task(host.run())
@@ -408,14 +417,20 @@ def test_a_host_notes_what_answers_its_clients_got_and_its_journal_is_of_all_of_
 
     async def main() -> None:
         async with (
-            asyncio.timeout(30), gradbus.connect(job, domain=domain) as bus,
-            gradbus.connect(job, domain=domain) as other, asyncio.TaskGroup() as group,
-        ):  # fmt: skip
+            asyncio.timeout(30),
+            gradbus.connect(job, domain=domain) as bus,
+            gradbus.connect(job, domain=domain) as other,
+            asyncio.TaskGroup() as group,
+        ):
             config = rules(rounds=2, clients={"num": 3, "dead_after_s": 30.0}, history=history)
             host = ClientHost(
-                other, NoopTask(DIM), ids=range(1, 4), pool=pool, state_dir=tmp_path / "state",
+                other,
+                NoopTask(DIM),
+                ids=range(1, 4),
+                pool=pool,
+                state_dir=tmp_path / "state",
                 config=gradbus.ClientConfig(history=history),
-            )  # fmt: skip
+            )
             group.create_task(host.run())
             await gradbus.Controller(bus, NoopTask(DIM), config).run()
 
@@ -474,9 +489,10 @@ def test_a_host_whose_first_round_does_not_fit_says_what_to_change_and_only_wher
         pool = LocalPool(NoopTask(DIM), PoolSettings(state_dir=tmp_path), size=1)
         try:
             async with (
-                asyncio.timeout(30), gradbus.connect(job, domain=domain) as bus,
+                asyncio.timeout(30),
+                gradbus.connect(job, domain=domain) as bus,
                 gradbus.connect(job, domain=domain) as other,
-            ):  # fmt: skip
+            ):
                 controller = gradbus.Controller(
                     bus, NoopTask(DIM), rules(clients={"num": 4}, rounds=2, limits={"trust": trust})
                 )

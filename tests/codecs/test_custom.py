@@ -141,9 +141,14 @@ def encoding(body: Any) -> codecs.CustomCodec:
 
 @pytest.mark.parametrize(
     ("body", "shown"),
-    [(None, "a NoneType"), ("abc", "a str"), ([1, 2], "a list"), (torch.ones(3), "torch.float32 of shape"),
-     (memoryview(b"abcdef")[::2], "a memoryview")],
-)  # fmt: skip
+    [
+        (None, "a NoneType"),
+        ("abc", "a str"),
+        ([1, 2], "a list"),
+        (torch.ones(3), "torch.float32 of shape"),
+        (memoryview(b"abcdef")[::2], "a memoryview"),
+    ],
+)
 def test_a_body_that_is_no_bytes_is_an_error_that_names_the_codec(body: Any, shown: str) -> None:
     with pytest.raises(TypeError, match=f"coarse: encode_body returned {shown}.*, expected bytes"):
         encoding(body).encode(torch.ones(3))

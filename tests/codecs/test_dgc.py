@@ -300,11 +300,19 @@ def test_a_saved_state_of_another_model_or_shape_is_refused() -> None:
 @pytest.mark.parametrize(
     "bad",
     [
-        {"momentum": 1.0}, {"clip_norm": 0.0}, {"world": 0}, {"sampling": "all"}, {"sample_ratio": 0.0},
-        {"upper_bound": 1.0}, {"lower_bound": 1.0}, {"max_iterations": -1}, {"min_numel": -1},
-        {"value_dtype": "int8"}, {"residual": "none"},
+        {"momentum": 1.0},
+        {"clip_norm": 0.0},
+        {"world": 0},
+        {"sampling": "all"},
+        {"sample_ratio": 0.0},
+        {"upper_bound": 1.0},
+        {"lower_bound": 1.0},
+        {"max_iterations": -1},
+        {"min_numel": -1},
+        {"value_dtype": "int8"},
+        {"residual": "none"},
     ],
-)  # fmt: skip
+)
 def test_a_bad_option_is_named(bad: dict[str, Any]) -> None:
     (name,) = bad
     with pytest.raises(ValueError, match=f"{name} must be"):

@@ -87,9 +87,13 @@ def start(tmp_path: Path) -> Iterator[Start]:
     def begin(*arguments: Any) -> subprocess.Popen[str]:
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", "gradbus", *map(str, arguments)],
-            cwd=tmp_path, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            cwd=tmp_path,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
             env=PATIENT | os.environ,
-        )  # fmt: skip
+        )
         started.append(process)
         return process
 

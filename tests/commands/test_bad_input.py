@@ -141,10 +141,14 @@ def namespaces(scripts: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["-m", "package.scripts.train"], ["-m", "package.scripts.deep.train"], ["-m", "package.runs"],
-        ["-m", "ns.sub.train"], ["-m", "numpy.f2py"], ["folder.py"],
+        ["-m", "package.scripts.train"],
+        ["-m", "package.scripts.deep.train"],
+        ["-m", "package.runs"],
+        ["-m", "ns.sub.train"],
+        ["-m", "numpy.f2py"],
+        ["folder.py"],
     ],
-)  # fmt: skip
+)
 @pytest.mark.usefixtures("namespaces")
 def test_folders_without_init_hide_nothing_and_have_modules(arguments: list[str]) -> None:
     check_exists(arguments)
@@ -182,11 +186,17 @@ def test_a_script_of_which_the_file_system_reports_an_error_is_one_sentence(invo
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["train.py"], ["./train.py", "--lr", "1"], ["-m", "train"], ["-m", "package.train", "-v"], ["-m", "runs"],
-        ["-m", "found.anywhere"], ["-m", "json.tool"], ["-m", "gradbus"],
+        ["train.py"],
+        ["./train.py", "--lr", "1"],
+        ["-m", "train"],
+        ["-m", "package.train", "-v"],
+        ["-m", "runs"],
+        ["-m", "found.anywhere"],
+        ["-m", "json.tool"],
+        ["-m", "gradbus"],
         ["-m", "gradbus.experiments.examples.torch_elastic"],
     ],
-)  # fmt: skip
+)
 def test_a_script_or_module_that_python_finds_is_let_through(scripts: Path, arguments: list[str]) -> None:
     check_exists(arguments)
 
@@ -216,15 +226,24 @@ def test_a_key_in_a_wrong_section_is_answered_with_that_of_the_same_name(invoke,
 @pytest.mark.parametrize(
     ("command", "options", "said"),
     [
-        (("controller", "controller"), (), "'task.batch_size' is a setting of each client: set it in the configuration "
-                                           "of the clients"),
-        (("controller", "controller"), ("--set", "task.task=mine:task"),
-         "'task.batch_size' has no effect with task.task: a task of your own sets it, or takes it as one of "
-         "task.task_options"),
-        (("worker", "ddp"), ("--set", "task.task=mine:task", "--rank", 0, "--world", 1),
-         "'task.batch_size' has no effect with task.task"),
+        (
+            ("controller", "controller"),
+            (),
+            "'task.batch_size' is a setting of each client: set it in the configuration of the clients",
+        ),
+        (
+            ("controller", "controller"),
+            ("--set", "task.task=mine:task"),
+            "'task.batch_size' has no effect with task.task: a task of your own sets it, or takes it as one of "
+            "task.task_options",
+        ),
+        (
+            ("worker", "ddp"),
+            ("--set", "task.task=mine:task", "--rank", 0, "--world", 1),
+            "'task.batch_size' has no effect with task.task",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_key_that_has_no_effect_here_is_no_correction(invoke, configs, command, options, said) -> None:
     name, config = command
     key = {"controller": "federated.training.batch_size", "worker": "parallel.batch_size"}[name]

@@ -77,8 +77,11 @@ def test_the_command_measures_this_machine_and_names_the_peer_that_does_not_reso
     with name_service(hosts):
         doctor = subprocess.run(
             [*host.prefix, sys.executable, "-m", "gradbus", "doctor", *options, "--wait-s", "2", "--insecure"],
-            capture_output=True, text=True, timeout=120, env={**os.environ, "COLUMNS": "120"},
-        )  # fmt: skip
+            capture_output=True,
+            text=True,
+            timeout=120,
+            env={**os.environ, "COLUMNS": "120"},
+        )
     assert doctor.returncode == ExitCode.BUS, doctor.stdout + doctor.stderr
     assert re.search(r"^looking for the doctor on robot-7 for up to 2 s", doctor.stdout, re.M), doctor.stdout
     assert re.search(r"^peer robot-7 +its name has no address on this machine +bad", doctor.stdout, re.M), doctor.stdout

@@ -110,9 +110,7 @@ def test_a_doctor_without_an_answer_names_what_to_check(hosts: tuple[Host, Host]
     set_link(hosts[1], up=True)
     command = ["ip", "-n", hosts[1].name, "route", "add", "blackhole", f"{hosts[0].address}/32"]
     subprocess.run(command, check=True, timeout=10)
-    first, second = look(
-        hosts, {"peers": [hosts[1].address], **key}, {"peers": [hosts[0].address], **key}, wait_s=8.0
-    )  # fmt: skip
+    first, second = look(hosts, {"peers": [hosts[1].address], **key}, {"peers": [hosts[0].address], **key}, wait_s=8.0)
     assert first[0][1:3] == ("no answer within 8 s", "bad"), first
     assert second[0][2] == "bad"
     assert "sends to this machine, and does not receive from it" in second[0][1]

@@ -56,23 +56,40 @@ def write(path: Path, who: str, *events: Event) -> None:
 def started(round_id: int = 0, crc32: int = 1, run: str = RUN, *, adopts: bool = False, **federated: Any) -> Event:
     rules = {"checkpoint": {"dir": "state", "resume": True}, **federated}
     return {
-        "event": "started", "run": run, "round": round_id, "crc32": crc32, "held_crc32": crc32, "incarnation": 1,
-        "federated": rules, **({"adopts": True} if adopts else {}),
-    }  # fmt: skip
+        "event": "started",
+        "run": run,
+        "round": round_id,
+        "crc32": crc32,
+        "held_crc32": crc32,
+        "incarnation": 1,
+        "federated": rules,
+        **({"adopts": True} if adopts else {}),
+    }
 
 
 def counted(round_id: int, client: int, **other: Any) -> Event:
     return {
-        "event": "counted", "round": round_id, "client": client, "incarnation": 5, "transfer": round_id,
-        "num_samples": 10, "crc32": 77, **other,
-    }  # fmt: skip
+        "event": "counted",
+        "round": round_id,
+        "client": client,
+        "incarnation": 5,
+        "transfer": round_id,
+        "num_samples": 10,
+        "crc32": 77,
+        **other,
+    }
 
 
 def committed(round_id: int, *clients: int, crc32: int = 2, **other: Any) -> Event:
     return {
-        "event": "committed", "round": round_id, "clients": list(clients), "num_samples": 10 * len(clients),
-        "crc32": crc32, "held_crc32": crc32, **other,
-    }  # fmt: skip
+        "event": "committed",
+        "round": round_id,
+        "clients": list(clients),
+        "num_samples": 10 * len(clients),
+        "crc32": crc32,
+        "held_crc32": crc32,
+        **other,
+    }
 
 
 def adopted(round_id: int, crc32: int) -> Event:
@@ -84,9 +101,14 @@ CLIENT = {"event": "started", "incarnation": 5}
 
 def offered(round_id: int, crc32: int = 77, **other: Any) -> Event:
     return {
-        "event": "offered", "run": RUN, "round": round_id, "transfer": round_id, "crc32": crc32, "num_samples": 10,
+        "event": "offered",
+        "run": RUN,
+        "round": round_id,
+        "transfer": round_id,
+        "crc32": crc32,
+        "num_samples": 10,
         **other,
-    }  # fmt: skip
+    }
 
 
 def receipt(round_id: int, *, accepted: bool = True, **other: Any) -> Event:
@@ -226,8 +248,19 @@ def test_a_site_may_die_between_adopting_a_later_round_and_noting_it(tmp_path: P
 
 
 def samples(pid: int, rss: Iterator[float], **other: int) -> list[Event]:
-    return [{"event": "sample", "process": "client-1", "pid": pid, "rss_bytes": int(size * 1e6), "fds": 9, "threads": 4,
-             "at_s": float(number), **other} for number, size in enumerate(rss)]  # fmt: skip
+    return [
+        {
+            "event": "sample",
+            "process": "client-1",
+            "pid": pid,
+            "rss_bytes": int(size * 1e6),
+            "fds": 9,
+            "threads": 4,
+            "at_s": float(number),
+            **other,
+        }
+        for number, size in enumerate(rss)
+    ]
 
 
 def test_growth_is_found_but_not_that_of_the_first_minutes(tmp_path: Path) -> None:

@@ -112,12 +112,14 @@ def commands(
         return gradbus("report", run)
 
     return {
-        "report": report, "report beside the files": beside, "compare": compare,
+        "report": report,
+        "report beside the files": beside,
+        "compare": compare,
         "check": lambda run: gradbus("check", run),
         "profile": lambda run: show_profile(run, monkeypatch, capsys),
         "dashboard": lambda run: asked(run, figures=False),
         "export": lambda run: gradbus("export", run),
-    }  # fmt: skip
+    }
 
 
 def check_each(names: list[str], commands: dict[str, Callable[[Path], str]], run: Path, hostile: Hostile) -> None:
@@ -133,9 +135,11 @@ def check_each(names: list[str], commands: dict[str, Callable[[Path], str]], run
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_commands_end_soon_run_nothing_and_say_what_is_wrong(
-    name: str, run_of: Callable[[Hostile], Path], commands: dict[str, Callable[[Path], str]],
+    name: str,
+    run_of: Callable[[Hostile], Path],
+    commands: dict[str, Callable[[Path], str]],
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     hostile = HOSTILE[name]
     if not hostile.draws:  # that takes most of the time of a report
         monkeypatch.setattr("gradbus.commands.report.page.images_of", lambda figure: None)
@@ -158,9 +162,11 @@ def test_checkpoints_that_are_something_else_are_named(name: str, run_of: Callab
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_export_ends_soon_runs_nothing_and_says_what_is_wrong(
-    name: str, run_of: Callable[[Hostile], Path], commands: dict[str, Callable[[Path], str]],
+    name: str,
+    run_of: Callable[[Hostile], Path],
+    commands: dict[str, Callable[[Path], str]],
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     run = run_of(HOSTILE[name])
     monkeypatch.syspath_prepend(str(run))
     check_each(["export"], commands, run, HOSTILE[name])

@@ -193,11 +193,17 @@ if rank == 2: wait_for("known of two")
         (3, LEAVES, True, 0, ["failed with exit code 12; the others go on"]),
     ],
     ids=[
-        "of its checkpoints, before the others end", "after them", "while they train", "killed after them",
-        "killed when the other has left", "waits in vain for two that have left", "misses two that have left",
-        "waits in vain when the run has ended", "while one trains and another has left",
+        "of its checkpoints, before the others end",
+        "after them",
+        "while they train",
+        "killed after them",
+        "killed when the other has left",
+        "waits in vain for two that have left",
+        "misses two that have left",
+        "waits in vain when the run has ended",
+        "while one trains and another has left",
     ],
-)  # fmt: skip
+)
 def test_a_rank_that_fails_when_the_run_is_over_decides_the_exit_code_of_those_that_go_on_without_one(
     tmp_path: Path, world: int, code: str, has_ended: bool, end: int, said: list[str]
 ) -> None:
@@ -216,9 +222,13 @@ def test_a_rank_that_fails_when_the_run_is_over_decides_the_exit_code_of_those_t
     )
     options = json.dumps([world, 20.0, HEAD + ENDS + code, 0.0, 0])
     launched = subprocess.run(
-        [sys.executable, "-P", "-c", program, options], capture_output=True, text=True, cwd=tmp_path, timeout=30,
+        [sys.executable, "-P", "-c", program, options],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        timeout=30,
         check=False,
-    )  # fmt: skip
+    )
     assert launched.returncode == end, launched.stderr
     lines = [line for line in launched.stderr.splitlines() if line.startswith("gradbus run: rank 0 ")]
     assert [line for line in lines if "printed nothing" not in line] == [f"gradbus run: rank 0 {text}" for text in said]
@@ -460,9 +470,14 @@ def test_on_a_terminal_each_rank_has_a_colour() -> None:
     environment = {**os.environ, "TERM": "xterm"}
     environment.pop("NO_COLOR", None)
     process = subprocess.Popen(
-        arguments(code), stdin=slave, stdout=slave, stderr=slave, env=environment, start_new_session=True,
+        arguments(code),
+        stdin=slave,
+        stdout=slave,
+        stderr=slave,
+        env=environment,
+        start_new_session=True,
         preexec_fn=lambda: __import__("fcntl").ioctl(0, __import__("termios").TIOCSCTTY, 0),
-    )  # fmt: skip
+    )
     os.close(slave)
     try:
         shown = read_until(master, "", lambda text: text.count("pid ") == 2)

@@ -114,8 +114,13 @@ def test_names_show_in_all_seven_places(tmp_path: Path, host: bool) -> None:
 
 def test_the_open_round_of_the_dashboard_shows_names_of_its_journal_that_are_names(tmp_path: Path) -> None:
     (tmp_path / "history").mkdir()
-    event = {"event": "commanded", "time": time.time(), "round": 1, "expected": [0, 1, 2],
-             "names": {"0": "site-1", "1": "<b>", "x": "site-3"}}  # fmt: skip
+    event = {
+        "event": "commanded",
+        "time": time.time(),
+        "round": 1,
+        "expected": [0, 1, 2],
+        "names": {"0": "site-1", "1": "<b>", "x": "site-3"},
+    }
     (tmp_path / "history" / "controller.jsonl").write_text(json.dumps(event) + "\n")
     (tmp_path / "clients.json").write_text(json.dumps({"names": [{"clients": "2", "name": "site-2"}, {"name": 7}, 8]}))
     following = Following(tmp_path, "federated")
@@ -127,11 +132,16 @@ def test_the_status_of_a_job_shows_names_and_leaves_out_who_has_no_id_yet() -> N
     observer = Observer()
     status = Status(1, 1, "training", 0, 2, awaited=[0, 7], silent_s=[0.0, 0.0])
     observer.take(Control(CONTROLLER, 1, status), 0.0)
-    for sender, said in ((0, {"name": "site-1"}), (3, {"name": "site-2"}), (UNASSIGNED, {"name": "new"}),
-                         (1 << 31 | 7, {"name": "lab", "ids": "7-9"})):  # fmt: skip
+    for sender, said in (
+        (0, {"name": "site-1"}),
+        (3, {"name": "site-2"}),
+        (UNASSIGNED, {"name": "new"}),
+        (1 << 31 | 7, {"name": "lab", "ids": "7-9"}),
+    ):
         observer.take(Control(sender, 5, Hello(PROTOCOL, 1, 1, True, 1, "training", 1, 0, "host", 1, **said)), 0.0)
     lines = lines_of(observer.picture("job", 0.0))
     assert [line.split(":")[0] for line in lines if "waiting for" in line] == [
-        "  waiting for client 0 (site-1)", "  waiting for client 7 (lab.7)",
-    ]  # fmt: skip
+        "  waiting for client 0 (site-1)",
+        "  waiting for client 7 (lab.7)",
+    ]
     assert "  clients that are not waited for: 3 (site-2)" in lines

@@ -44,9 +44,7 @@ def named_settings(text: str) -> set[str]:
     """What stands in backticks, after ``--set``, or in the environment, and looks like a setting."""
     names = "|".join(name.partition(".")[0] for name in settings_there_are() if "." in name)
     named = set(re.findall(rf"(?:`|--set )'?((?:{names})\.(?!json\b)[\w.]+)(?==|'|`| )", text))
-    return named | {
-        name.lower().replace("__", ".") for name in re.findall(r"\bGRADBUS_((?:[A-Z]+)__[A-Z_]+)", text)
-    }  # fmt: skip
+    return named | {name.lower().replace("__", ".") for name in re.findall(r"\bGRADBUS_((?:[A-Z]+)__[A-Z_]+)", text)}
 
 
 @pytest.mark.parametrize("name", PAGES)
@@ -59,8 +57,10 @@ def test_every_setting_that_a_page_names_exists(root: Path, name: str) -> None:
 
 def test_a_setting_that_does_not_exist_would_be_found() -> None:
     assert named_settings("`bus.leese_s`, `--set parallel.lrr=1`, GRADBUS_BUS__JOBB") == {
-        "bus.leese_s", "parallel.lrr", "bus.jobb",
-    }  # fmt: skip
+        "bus.leese_s",
+        "parallel.lrr",
+        "bus.jobb",
+    }
 
 
 @pytest.mark.parametrize("name", [*PAGES, "torch.md", "profile.md", "embedding.md"])
@@ -164,9 +164,10 @@ def test_kernel_and_memory_figures_are_those_of_the_code(page: str) -> None:
 
 def test_log_lines_that_the_page_names_are_written_somewhere(page: str, root: Path) -> None:
     sources = "".join(
-        path.read_text(encoding="utf-8") for folder in ("actors", "runtime", "commands")
+        path.read_text(encoding="utf-8")
+        for folder in ("actors", "runtime", "commands")
         for path in (root / folder).rglob("*.py")
-    )  # fmt: skip
+    )
     named = re.findall(r"`([a-z]+ [a-z ]+)`", section(page, "When something hangs"))
     assert {"client silent", "client lost", "client refused", "no shared memory", "slow path"} <= set(named)
     for name in named:

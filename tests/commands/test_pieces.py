@@ -158,8 +158,9 @@ def test_the_doctor_shows_the_timeouts_of_a_configuration_with_its_lease_and_its
     path = tmp_path / "job.toml"
     path.write_text(
         '[bus]\ninterface = "eth0"\nlease_s = 70.0\n[task]\nmodel = "mlp"\n'
-        "[parallel.elastic]\nmin_world = 2\nwait_s = 200.0\n", encoding="utf-8",
-    )  # fmt: skip
+        "[parallel.elastic]\nmin_world = 2\nwait_s = 200.0\n",
+        encoding="utf-8",
+    )
     (finding,) = timeouts(job_of(path))
     assert (finding.name, finding.severity) == ("timeouts of ranks", Severity.ADVICE)
     assert finding.value == "lease 70 s, join 60 s, collective 60 s, commit 600 s, wait 200 s"

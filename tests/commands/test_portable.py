@@ -109,9 +109,16 @@ def test_a_federated_run_ends_well_although_a_client_is_killed(tmp_path: Path, m
 def test_data_parallel_ranks_train_to_the_end_with_equal_models(configs: Path, tmp_path: Path) -> None:
     settings = ("task.data=glyphs", FEW, "parallel.max_steps=12", "parallel.hash_every=4")
     code, out, err = command(
-        tmp_path, "run", "-n", "2", "--", str(configs / "ddp.conf.json"), "--run-dir", "run",
+        tmp_path,
+        "run",
+        "-n",
+        "2",
+        "--",
+        str(configs / "ddp.conf.json"),
+        "--run-dir",
+        "run",
         *(part for setting in settings for part in ("--set", setting)),
-    )  # fmt: skip
+    )
     assert code == 0, out + err
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert (summary["outcome"], summary["steps"]) == ("done", 12)

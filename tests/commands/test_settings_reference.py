@@ -86,8 +86,10 @@ def test_the_reference_for_a_terminal_shows_name_default_type_and_text(config: C
 def test_a_reader_that_ends_early_is_no_error() -> None:
     done = subprocess.run(
         ["bash", "-c", f"set -o pipefail; {GRADBUS} config reference | head -1"],
-        capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert (done.returncode, done.stderr) == (0, "")
 
 

@@ -31,9 +31,12 @@ def clones(hosts: tuple[Host, Host], tmp_path: Path) -> Iterator[tuple[Clone, Cl
     """A clone on each host."""
     for host, address in zip(hosts, ADDRESSES, strict=True):
         for change in (
-            f"link set {host.interface} down", f"link set {host.interface} name eth0", "addr flush dev eth0",
-            f"addr add {address}/24 dev eth0", "link set eth0 up",
-        ):  # fmt: skip
+            f"link set {host.interface} down",
+            f"link set {host.interface} name eth0",
+            "addr flush dev eth0",
+            f"addr add {address}/24 dev eth0",
+            "link set eth0 up",
+        ):
             subprocess.run(["ip", "-n", host.name, *change.split()], check=True, timeout=10)
     write_mnist(tmp_path / "data")
     tools = tmp_path / "tools"
@@ -43,8 +46,10 @@ def clones(hosts: tuple[Host, Host], tmp_path: Path) -> Iterator[tuple[Clone, Cl
     # No GRADBUS_DATA: each command of the text has to say where its data are.
     # Two machines share the cores of this one, where a thread for each core would be in the other's way.
     variables = {
-        "PATH": f"{tools}:/usr/sbin:/usr/bin:/sbin:/bin", "DATA": str(tmp_path / "data"), "OMP_NUM_THREADS": "1",
-    }  # fmt: skip
+        "PATH": f"{tools}:/usr/sbin:/usr/bin:/sbin:/bin",
+        "DATA": str(tmp_path / "data"),
+        "OMP_NUM_THREADS": "1",
+    }
     with ExitStack() as stack:
         first, second = (
             stack.enter_context(Clone(tmp_path / str(number) / "gradbus", host.prefix, variables))

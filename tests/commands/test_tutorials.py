@@ -89,9 +89,15 @@ def test_the_clients_of_the_federated_tutorial_need_each_other(root: Path, tmp_p
         model = task.build_model()
         for round_id in range(1, 9):
             task.train(
-                model, client_id=client_id, round_id=round_id, epochs=1, lr=0.005, seed=0, subset_size=0,
+                model,
+                client_id=client_id,
+                round_id=round_id,
+                epochs=1,
+                lr=0.005,
+                seed=0,
+                subset_size=0,
                 should_stop=lambda: False,
-            )  # fmt: skip
+            )
         alone.append(100 * task.evaluate(model).accuracy)
     (told,) = re.findall(r"alone ends at (\d+) and (\d+) %", " ".join(page.split()))
     assert alone == pytest.approx(list(map(float, told)), abs=1.5)

@@ -40,9 +40,18 @@ def test_every_algorithm_of_the_table_has_a_recipe_whose_options_it_takes() -> N
 
 @pytest.mark.parametrize(
     "title",
-    ["dense fp32", "dense, a step late", "powersgd, adaptive rank", "dgc 0.1 %", "qadam", "decentralized ring",
-     "async averaging", "streaming DiLoCo", "SparseLoCo"],
-)  # fmt: skip
+    [
+        "dense fp32",
+        "dense, a step late",
+        "powersgd, adaptive rank",
+        "dgc 0.1 %",
+        "qadam",
+        "decentralized ring",
+        "async averaging",
+        "streaming DiLoCo",
+        "SparseLoCo",
+    ],
+)
 def test_a_training_in_lockstep_has_the_bits_of_ranks_that_are_deployed(title: str) -> None:
     options = {"codec": "q4", "steps": 4, "fragments": 2, "delay": 1}
     soon = {
@@ -106,8 +115,9 @@ def test_what_decides_the_accuracy_is_the_key_of_a_result_and_what_does_not_is_n
     for other in (
         accuracy_key(Recipe(**{**asdict(recipe), "lr": 1.0}), setting, "mnist", 0),
         accuracy_key(Recipe(**{**asdict(recipe), "options": {}}), setting, "mnist", 0),
-        accuracy_key(recipe, TrainingSetting("MLP", 2, 4, 3), "mnist", 0), accuracy_key(recipe, setting, "mnist", 1),
-    ):  # fmt: skip
+        accuracy_key(recipe, TrainingSetting("MLP", 2, 4, 3), "mnist", 0),
+        accuracy_key(recipe, setting, "mnist", 1),
+    ):
         assert other != key
 
 

@@ -26,9 +26,10 @@ def start(at_s: float, generation: int, step: int) -> tuple[str, float, dict[str
 
 def made(at_s: float, step: int, world: int, value: str) -> list[tuple[str, float, dict[str, Any]]]:
     return [
-        ("begins", at_s - 0.9, {"step": step}), ("hash", at_s, {"step": step, "hash": value}),
+        ("begins", at_s - 0.9, {"step": step}),
+        ("hash", at_s, {"step": step, "hash": value}),
         ("step", at_s, {"step": step, "world": world}),
-    ]  # fmt: skip
+    ]
 
 
 def test_a_storm_follows_from_its_seed_has_all_kinds_equally_often_and_ends_before_the_run() -> None:
@@ -45,9 +46,14 @@ def test_a_storm_follows_from_its_seed_has_all_kinds_equally_often_and_ends_befo
 def test_a_step_that_only_a_lost_rank_has_applied_was_attempted_and_not_committed() -> None:
     lost = events(1, start(0.0, 1, 0), *made(1.0, 1, 2, "a"), *made(2.0, 2, 2, "gone"))
     other = events(
-        2, start(0.0, 1, 0), *made(1.0, 1, 2, "a"), ("begins", 1.1, {"step": 2}), start(3.0, 2, 1),
-        *made(4.0, 2, 1, "b"), *made(5.0, 3, 1, "c"),
-    )  # fmt: skip
+        2,
+        start(0.0, 1, 0),
+        *made(1.0, 1, 2, "a"),
+        ("begins", 1.1, {"step": 2}),
+        start(3.0, 2, 1),
+        *made(4.0, 2, 1, "b"),
+        *made(5.0, 3, 1, "c"),
+    )
     found = score([lost, other], 2, 0.0, 5.0)
     assert (found.committed, found.attempted, found.generations) == (3, 4, 2)
     assert found.differing == ()

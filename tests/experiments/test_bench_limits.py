@@ -43,10 +43,13 @@ def with_parts(monkeypatch: pytest.MonkeyPatch, name: str, **parts: Part) -> Non
 @pytest.mark.parametrize(
     ("limits", "short", "asked"),
     [
-        ({}, False, ""), ({"at_most": 1.5}, False, "<= 1.5"), ({"at_most": 1.4}, True, "<= 1.4"),
-        ({"at_least": 1.5}, False, ">= 1.5"), ({"at_least": 1600}, True, ">= 1,600"),
+        ({}, False, ""),
+        ({"at_most": 1.5}, False, "<= 1.5"),
+        ({"at_most": 1.4}, True, "<= 1.4"),
+        ({"at_least": 1.5}, False, ">= 1.5"),
+        ({"at_least": 1600}, True, ">= 1,600"),
     ],
-)  # fmt: skip
+)
 def test_a_limit_holds_for_the_median_of_the_samples_or_of_the_ratios(
     limits: dict[str, float], short: bool, asked: str
 ) -> None:
@@ -65,8 +68,9 @@ def test_the_exit_code_tells_of_a_figure_that_falls_short(
     with_parts(monkeypatch, name, one=Part(lambda chosen: [measurement("x", "ms", [1.0], at_most=limit)], "one", 1))
     assert bench.main([name, "--part", "one", "--out", "bench.json"]) == code
     saved = json.loads((tmp_path / "bench.json").read_text(encoding="utf-8"))
-    assert saved["runs"][0]["figures"] == [{"name": "x", "unit": "ms", "samples": [1.0], "note": "", "series": "",
-                                            "at_most": limit}]  # fmt: skip
+    assert saved["runs"][0]["figures"] == [
+        {"name": "x", "unit": "ms", "samples": [1.0], "note": "", "series": "", "at_most": limit}
+    ]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -85,8 +89,9 @@ def test_a_part_that_fails_is_named_keeps_its_figures_and_the_others_go_on(
     assert bench.main(["federated", "--out", "out.json"]) == 1
     results = Results.load(tmp_path / "out.json")
     assert [(run.part, [one.name for one in run.figures]) for run in results.runs] == [
-        ("bad", ["before"]), ("good", ["wait"])
-    ]  # fmt: skip
+        ("bad", ["before"]),
+        ("good", ["wait"]),
+    ]
     error = capsys.readouterr().err
     assert "bad failed: ValueError: OSError: why" in error
     assert "Traceback" in error

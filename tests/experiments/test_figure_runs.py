@@ -139,9 +139,16 @@ def test_the_plans_have_what_every_figure_needs_and_share_it() -> None:
 def test_a_command_says_all_that_a_run_is() -> None:
     words = " ".join(command(replace(RUN, version=1, partition="dirichlet:0.5", seed=7, eval_every=2), Path("here")))
     for part in (
-        "demo --no-live --rounds 1 ", "--samples 16 ", "--codec q8 ", "--downlink-codec fp32 ", "--seed 7 ",
-        "--partition dirichlet:0.5 ", "--run-dir here ", "federated.codec.version=1 ", "federated.eval_every=2 ",
-    ):  # fmt: skip
+        "demo --no-live --rounds 1 ",
+        "--samples 16 ",
+        "--codec q8 ",
+        "--downlink-codec fp32 ",
+        "--seed 7 ",
+        "--partition dirichlet:0.5 ",
+        "--run-dir here ",
+        "federated.codec.version=1 ",
+        "federated.eval_every=2 ",
+    ):
         assert part in words, part
 
 

@@ -55,14 +55,25 @@ THIN_LINK = [ThinLinkRun(way=way, windows=3, data="glyphs") for way in WAYS]
 LADDER = [LadderRun(rung=rung, samples=256, epochs=1, data="glyphs") for rung in RUNGS]
 SIMULATION = SimulationRun(
     name="small",
-    settings=json.dumps({
-        "gradient_bytes": 1 << 16, "forward_s": 1e-4, "backward_s": 1e-4, "overlap": False, "steps": 1,
-        "worlds": [8, 16], "topology": {"hosts_per_rack": 8},
-        "compare": {
-            "ways": sorted(aggregation.WAYS), "memory": [8], "jobs": [2], "losses": [0], "blocks": 4,
-        },
-    }),
-)  # fmt: skip
+    settings=json.dumps(
+        {
+            "gradient_bytes": 1 << 16,
+            "forward_s": 1e-4,
+            "backward_s": 1e-4,
+            "overlap": False,
+            "steps": 1,
+            "worlds": [8, 16],
+            "topology": {"hosts_per_rack": 8},
+            "compare": {
+                "ways": sorted(aggregation.WAYS),
+                "memory": [8],
+                "jobs": [2],
+                "losses": [0],
+                "blocks": 4,
+            },
+        }
+    ),
+)
 Tables = dict[str, list[Any]]
 FILES = (
     "rounds.jsonl",
@@ -77,19 +88,28 @@ FILES = (
 def finished(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, StoredRun]]:
     """A run of each kind: real processes, over DDS."""
     store = Store(tmp_path_factory.mktemp("runs"))
-    return [("timing", store.ensure(FEDERATED, lambda folder: execute(FEDERATED, folder))[0]),
-            ("parallel", store.ensure(PARALLEL, lambda folder: execute(PARALLEL, folder))[0]),
-            ("loss", store.ensure(SIMULATION, lambda folder: execute(SIMULATION, folder))[0]),
-            *(("ladder", store.ensure(run, partial(write_rung, run))[0]) for run in LADDER),
-            *(("thin_link", store.ensure(run, partial(write_windows, run))[0]) for run in THIN_LINK)]  # fmt: skip
+    return [
+        ("timing", store.ensure(FEDERATED, lambda folder: execute(FEDERATED, folder))[0]),
+        ("parallel", store.ensure(PARALLEL, lambda folder: execute(PARALLEL, folder))[0]),
+        ("loss", store.ensure(SIMULATION, lambda folder: execute(SIMULATION, folder))[0]),
+        *(("ladder", store.ensure(run, partial(write_rung, run))[0]) for run in LADDER),
+        *(("thin_link", store.ensure(run, partial(write_windows, run))[0]) for run in THIN_LINK),
+    ]
 
 
 def write_rung(run: LadderRun, folder: Path) -> None:
     """What a rung leaves; real ones need network namespaces, and are run in test_ladder.py."""
     found = RungTimes(
-        rung=run.rung, step_s=0.4, compute_s=0.1, bytes_out=7e6, samples_s=640.0, steps=200, accuracy=0.975,
-        to_target_s=None if run.rung == "star" else 80.0, simulated_step_s=0.38,
-    )  # fmt: skip
+        rung=run.rung,
+        step_s=0.4,
+        compute_s=0.1,
+        bytes_out=7e6,
+        samples_s=640.0,
+        steps=200,
+        accuracy=0.975,
+        to_target_s=None if run.rung == "star" else 80.0,
+        simulated_step_s=0.38,
+    )
     (folder / "ladder.json").write_text(json.dumps(found.to_json()), encoding="utf-8")
 
 
@@ -118,11 +138,16 @@ def tables(finished: list[tuple[str, StoredRun]]) -> Tables:
     return {
         name: [row.model_copy(update=update) for update in updates for row in found[name]]
         for name, updates in (
-            ("simulations", simulated), ("deployments", [{}]),
-            ("rounds", federated), ("updates", federated), ("epochs", parallel), ("ranks", parallel), ("ladder", [{}]),
+            ("simulations", simulated),
+            ("deployments", [{}]),
+            ("rounds", federated),
+            ("updates", federated),
+            ("epochs", parallel),
+            ("ranks", parallel),
+            ("ladder", [{}]),
             ("thin_link", [{}]),
         )
-    }  # fmt: skip
+    }
 
 
 def test_the_tables_say_what_the_runs_left(finished: list[tuple[str, StoredRun]]) -> None:
@@ -131,8 +156,10 @@ def test_the_tables_say_what_the_runs_left(finished: list[tuple[str, StoredRun]]
     assert [row.round_id for row in found["rounds"]] == [1, 2]
     for row, report in zip(found["rounds"], reports, strict=True):
         assert (row.bytes_up, row.bytes_down, row.accuracy) == (
-            report["bytes_up"], report["bytes_down"], report["accuracy"],
-        )  # fmt: skip
+            report["bytes_up"],
+            report["bytes_down"],
+            report["accuracy"],
+        )
         # Noted one after the other, so by a little, or by a standstill, the decoding may be longer than what holds it.
         assert row.decode_s == pytest.approx(sum(one["counted_s"] - one["adding_s"] for one in report["timeline"]))
         assert row.aggregate_s == pytest.approx(max(0.0, report["aggregate_s"] - row.decode_s))

@@ -10,9 +10,7 @@ import pytest
 from doc_pages import fenced_blocks, python_blocks
 from forked_commands import Commands
 
-SHORT = {
-    "controller": ["--set", "federated.rounds=1", "--set", "federated.training.subset_size=32"], "client": []
-}  # fmt: skip
+SHORT = {"controller": ["--set", "federated.rounds=1", "--set", "federated.training.subset_size=32"], "client": []}
 SMALL = ["--set", "task.data=glyphs", "--set", 'task.data_options={"train": 300, "test": 100}']
 
 

@@ -47,9 +47,13 @@ async def learn(split: DataSplit, *, broken: bool) -> list[gradbus.RoundReport]:
     # Where nothing fails nobody is dead; else the default, as a client that nobody hears is what is to happen.
     dead_after_s = 2.5 if broken else 20.0
     config = gradbus.FederatedConfig(
-        rounds=ROUNDS, codec="sq8", downlink_codec="s4", training={"lr": 0.02, "epochs": 1}, round={"timeout_s": 10.0},
+        rounds=ROUNDS,
+        codec="sq8",
+        downlink_codec="s4",
+        training={"lr": 0.02, "epochs": 1},
+        round={"timeout_s": 10.0},
         clients={"num": CLIENTS, "heartbeat_s": 0.3, "dead_after_s": dead_after_s, "start_grace_s": 30.0},
-    )  # fmt: skip
+    )
 
     def faults(seed: int) -> str:
         return FAULTS.format(seed=seed) if broken else ""

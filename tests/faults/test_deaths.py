@@ -40,9 +40,10 @@ def when(federation: Federation, who: str, name: str, **match: Any) -> list[floa
     starts = run.controller if who == "controller" else run.clients[int(who)]
     events: list[Event] = [event for start in starts for event in (start.opening, *start.events)]
     return [
-        event["at_s"] for event in events
+        event["at_s"]
+        for event in events
         if event["event"] == name and all(event.get(key) == value for key, value in match.items())
-    ]  # fmt: skip
+    ]
 
 
 @pytest.mark.parametrize("place", ["after_training_before_offer", "after_receipt_before_residual"])

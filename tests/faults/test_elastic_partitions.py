@@ -30,17 +30,22 @@ def four_hosts() -> Iterator[tuple[Host, ...]]:
 
 
 @pytest.mark.parametrize(
-    ("sides", "goes_on"), [(((0, 1), (2, 3)), ()), (((0, 1, 2), (3,)), (0, 1, 2)), (((0,), (1, 2, 3)), (1, 2, 3))],
+    ("sides", "goes_on"),
+    [(((0, 1), (2, 3)), ()), (((0, 1, 2), (3,)), (0, 1, 2)), (((0,), (1, 2, 3)), (1, 2, 3))],
     ids=["2+2", "3+1", "1+3"],
-)  # fmt: skip
+)
 def test_of_a_network_cut_in_two_the_side_with_a_majority_alone_goes_on_and_all_are_equal_when_it_is_mended(
     sides: tuple[tuple[int, ...], ...], goes_on: tuple[int, ...], four_hosts: tuple[Host, ...], tmp_path: Path
 ) -> None:
     """Half of the members are no majority: on another machine nobody knows whether the others are dead."""
     seat = ElasticSeat(
-        job=new_job("sides"), directory=tmp_path, hosts=four_hosts, lease_s=ELASTIC_LEASE_S, compute_s=0.03,
+        job=new_job("sides"),
+        directory=tmp_path,
+        hosts=four_hosts,
+        lease_s=ELASTIC_LEASE_S,
+        compute_s=0.03,
         config={"epochs": 1_000_000, "eval_every_epochs": 0, "hash_every": 1, "elastic": ELASTIC},
-    )  # fmt: skip
+    )
     began_s = time.monotonic()
     with ElasticProcesses(seat, 4) as run:
         run.first(range(4), 0.0, "step", STARTS_S, world=4)

@@ -141,9 +141,13 @@ def test_a_client_much_slower_than_the_others_is_waited_for_as_long_as_the_rules
 ) -> None:
     gate = str(tmp_path / "gate")  # is never there: in no round is it done before it is called off
     controller = federation.controller(
-        rounds=4, clients__num=4, round__quorum=0.75, round__grace_s=0.1, clients__dead_after_s=PATIENT_S,
+        rounds=4,
+        clients__num=4,
+        round__quorum=0.75,
+        round__grace_s=0.1,
+        clients__dead_after_s=PATIENT_S,
         clients__start_grace_s=PATIENT_S,
-    )  # fmt: skip
+    )
     fast = [federation.client(i) for i in range(3)]
     slow = federation.client(3, hold={str(round_id): gate for round_id in range(1, 5)})
     reports = controller.wait_for("done")["reports"]
@@ -226,12 +230,10 @@ async def _all_again(count: int) -> float:
     place: dict[str, Any] = {"job": f"crowd-{os.getpid()}", "domain": new_domain()}
     config = gradbus.FederatedConfig(
         rounds=3,
-        clients={
-            "num": count, "min": count, "heartbeat_s": 1.0, "dead_after_s": PATIENT_S, "start_timeout_s": 60.0
-        },
+        clients={"num": count, "min": count, "heartbeat_s": 1.0, "dead_after_s": PATIENT_S, "start_timeout_s": 60.0},
         eval_every=0,
         round={"timeout_s": 60.0},
-    )  # fmt: skip
+    )
     async with (
         asyncio.timeout(100),
         gradbus.connect(**place) as bus,

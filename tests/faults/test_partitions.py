@@ -19,9 +19,13 @@ pytestmark = [pytest.mark.slow, pytest.mark.netns, pytest.mark.faults]
 
 def network(here: Host, other: Host, **more: Any) -> dict[str, Any]:
     return {
-        "profile": "network", "interface": here.interface, "peers": [here.address, other.address], "lease_s": 1.0,
-        "shared_memory": False, **more,
-    }  # fmt: skip
+        "profile": "network",
+        "interface": here.interface,
+        "peers": [here.address, other.address],
+        "lease_s": 1.0,
+        "shared_memory": False,
+        **more,
+    }
 
 
 @pytest.mark.parametrize(
@@ -35,9 +39,15 @@ def test_a_round_does_without_who_is_cut_off_and_has_it_back_soon_after(
     gate = tmp_path / "gate"
     with Federation(domain=7) as federation:
         controller = federation.controller(
-            rounds=4, clients__num=4, round__quorum=0.75, round__grace_s=0.5, codec="sq8",
-            clients__dead_after_s=lease_s, prefix=left.prefix, network=here,
-        )  # fmt: skip
+            rounds=4,
+            clients__num=4,
+            round__quorum=0.75,
+            round__grace_s=0.5,
+            codec="sq8",
+            clients__dead_after_s=lease_s,
+            prefix=left.prefix,
+            network=here,
+        )
         near = [federation.client(i, prefix=left.prefix, network=here, hold={"3": str(gate)}) for i in range(3)]
         far = federation.client(3, prefix=right.prefix, network=there, hold={"2": "/nonexistent/gate"})
         far.wait_for("training", round=2, timeout_s=60.0)
@@ -98,9 +108,16 @@ def test_over_a_link_that_is_slow_and_loses_doubles_and_reorders_packets_each_up
     here, there = network(left, right, lease_s=20.0), network(right, left, lease_s=20.0)
     with Federation(domain=7, dim=100_000) as federation:
         controller = federation.controller(
-            rounds=4, clients__num=4, codec="sq8", downlink_codec="s4", clients__dead_after_s=20.0,
-            clients__start_grace_s=30.0, history__payloads=True, prefix=left.prefix, network=here,
-        )  # fmt: skip
+            rounds=4,
+            clients__num=4,
+            codec="sq8",
+            downlink_codec="s4",
+            clients__dead_after_s=20.0,
+            clients__start_grace_s=30.0,
+            history__payloads=True,
+            prefix=left.prefix,
+            network=here,
+        )
         clients = [federation.client(i, prefix=right.prefix, network=there) for i in range(4)]
         reports = controller.wait_for("done", timeout_s=100.0)["reports"]
         assert [node.wait() for node in clients] == [0] * 4

@@ -119,9 +119,12 @@ async def _claim(*, heartbeat_s: float, speaks_after_s: float, leaves_after_s: f
     never stop."""
     place: dict[str, Any] = {"job": f"claim-{os.getpid()}", "domain": new_domain()}
     async with (
-        asyncio.timeout(40), gradbus.connect(**place) as bus, gradbus.connect(**place) as crowd,
-        gradbus.connect(**place) as holder, asyncio.TaskGroup() as group,
-    ):  # fmt: skip
+        asyncio.timeout(40),
+        gradbus.connect(**place) as bus,
+        gradbus.connect(**place) as crowd,
+        gradbus.connect(**place) as holder,
+        asyncio.TaskGroup() as group,
+    ):
 
         async def talk() -> None:
             for number in itertools.count():

@@ -123,9 +123,13 @@ class Schedules(RuleBasedStateMachine):
             self.counted.clear()
         rules = RoundRules(minimum=self.minimum, quorum=self.quorum, deadline_s=DEADLINE_S, grace_s=GRACE_S)
         self.round = Round(
-            self.round_id + 1, ready, rules, now_s=self.now_s, accepted=self.carried,
+            self.round_id + 1,
+            ready,
+            rules,
+            now_s=self.now_s,
+            accepted=self.carried,
             silent=self.members.silent_ids(self.round_id + 1),
-        )  # fmt: skip
+        )
 
     def look_whether_the_round_is_over(self, dies_before_commit: bool) -> None:
         round_ = self.round
@@ -246,9 +250,12 @@ class Schedules(RuleBasedStateMachine):
         self.controller_looks(self.now_s % 3 > 2.4)  # now and then it dies at the worst moment
 
     @rule(
-        client_id=who, round_offset=st.integers(-1, 1), older=st.booleans(), samples=st.integers(1, 1000),
+        client_id=who,
+        round_offset=st.integers(-1, 1),
+        older=st.booleans(),
+        samples=st.integers(1, 1000),
         times=st.integers(1, 2),
-    )  # fmt: skip
+    )
     def update(self, client_id: int, round_offset: int, older: bool, samples: int, times: int) -> None:
         """Late, early, twice, or of a start that is dead: it counts where it may, and once."""
         incarnation = self.clients[client_id].incarnation - older
@@ -299,6 +306,9 @@ class Schedules(RuleBasedStateMachine):
 
 TestSchedules = pytest.mark.faults(Schedules.TestCase)
 TestSchedules.settings = settings(
-    max_examples=int(os.environ.get("SCHEDULES", "150")), stateful_step_count=40, deadline=None,
-    suppress_health_check=list(HealthCheck), derandomize=True,
-)  # fmt: skip
+    max_examples=int(os.environ.get("SCHEDULES", "150")),
+    stateful_step_count=40,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    derandomize=True,
+)

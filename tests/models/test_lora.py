@@ -86,9 +86,16 @@ def test_clients_train_on_parts_of_the_text_of_their_own_and_equal_arguments_giv
     def after(round_id: int, client_id: int = 1, **more: int) -> torch.Tensor:
         model = task.build_model()
         result = task.train(
-            model, client_id=client_id, round_id=round_id, epochs=1, lr=0.01, seed=3, subset_size=0,
-            should_stop=lambda: False, **more,
-        )  # fmt: skip
+            model,
+            client_id=client_id,
+            round_id=round_id,
+            epochs=1,
+            lr=0.01,
+            seed=3,
+            subset_size=0,
+            should_stop=lambda: False,
+            **more,
+        )
         assert result.num_samples == (4 if more else 16)
         return torch.cat([one.detach().flatten() for one in model.parameters() if one.requires_grad])
 

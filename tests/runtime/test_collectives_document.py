@@ -188,8 +188,10 @@ def test_the_algorithms_are_those_of_the_code(page: str) -> None:
     assert sorted([*told, "auto"]) == sorted(ALGORITHMS)
     assert f"up to {SMALL_BYTES // 1024} KiB, else `shards`" in page
     assert [choose("auto", 2, 1 << 40), choose("auto", 3, SMALL_BYTES), choose("auto", 3, SMALL_BYTES + 1)] == [
-        "direct", "direct", "shards",
-    ]  # fmt: skip
+        "direct",
+        "direct",
+        "shards",
+    ]
 
 
 def test_numbers_are_those_of_the_code(page: str) -> None:

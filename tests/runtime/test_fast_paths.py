@@ -61,8 +61,11 @@ def test_the_switch_turns_all_of_them_off() -> None:
     program = "from gradbus.runtime.fast_paths import *; print([path.is_used for path in fast_paths()], PORTABLE)"
     for value, portable in (("1", True), ("0", False), ("", False)):
         done = subprocess.run(
-            [sys.executable, "-c", program], env={**os.environ, fast_paths.SWITCH: value}, capture_output=True,
-            text=True, check=True,
-        )  # fmt: skip
+            [sys.executable, "-c", program],
+            env={**os.environ, fast_paths.SWITCH: value},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
         assert ("True" not in done.stdout.partition("]")[0]) == portable
         assert done.stdout.split()[-1] == str(portable)

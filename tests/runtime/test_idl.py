@@ -166,9 +166,14 @@ def generated(generated_folder: Path) -> dict[str, Any]:
         "ours": [ours(name, values).serialize().hex() for name, values in SAMPLES],
     }
     done = subprocess.run(
-        [sys.executable, "-c", GENERATED], cwd=generated_folder, input=json.dumps(request), capture_output=True,
-        text=True, timeout=60, check=False,
-    )  # fmt: skip
+        [sys.executable, "-c", GENERATED],
+        cwd=generated_folder,
+        input=json.dumps(request),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     answers: dict[str, Any] = json.loads(done.stdout)
     assert Path(answers["package"]).parent.parent == generated_folder

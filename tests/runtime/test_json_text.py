@@ -59,12 +59,15 @@ AMOUNTS = '"mean": {}, "max": {}, "total": {}, "outside": {}'
 @pytest.mark.parametrize(
     "bad",
     [
-        DEEP, '{"kind": "start", "rank": 1e400}', '{"kind": "window", "rank": Infinity}',
+        DEEP,
+        '{"kind": "start", "rank": 1e400}',
+        '{"kind": "window", "rank": Infinity}',
         '{"kind": "start", "rank": -1}',
-        f'{{"kind": "summary", "rank": [], {AMOUNTS}}}', f'{{"kind": "summary", "rank": {10**400}, {AMOUNTS}}}',
+        f'{{"kind": "summary", "rank": [], {AMOUNTS}}}',
+        f'{{"kind": "summary", "rank": {10**400}, {AMOUNTS}}}',
         f'{{"kind": "window", "rank": 3, "first_step": 0, "last_step": 1, "steps": {10**400}, {AMOUNTS}}}',
     ],
-)  # fmt: skip
+)
 def test_a_line_of_a_profile_that_cannot_be_is_left_out(bad: str, tmp_path: Path) -> None:
     path = tmp_path / "profile-rank-0.jsonl"
     path.write_text(f'{bad}\n{{"kind": "start", "rank": 3}}\n{bad}\n', encoding="utf-8")

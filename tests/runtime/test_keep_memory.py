@@ -41,9 +41,13 @@ pytestmark = pytest.mark.skipif(is_set or platform.libc_ver()[0] != "glibc", rea
 
 def told(program: str, *arguments: str, **environment: str) -> list[str]:
     done = subprocess.run(
-        [sys.executable, "-c", program, *arguments], env=os.environ | environment, capture_output=True, text=True,
-        timeout=60, check=True,
-    )  # fmt: skip
+        [sys.executable, "-c", program, *arguments],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
     return done.stdout.split()
 
 

@@ -67,7 +67,7 @@ def test_connect_that_is_awaited_or_used_as_a_bus_says_how_it_is_entered() -> No
         (lambda: gradbus.DataParallelConfig(epoch=3), "unknown key 'epoch', did you mean 'epochs'"),
         (lambda: gradbus.ClientConfig(7), r"ClientConfig takes keywords alone, as in ClientConfig\(state_dir=\.\.\.\)"),
     ],
-)  # fmt: skip
+)
 def test_a_wrong_keyword_is_named_with_the_nearest_right_one(call: Any, sentence: str) -> None:
     with pytest.raises(WrongKeyword, match=sentence) as caught:
         call()

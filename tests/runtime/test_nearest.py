@@ -36,10 +36,20 @@ def test_a_slip_of_the_keyboard_and_a_word_more_or_less_are_near(wrong: str, rig
 @pytest.mark.parametrize(
     "wrong",
     [
-        "samples_per_round", "learning_rate", "clients_per_round", "samples", "training", "world_size", "zip", "x", "",
-        "q", "___", "r" * 10_000,
+        "samples_per_round",
+        "learning_rate",
+        "clients_per_round",
+        "samples",
+        "training",
+        "world_size",
+        "zip",
+        "x",
+        "",
+        "q",
+        "___",
+        "r" * 10_000,
     ],
-)  # fmt: skip
+)
 def test_a_name_that_shares_some_letters_with_others_is_near_to_none(wrong: str) -> None:
     assert nearest(wrong, SETTINGS) is None
 

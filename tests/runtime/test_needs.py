@@ -51,10 +51,17 @@ def test_status_reports_and_the_processes_of_a_flower_app_need_no_torch() -> Non
 
 def test_the_doctor_runs_without_them_and_reports_them() -> None:
     done = subprocess.run(
-        [sys.executable, "-P", "-c", without("cyclonedds", "sys.modules['torch'] = None; ")
-         + CONTROLLER.format(arguments="'doctor'")],
-        capture_output=True, text=True, timeout=60, env={**os.environ, "COLUMNS": "200"},
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-P",
+            "-c",
+            without("cyclonedds", "sys.modules['torch'] = None; ") + CONTROLLER.format(arguments="'doctor'"),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "COLUMNS": "200"},
+    )
     assert done.returncode == 8, done.stderr
     for package in ("torch", "cyclonedds"):
         assert (

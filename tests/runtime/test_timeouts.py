@@ -31,5 +31,9 @@ def test_an_elastic_group_waits_longer_than_a_collective() -> None:
     (fault,) = out_of_order(parallel_timeouts(config, lease_s=10.0))
     assert "parallel.elastic.wait_s (30 s)" in fault
     assert [str(timeout) for timeout in parallel_timeouts(config, lease_s=10.0)] == [
-        "lease 10 s", "join 60 s", "collective 60 s", "commit 600 s", "wait 30 s",
-    ]  # fmt: skip
+        "lease 10 s",
+        "join 60 s",
+        "collective 60 s",
+        "commit 600 s",
+        "wait 30 s",
+    ]

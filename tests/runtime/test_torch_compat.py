@@ -65,9 +65,16 @@ def test_an_older_torch_has_all_but_the_backend_of_torch_and_says_what_that_need
 
 @pytest.mark.gpu
 @needs_gpu
-@pytest.mark.parametrize("has_context", [False, pytest.param(True, marks=pytest.mark.skipif(
-    not torch_compat.HAS_STREAM_CONTEXT, reason="this torch cannot enter a stream"
-))])  # fmt: skip
+@pytest.mark.parametrize(
+    "has_context",
+    [
+        False,
+        pytest.param(
+            True,
+            marks=pytest.mark.skipif(not torch_compat.HAS_STREAM_CONTEXT, reason="this torch cannot enter a stream"),
+        ),
+    ],
+)
 def test_copies_are_complete_whether_or_not_torch_can_enter_a_stream(
     monkeypatch: pytest.MonkeyPatch, has_context: bool
 ) -> None:

@@ -16,5 +16,9 @@ def simulate(*arguments: str, hash_seed: int = 0) -> subprocess.CompletedProcess
     environment = {**os.environ, "PYTHONPATH": str(HERE), "PYTHONHASHSEED": str(hash_seed)}
     return subprocess.run(
         [sys.executable, "-P", "-m", "fault_simulation", *arguments],
-        capture_output=True, text=True, timeout=LIMIT_S, env=environment, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        env=environment,
+        check=False,
+    )

@@ -60,9 +60,15 @@ def test_the_table_keeps_lines_of_faults_that_were_not_looked_for_and_drops_thos
     )
     write(page, [Outcome(third, "any", 2000), Outcome(first, "tests/a.py::test_b", is_found=True)])
     assert page.read_text().splitlines() == [
-        "before", "", *HEADER, f"| {first} | [a.py](../tests/a.py) |  | the test |", f"| {second} | `s4` | 3 | I1 |",
-        f"| {third} | `any` | 2000 | not found |", "", "after",
-    ]  # fmt: skip
+        "before",
+        "",
+        *HEADER,
+        f"| {first} | [a.py](../tests/a.py) |  | the test |",
+        f"| {second} | `s4` | 3 | I1 |",
+        f"| {third} | `any` | 2000 | not found |",
+        "",
+        "after",
+    ]
     page.write_text("\n".join(["before", *HEADER, "", "after", "", "end"]))
     write(page, [])
     assert page.read_text().splitlines() == ["before", *HEADER, "", "after", "", "end"]
@@ -91,7 +97,15 @@ def test_lines_that_are_not_there_are_named() -> None:
 def test_there_are_mutations_of_each_subject() -> None:
     subjects = Counter(mutation.subject for mutation in MUTATIONS)
     assert subjects.keys() == {
-        "admission", "commit", "resume", "receipts", "commands", "trees", "masks", "servers", "agreement",
-    }  # fmt: skip
+        "admission",
+        "commit",
+        "resume",
+        "receipts",
+        "commands",
+        "trees",
+        "masks",
+        "servers",
+        "agreement",
+    }
     assert min(subjects.values()) >= 4
     assert len({mutation.name for mutation in MUTATIONS}) == len(MUTATIONS) >= 20

@@ -40,9 +40,17 @@ class Channel:
     def topic(self) -> Topic:
         """Return the topic."""
         return Topic(
-            f"test/{self.name}", "Frame", self.retained, self.keep_last, self.reader_samples, 0, self.block_s, False,
-            lambda sample: sample, overwrites=self.overwrites,
-        )  # fmt: skip
+            f"test/{self.name}",
+            "Frame",
+            self.retained,
+            self.keep_last,
+            self.reader_samples,
+            0,
+            self.block_s,
+            False,
+            lambda sample: sample,
+            overwrites=self.overwrites,
+        )
 
 
 class ChannelNode:

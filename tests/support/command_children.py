@@ -88,9 +88,13 @@ async def _start(*command: str, **options: Any) -> Any:
 
 
 def _run(
-    arguments: Sequence[str], outputs: Sequence[int], *, env: Mapping[str, str], start_new_session: bool,
+    arguments: Sequence[str],
+    outputs: Sequence[int],
+    *,
+    env: Mapping[str, str],
+    start_new_session: bool,
     preexec_fn: Callable[[], None] | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """What ``exec`` would leave nothing of is set back: signals, output, settings and the state of modules."""
     signal.set_wakeup_fd(-1)
     for number in _SIGNALS:

@@ -135,10 +135,14 @@ def publisher_of(
     bus: FakeBus, compute: ComputeThread, codec: Codec, members: ClientRegistry, weights: Tensor
 ) -> ModelPublisher:
     state = SimpleNamespace(
-        broadcast=lambda: None, run_id=RUN, weights=weights, held=None if codec.lossless else weights.clone(),
-        model=SimpleNamespace(frozen=0, frozen_dim=0, buffers=BufferLayout()), buffer_block=lambda: b"",
+        broadcast=lambda: None,
+        run_id=RUN,
+        weights=weights,
+        held=None if codec.lossless else weights.clone(),
+        model=SimpleNamespace(frozen=0, frozen_dim=0, buffers=BufferLayout()),
+        buffer_block=lambda: b"",
         names=ClientNames(),
-    )  # fmt: skip
+    )
     identity, journal = Identity(CONTROLLER, SESSION), History(None, "controller")
     context = RunContext(bus, identity, compute, FederatedConfig(), state, journal)  # type: ignore[arg-type]
     return ModelPublisher(context, codec, members)

@@ -87,11 +87,15 @@ async def _controller(spec: dict[str, Any], say: Say) -> None:
         reports = [report.to_json() for report in controller.progress.reports]
         say(
             {
-                "event": "done", "reports": reports, "never_counted": controller.progress.never_counted,
+                "event": "done",
+                "reports": reports,
+                "never_counted": controller.progress.never_counted,
                 "names": list(map(list, controller.progress.names.rows())),
-                "rejected": dict(bus.rejected), "fired": _fired(bus), **_traffic(bus),
+                "rejected": dict(bus.rejected),
+                "fired": _fired(bus),
+                **_traffic(bus),
             }
-        )  # fmt: skip
+        )
     del controller
     _tell_what_is_left(say)
 

@@ -64,9 +64,14 @@ class Clone(AbstractContextManager["Clone"]):
         given = [f"{name}={value}" for name, value in self._variables.items()]
         command = [*self._prefix, "env", "-i", *given, "bash", "--noprofile", "--norc", "-c", line]
         process = subprocess.Popen(
-            command, cwd=self.folder, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            text=True, start_new_session=True,
-        )  # fmt: skip
+            command,
+            cwd=self.folder,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
         self._running.append((line, process))
 
     def outputs(self, timeout_s: float = 200.0, *, codes: tuple[int, ...] = (0,)) -> list[str]:

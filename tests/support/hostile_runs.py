@@ -164,10 +164,25 @@ def code_in_journal(key: str, run: Path, outside: Path) -> None:
     journal = run / "history" / "controller.jsonl"
     opening = json.loads(journal.read_text())
     opening["federated"][key] = {"name": f"{MODULE}:Class"}
-    counted = {"event": "counted", "round": 1, "client": 0, "incarnation": 5, "transfer": 1, "num_samples": 1,
-               "crc32": 1, "pid": 1}  # fmt: skip
-    committed = {"event": "committed", "round": 1, "clients": [0], "num_samples": 1, "crc32": 2, "held_crc32": 2,
-                 "pid": 1}  # fmt: skip
+    counted = {
+        "event": "counted",
+        "round": 1,
+        "client": 0,
+        "incarnation": 5,
+        "transfer": 1,
+        "num_samples": 1,
+        "crc32": 1,
+        "pid": 1,
+    }
+    committed = {
+        "event": "committed",
+        "round": 1,
+        "clients": [0],
+        "num_samples": 1,
+        "crc32": 2,
+        "held_crc32": 2,
+        "pid": 1,
+    }
     journal.write_text("".join(json.dumps(event) + "\n" for event in (opening, counted, committed)))
     (run / "history" / "payloads").mkdir()
     (run / "history" / "payloads" / weights_name(int(RUN, 16), 0)).write_bytes(bytes(40))
@@ -178,8 +193,15 @@ def payload(change_of: Callable[[str], Callable[[Path, Path], object]]) -> Calla
 
     def change(run: Path, outside: Path) -> None:
         journal = run / "history" / "controller.jsonl"
-        committed = {"event": "committed", "round": 1, "clients": [], "num_samples": 0, "crc32": 2, "held_crc32": 2,
-                     "pid": 1}  # fmt: skip
+        committed = {
+            "event": "committed",
+            "round": 1,
+            "clients": [],
+            "num_samples": 0,
+            "crc32": 2,
+            "held_crc32": 2,
+            "pid": 1,
+        }
         with journal.open("a") as file:
             file.write(json.dumps(committed) + "\n")
         change_of(f"history/payloads/{weights_name(int(RUN, 16), 0)}")(run, outside)

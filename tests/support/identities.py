@@ -59,9 +59,11 @@ class Identities:
     def security(self, name: str, *, pinned: str = "server") -> dict[str, Any]:
         """Of this node."""
         return {
-            "level": "identity", "key_file": str(self._folder / f"{name}.key"), "allow_file": str(self.list_file),
+            "level": "identity",
+            "key_file": str(self._folder / f"{name}.key"),
+            "allow_file": str(self.list_file),
             "controller_key": public_text(self.keys[pinned].public),
-        }  # fmt: skip
+        }
 
     def files(self) -> list[str]:
         """All that there are."""

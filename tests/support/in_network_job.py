@@ -54,9 +54,14 @@ async def serve(place: dict[str, Any], actor: AggregatorActor, world: int, node:
 
 
 async def work(
-    place: dict[str, Any], rank: int, world: int, options: InNetworkOptions, program: Program, *,
+    place: dict[str, Any],
+    rank: int,
+    world: int,
+    options: InNetworkOptions,
+    program: Program,
+    *,
     timeout_s: float = 60.0,
-) -> Any:  # fmt: skip
+) -> Any:
     """A worker: what the program returns."""
     async with (
         gradbus.connect(**place) as bus,

@@ -133,10 +133,16 @@ class Lies(NamedTuple):
 
 @contextlib.asynccontextmanager
 async def hall_of(  # noqa: PLR0913 - each is of a test or two
-    *, clients: int = 3, budget_bytes: int = 1 << 20, held: bool = False, history: History | None = None,
-    repair_after_s: float = 60.0, stall_after_s: float = 60.0, sites: bool = False,
+    *,
+    clients: int = 3,
+    budget_bytes: int = 1 << 20,
+    held: bool = False,
+    history: History | None = None,
+    repair_after_s: float = 60.0,
+    stall_after_s: float = 60.0,
+    sites: bool = False,
     lies: Lies | None = None,
-) -> AsyncIterator[Hall]:  # fmt: skip
+) -> AsyncIterator[Hall]:
     """``repair_after_s``, ``stall_after_s``: of the intake; long, as a machine may stand still between any two steps of
     a test that counts what is said. ``sites``: their exact sums are expected. ``lies``: what is bounded;
     None: nothing."""
@@ -154,22 +160,32 @@ async def hall_of(  # noqa: PLR0913 - each is of a test or two
         state = SimpleNamespace(run_id=RUN, names=ClientNames(), counted={})
         journal = history or History(None, "controller")
         context = RunContext(
-            bus, Identity(CONTROLLER, 1), compute,  # type: ignore[arg-type]
-            FederatedConfig(clients={"kind": "sites" if sites else "clients"}), state, journal,  # type: ignore[arg-type]
-        )  # fmt: skip
+            bus,
+            Identity(CONTROLLER, 1),
+            compute,  # type: ignore[arg-type]
+            FederatedConfig(clients={"kind": "sites" if sites else "clients"}),
+            state,
+            journal,  # type: ignore[arg-type]
+        )
         admission = UpdateAdmission(
-            Quarantine(max_strikes=2, quarantine_rounds=3), run_id=RUN,
+            Quarantine(max_strikes=2, quarantine_rounds=3),
+            run_id=RUN,
             max_bytes=partial_sum.max_bytes(DIM) if sites else codecs.get("fp32").max_bytes(DIM),
-            budget_bytes=budget_bytes, max_samples=MAX_SAMPLES,
-        )  # fmt: skip
+            budget_bytes=budget_bytes,
+            max_samples=MAX_SAMPLES,
+        )
         bounds = None
         if lies is not None:
             bounds = Bounds(strategy, times=4.0, sections=lies.sections, by_rounds=lies.by_rounds)
         taking = strategy if bounds is None else BoundedStrategy(strategy, bounds)
         intake = UpdateReceiver(
-            context, taking, admission, dim=DIM, on_strike=note,
+            context,
+            taking,
+            admission,
+            dim=DIM,
+            on_strike=note,
             on_change=lambda: (changes.append(None), bus.news.set())[0],
-        )  # fmt: skip
+        )
         hall = Hall(bus, strategy, intake, None, base, admission, bounds, changes, strikes)  # type: ignore[arg-type]
         hall.open_round(1, clients)
         running = asyncio.create_task(intake.run())

@@ -14,9 +14,7 @@ from gradbus.runtime.security.identity.key_messages import CONTROL
 
 JOB = "mnist"
 SERVER, ONE, TWO, STRANGER = (new_node_key(name) for name in ("server", "robot-1", "robot-2", "stranger"))
-LIST = AllowList(
-    (Entry(ONE.name, "client", ONE.public, ((0, 3),)), Entry(TWO.name, "client", TWO.public, ((7, 7),)))
-)  # fmt: skip
+LIST = AllowList((Entry(ONE.name, "client", ONE.public, ((0, 3),)), Entry(TWO.name, "client", TWO.public, ((7, 7),))))
 UPDATES = "train/client_update"
 
 
@@ -88,9 +86,7 @@ class Hall:
         return "its own" if opened is None else f"{opened[1].name}: {bytes(opened[0]).decode()}"
 
 
-RANKS = AllowList(
-    (Entry(ONE.name, "worker", ONE.public, ((1, 2),)), Entry(TWO.name, "worker", TWO.public, ((3, 3),)))
-)  # fmt: skip
+RANKS = AllowList((Entry(ONE.name, "worker", ONE.public, ((1, 2),)), Entry(TWO.name, "worker", TWO.public, ((3, 3),))))
 
 
 class RankHall(Hall):

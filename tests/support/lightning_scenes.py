@@ -55,9 +55,14 @@ def module_of(library: Any = lightning) -> Any:
 
 
 def fit(
-    job: str, client_id: int, *callbacks: Any, module: Any = None, trainer: dict[str, Any] | None = None,
-    library: Any = lightning, **options: Any,
-) -> dict[str, Any]:  # fmt: skip
+    job: str,
+    client_id: int,
+    *callbacks: Any,
+    module: Any = None,
+    trainer: dict[str, Any] | None = None,
+    library: Any = lightning,
+    **options: Any,
+) -> dict[str, Any]:
     """A Trainer as a client. Returns the module, and what became of it."""
     module = module_of(library)() if module is None else module
     federated = FederatedCallback(job, **scene.settings(client_id), **options)
@@ -65,9 +70,12 @@ def fit(
     made = library.Trainer(callbacks=[*callbacks, federated], **{**QUIET, **rules, **(trainer or {})})
     made.fit(module, scene.loader(client_id), scene.loader(client_id + 50))
     return {
-        "module": module, "epochs": made.current_epoch, "steps": made.global_step, "stopped": made.should_stop,
+        "module": module,
+        "epochs": made.current_epoch,
+        "steps": made.global_step,
+        "stopped": made.should_stop,
         "metrics": sorted(made.callback_metrics),
-    }  # fmt: skip
+    }
 
 
 def equals_the_loop() -> dict[str, Any]:
@@ -89,14 +97,16 @@ def equals_the_loop() -> dict[str, Any]:
         rounds=1,
     )
     return {
-        "expected": expected.checksums, "found": found.checksums,
+        "expected": expected.checksums,
+        "found": found.checksums,
         "losses": [[one.loss for one in each.reports] for each in (expected, found)],
         "samples": [one.num_samples for one in found.reports],
         "metrics": sorted(found.reports[0].train_metrics),
-        "is_global": scene.is_equal(fitted["module"], found.state), "epochs": fitted["epochs"],
+        "is_global": scene.is_equal(fitted["module"], found.state),
+        "epochs": fitted["epochs"],
         "checkpoint_is_global": scene.is_equal(plain, found.state),
         "resumed": resumed.results[0],
-    }  # fmt: skip
+    }
 
 
 def fit_from(job: str, client_id: int, checkpoint: Path, rules: dict[str, Any]) -> dict[str, Any]:
@@ -114,10 +124,13 @@ def rounds_of_steps() -> dict[str, Any]:
     kept = run(lambda *who: fit(*who, every_n_steps=4)["steps"], Loop())
     asked = run(lambda *who: fit(*who)["steps"], rounds=2, training={"steps": 4})
     return {
-        "expected": expected.checksums, "found": found.checksums, "kept": kept.checksums,
+        "expected": expected.checksums,
+        "found": found.checksums,
+        "kept": kept.checksums,
         "samples": [one.num_samples for one in found.reports],
-        "steps": [found.results[0], asked.results[0]], "asked": [one.outcome for one in asked.reports],
-    }  # fmt: skip
+        "steps": [found.results[0], asked.results[0]],
+        "asked": [one.outcome for one in asked.reports],
+    }
 
 
 def ends_before_the_run() -> dict[str, Any]:
@@ -130,10 +143,12 @@ def ends_before_the_run() -> dict[str, Any]:
     with capture_logs() as none:
         whole = run(lambda *who: fit(*who, trainer={"max_epochs": 2}), rounds=2)
     return {
-        "clients": [one.clients for one in found.reports], "epochs": found.results[0], "told": told,
+        "clients": [one.clients for one in found.reports],
+        "epochs": found.results[0],
+        "told": told,
         "told_of_a_whole_run": [one for one in none if one["event"] == "the trainer has ended before the run"],
         "is_global": scene.is_equal(whole.results[0]["module"], whole.state),
-    }  # fmt: skip
+    }
 
 
 def diverging() -> Any:
@@ -225,9 +240,13 @@ def is_refused() -> dict[str, Any]:
 
     texts = []
     for options in (
-        {"every_n_epochs": 1, "every_n_steps": 1}, {"every_n_steps": 0}, {"optimizer_state": "forget"}, {"domian": 1},
-        {"every_n_epoch": 1}, {"client_id": None},
-    ):  # fmt: skip
+        {"every_n_epochs": 1, "every_n_steps": 1},
+        {"every_n_steps": 0},
+        {"optimizer_state": "forget"},
+        {"domian": 1},
+        {"every_n_epoch": 1},
+        {"client_id": None},
+    ):
         try:
             FederatedCallback("job", **{"client_id": 0, **options})
         except (GradbusError, TypeError) as error:
@@ -330,12 +349,24 @@ if __name__ == "__main__":
     }
     try:
         scene.play(
-            {one.__name__: one for one in (
-                equals_the_loop, training_rules, rounds_of_steps, ends_before_the_run, raises_where_the_run_fails,
-                leaves_with_the_error, frozen_and_mixed, with_the_older_name, is_refused, a_run_that_is_over,
-                one_that_is_killed, two_ranks,
-                program_of_the_page,
-            )}
-        )  # fmt: skip
+            {
+                one.__name__: one
+                for one in (
+                    equals_the_loop,
+                    training_rules,
+                    rounds_of_steps,
+                    ends_before_the_run,
+                    raises_where_the_run_fails,
+                    leaves_with_the_error,
+                    frozen_and_mixed,
+                    with_the_older_name,
+                    is_refused,
+                    a_run_that_is_over,
+                    one_that_is_killed,
+                    two_ranks,
+                    program_of_the_page,
+                )
+            }
+        )
     finally:
         FORKED.end()

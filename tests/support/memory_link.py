@@ -194,7 +194,14 @@ def gather(rank: int, payload: bytes = b"", world: int = 2) -> Operation:
 def frame(**changes: Any) -> Frame:
     """A frame of rank 1 for the all_gather "x"; ``changes`` of its key, and ``world``."""
     world = changes.pop("world", 2)
-    key = {"job": GROUP_ID, "round_id": 0, "sender": 1, "incarnation": INCARNATION + 1, "transfer": 0,
-           "name": wire_name("x", "all_gather bytes", ""), **changes}  # fmt: skip
+    key = {
+        "job": GROUP_ID,
+        "round_id": 0,
+        "sender": 1,
+        "incarnation": INCARNATION + 1,
+        "transfer": 0,
+        "name": wire_name("x", "all_gather bytes", ""),
+        **changes,
+    }
     ((head, data),) = frames.split(FrameKey(Kind.COLLECTIVE, **key), b"payload", world=world)
     return frames.parse(head + bytes(data))

@@ -91,8 +91,9 @@ def hybrid(
     of_topk = topk([[{name: ranks[name] for name in by_topk} for ranks in step] for step in gradients], density)
     of_rest = powersgd(
         [[{name: one for name, one in ranks.items() if name not in by_topk} for ranks in step] for step in gradients],
-        rank, first_q,
-    )  # fmt: skip
+        rank,
+        first_q,
+    )
     return [{**some, **others} for some, others in zip(of_topk, of_rest, strict=True)]
 
 
@@ -131,10 +132,12 @@ def gram_schmidt(matrix: Array) -> Array:
 
 
 def powersgd(
-    gradients: Gradients, rank: int, first_q: Callable[[str], Array | None],
+    gradients: Gradients,
+    rank: int,
+    first_q: Callable[[str], Array | None],
     matrix: Callable[[tuple[int, ...]], tuple[int, int]] = lambda shape: (shape[0], math.prod(shape[1:])),
     iterations: int = 1,
-) -> Means:  # fmt: skip
+) -> Means:
     """``first_q``: the first Q of a matrix; None: it goes dense. ``matrix``: rows and columns of a shape.
     ``iterations``: of P and Q in a step."""
 

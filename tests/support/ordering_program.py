@@ -39,9 +39,13 @@ class Task(NoopTask):
 async def control(place: dict[str, Any], state: str, fail_at: str | None) -> list[Any]:
     """Order all rounds, each by the reports of the rounds before, so that a crash changes nothing."""
     config = gradbus.FederatedConfig(
-        rounds=ROUNDS, eval_every=0, codec="sq8", strategy="fedavgm", checkpoint={"dir": state},
+        rounds=ROUNDS,
+        eval_every=0,
+        codec="sq8",
+        strategy="fedavgm",
+        checkpoint={"dir": state},
         clients={"num": CLIENTS, "min": CLIENTS, "dead_after_s": 30.0},
-    )  # fmt: skip
+    )
     async with gradbus.connect(**place) as bus:
         controller = gradbus.Controller(bus, NoopTask(DIM), config, fail_at=fail_at)
         async with controller.open() as run:

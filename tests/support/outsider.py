@@ -29,9 +29,15 @@ class Outsider:
     """Listens on its own thread. ``echoes``: it says each sample again, as it came, damaged, and as one to come."""
 
     def __init__(
-        self, job: str, domain: int, *, topics: Iterable[Topic] = JOB_TOPICS, echoes: bool = False,
-        lease_s: float = 1.0, patience_s: float = 0.2,
-    ) -> None:  # fmt: skip
+        self,
+        job: str,
+        domain: int,
+        *,
+        topics: Iterable[Topic] = JOB_TOPICS,
+        echoes: bool = False,
+        lease_s: float = 1.0,
+        patience_s: float = 0.2,
+    ) -> None:
         """``patience_s``: what no reader takes for so long is left unsaid."""
         self.heard: list[Heard] = []
         self.said = 0

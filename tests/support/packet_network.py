@@ -128,9 +128,15 @@ class PacketNetwork:
     def _config(self, job: int, rank: int, epoch: int = 0) -> WorkerConfig:
         conditions = self.conditions
         return WorkerConfig(
-            rank, conditions.worlds[job], job, epoch, block_elems=conditions.block_elems,
-            window_groups=conditions.window, reserves=not conditions.is_inline, times=TIMES,
-        )  # fmt: skip
+            rank,
+            conditions.worlds[job],
+            job,
+            epoch,
+            block_elems=conditions.block_elems,
+            window_groups=conditions.window,
+            reserves=not conditions.is_inline,
+            times=TIMES,
+        )
 
     def run(self) -> None:
         """Raises Violation: something that must hold does not, or the run does not end."""
@@ -307,9 +313,13 @@ class TreeNetwork(PacketNetwork):
         """All nodes, with nothing in their lanes."""
         conditions, (world,) = self.conditions, self.conditions.worlds
         configs = self.topology.nodes(
-            ["host"] * world, window_groups=conditions.window, block_elems=conditions.block_elems, times=TIMES,
-            epoch=self.epoch, group_blocks=conditions.group_blocks,
-        )  # fmt: skip
+            ["host"] * world,
+            window_groups=conditions.window,
+            block_elems=conditions.block_elems,
+            times=TIMES,
+            epoch=self.epoch,
+            group_blocks=conditions.group_blocks,
+        )
         self.tree = {(0, number): TreeNode(config) for number, config in configs.items()}
         self.aggregators_of = {rank: aggregators_of(configs, rank) for rank in range(world)}
 

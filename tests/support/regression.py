@@ -61,11 +61,15 @@ class Regression:
         mine = torch.arange(SAMPLES).tensor_split([30, 41][: world - 1])[rank]  # not equally many
         with torch.no_grad():
             errors = (model(INPUTS[mine]) - TARGETS[mine]).square()
-        return Found(len(mine), float(errors.sum()), {
-            "rmse": Metric(float(errors.sum()), len(mine), "root_mean"),
-            "worst": Metric(float(errors.max()), kind="max"),
-            "share": (float((errors < 0.1).sum()), len(mine)),
-        })  # fmt: skip
+        return Found(
+            len(mine),
+            float(errors.sum()),
+            {
+                "rmse": Metric(float(errors.sum()), len(mine), "root_mean"),
+                "worst": Metric(float(errors.max()), kind="max"),
+                "share": (float((errors < 0.1).sum()), len(mine)),
+            },
+        )
 
 
 def plain(

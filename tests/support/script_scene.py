@@ -32,9 +32,14 @@ def draw(client_id: int) -> tuple[Tensor, Tensor]:
 
 
 def train(
-    model: nn.Module, client_id: int, round_id: int, lr: float, should_stop: Callable[[], bool] = lambda: False, *,
+    model: nn.Module,
+    client_id: int,
+    round_id: int,
+    lr: float,
+    should_stop: Callable[[], bool] = lambda: False,
+    *,
     with_closure: bool = False,
-) -> tuple[int, float]:  # fmt: skip
+) -> tuple[int, float]:
     """One epoch in shuffled batches; samples and mean loss. ``with_closure``: the optimizer computes the gradients."""
     points, labels = draw(client_id)
     order = torch.randperm(len(points), generator=torch.Generator().manual_seed(100 * round_id + client_id))

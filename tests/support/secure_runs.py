@@ -97,9 +97,15 @@ class Run:
     quits_in = 1
 
     def __init__(
-        self, ids: Iterable[int], *, quits: dict[int, int] | None = None, secure: bool = True,
-        client: dict[str, Any] | None = None, shared_memory: bool = True, **settings: Any,
-    ) -> None:  # fmt: skip
+        self,
+        ids: Iterable[int],
+        *,
+        quits: dict[int, int] | None = None,
+        secure: bool = True,
+        client: dict[str, Any] | None = None,
+        shared_memory: bool = True,
+        **settings: Any,
+    ) -> None:
         self.ids, self.quits, self.client = list(ids), quits or {}, client or {}
         clients = {"num": len(self.ids), "min": 2, "dead_after_s": 30.0, **settings.pop("clients", {})}
         masked = {"enabled": secure, **settings.pop("secure_aggregation", {})}
@@ -107,18 +113,14 @@ class Run:
             **{"clients": clients, "eval_every": 0, "rounds": 1, "secure_aggregation": masked, **settings}
         )
         self.job, self.domain = f"secure-{os.getpid()}-{next(_jobs)}", new_domain()
-        self.connect = functools.partial(
-            gradbus.connect, job=self.job, domain=self.domain, shared_memory=shared_memory
-        )  # fmt: skip
+        self.connect = functools.partial(gradbus.connect, job=self.job, domain=self.domain, shared_memory=shared_memory)
         self.task = Moving()
         self.make_controller: Callable[..., gradbus.Controller] = gradbus.Controller
         self.make_client: Callable[..., Client] = Client
 
     async def one_client(self, client_id: int) -> None:
         async with self.connect() as bus:
-            client = self.make_client(
-                bus, self.task, client_id=client_id, config=gradbus.ClientConfig(**self.client)
-            )  # fmt: skip
+            client = self.make_client(bus, self.task, client_id=client_id, config=gradbus.ClientConfig(**self.client))
             running = asyncio.create_task(client.run())
             if client_id in self.quits:
                 masking = replace_masking(client, QuittingMasks)

@@ -20,17 +20,26 @@ class Payload:
     """One that is being sent from rank 0 to rank ``to``: what was written, and what came of it."""
 
     def __init__(
-        self, slots: SlotPool | None, chunks: int = 3, written: Callable[[int], None] | None = None, to: int = 1,
+        self,
+        slots: SlotPool | None,
+        chunks: int = 3,
+        written: Callable[[int], None] | None = None,
+        to: int = 1,
         only: tuple[int, ...] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.readers = (to,)
         self.data = np.arange(chunks * CHUNK_BYTES, dtype=np.uint32).astype(np.uint8)
         self.sent: list[Parts] = []
         self.outcomes: list[int | Exception] = []
         self.sender = ChunkSender(
-            FrameTemplate(key(), int(Flags.HEAD_CRC), 2), self.data, only or range(chunks), self, slots=slots,
-            written=written, finished=self.outcomes.append,
-        )  # fmt: skip
+            FrameTemplate(key(), int(Flags.HEAD_CRC), 2),
+            self.data,
+            only or range(chunks),
+            self,
+            slots=slots,
+            written=written,
+            finished=self.outcomes.append,
+        )
 
     def put(self, frame: Parts) -> bool:
         return False

@@ -85,9 +85,15 @@ def told(descriptor: bytes, size: int, *, sender: int = 0, total: int | None = N
     """The frame that says where slice ``seq``, of ``size`` bytes, lies, and perhaps those after it."""
     total = size if total is None else total
     head = frames.head(
-        key(sender), memoryview(bytes(size)), seq, total, flags=Flags.SHARED, world=2, descriptor=descriptor,
+        key(sender),
+        memoryview(bytes(size)),
+        seq,
+        total,
+        flags=Flags.SHARED,
+        world=2,
+        descriptor=descriptor,
         chunk_bytes=frames.MAX_CHUNK_BYTES if total == size else size,
-    )  # fmt: skip
+    )
     return frames.parse(head + descriptor)
 
 

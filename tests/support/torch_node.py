@@ -50,9 +50,13 @@ class RankLocation:
         """Make the process group. ``prefix``: of the store, for a group after one that has failed."""
         store: Any = dist.TCPStore("127.0.0.1", self.port, is_master=False, timeout=timedelta(seconds=30))
         dist.init_process_group(
-            self.backend, store=dist.PrefixStore(prefix, store) if prefix else store, rank=self.rank,
-            world_size=self.world, timeout=timedelta(seconds=timeout_s), **options,
-        )  # fmt: skip
+            self.backend,
+            store=dist.PrefixStore(prefix, store) if prefix else store,
+            rank=self.rank,
+            world_size=self.world,
+            timeout=timedelta(seconds=timeout_s),
+            **options,
+        )
 
     @property
     def store(self) -> Any:

@@ -80,9 +80,13 @@ class Loop:
     """The plain loop of a script: rounds of epochs, or of steps that go on through the epochs."""
 
     def __init__(
-        self, *, accumulate: int = 1, steps: int = 0, resets: bool = False,
+        self,
+        *,
+        accumulate: int = 1,
+        steps: int = 0,
+        resets: bool = False,
         make_model: Callable[[], nn.Module] = Network,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.accumulate, self.steps, self.resets, self.make_model = accumulate, steps, resets, make_model
 
     def __call__(self, job: str, client_id: int) -> list[bool]:
@@ -149,9 +153,13 @@ def new_job() -> str:
 
 
 def run(
-    *scripts: Script, job: str = "", clients: int = 0, make_model: Callable[[], nn.Module] = Network,
-    starts_after: threading.Event | None = None, **rules: Any,
-) -> Outcome:  # fmt: skip
+    *scripts: Script,
+    job: str = "",
+    clients: int = 0,
+    make_model: Callable[[], nn.Module] = Network,
+    starts_after: threading.Event | None = None,
+    **rules: Any,
+) -> Outcome:
     """A run with the scripts on threads of this process. ``clients``: with those of other processes. ``starts_after``:
     the controller does."""
     name, reports = job or new_job(), []
@@ -241,9 +249,11 @@ def run_the_page(program: ModuleType, children: Sequence[tuple[Any, Any]]) -> di
     clients = settings["federated"]["clients"]["num"]
     found = run(job=settings["bus"]["job"], clients=clients, make_model=program.Classifier, **rules)
     return {
-        "clients": [one.clients for one in found.reports], "losses": [one.loss for one in found.reports],
-        "samples": [one.num_samples for one in found.reports], "ended": [pipe.recv() for _, pipe in children],
-    }  # fmt: skip
+        "clients": [one.clients for one in found.reports],
+        "losses": [one.loss for one in found.reports],
+        "samples": [one.num_samples for one in found.reports],
+        "ended": [pipe.recv() for _, pipe in children],
+    }
 
 
 def play(scenes: Mapping[str, Callable[[], dict[str, Any]]]) -> None:

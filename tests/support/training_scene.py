@@ -83,14 +83,18 @@ class Scene:
     def send(self, *, active: int | None = None) -> TrainingStep:
         """Compute a step's gradients, and start its programs."""
         parts = StepperParts(
-            self.group, self.config.timeouts.collective_s, self.training, ComputeThread("scene"), Profile(0)  # type: ignore[arg-type]
-        )  # fmt: skip
+            self.group,
+            self.config.timeouts.collective_s,
+            self.training,
+            ComputeThread("scene"),
+            Profile(0),  # type: ignore[arg-type]
+        )
         stepper = GradientStepper(parts, Position(), overlap=self.config.overlap)
         step = self._next()
         step.active = self.group.world if active is None else active
         exchange = GradientExchange(
             step, self.exchange(step.number), self.training.algorithm, MeanLoss(None, is_needed=False)
-        )  # fmt: skip
+        )
         stepper._compute_gradients(exchange, Profile(0))  # type: ignore[arg-type]  # noqa: SLF001 - a step that goes no further than this
         return step
 

@@ -80,23 +80,35 @@ def arguments(**rules: Any) -> TrainingArguments:
 
 
 def train(
-    job: str, client_id: int, *callbacks: TrainerCallback, model: nn.Module | None = None, rules: Any = None,
-    federated: FederatedCallback | None = None, **options: Any,
-) -> dict[str, Any]:  # fmt: skip
+    job: str,
+    client_id: int,
+    *callbacks: TrainerCallback,
+    model: nn.Module | None = None,
+    rules: Any = None,
+    federated: FederatedCallback | None = None,
+    **options: Any,
+) -> dict[str, Any]:
     """A Trainer as a client. Returns the model, and what became of it."""
     model = Classifier() if model is None else model
     federated = FederatedCallback(job, **scene.settings(client_id), **options) if federated is None else federated
     constant = torch.optim.lr_scheduler.LambdaLR(optimizer := scene.sgd(model), lambda step: 1.0)
     trainer = InItsOrder(
-        model=model, args=arguments(**(rules or {})), train_dataset=Rows(client_id), eval_dataset=Rows(client_id + 50),
-        callbacks=[*callbacks, federated], optimizers=(optimizer, constant),
-    )  # fmt: skip
+        model=model,
+        args=arguments(**(rules or {})),
+        train_dataset=Rows(client_id),
+        eval_dataset=Rows(client_id + 50),
+        callbacks=[*callbacks, federated],
+        optimizers=(optimizer, constant),
+    )
     trainer.client_id = client_id
     trainer.train()
     return {
-        "model": model, "epochs": trainer.state.epoch, "steps": trainer.state.global_step,
-        "hooks": len(model._forward_pre_hooks), "history": trainer.state.log_history,  # noqa: SLF001 - whether it is gone
-    }  # fmt: skip
+        "model": model,
+        "epochs": trainer.state.epoch,
+        "steps": trainer.state.global_step,
+        "hooks": len(model._forward_pre_hooks),  # noqa: SLF001 - whether it is gone
+        "history": trainer.state.log_history,
+    }
 
 
 class Evaluated(TrainerCallback):  # type: ignore[misc]
@@ -133,14 +145,17 @@ def equals_the_loop() -> dict[str, Any]:
     controller = Classifier()
     controller.load_state_dict(found.state)
     return {
-        "expected": expected.checksums, "found": found.checksums,
+        "expected": expected.checksums,
+        "found": found.checksums,
         "losses": [[one.loss for one in each.reports] for each in (expected, found)],
         "samples": [one.num_samples for one in found.reports],
         "metrics": sorted(found.reports[1].train_metrics),
-        "is_global": scene.is_equal(fitted["model"], found.state), "epochs": fitted["epochs"],
-        "hooks": fitted["hooks"], "seen": [name for name, _ in seen.seen],
+        "is_global": scene.is_equal(fitted["model"], found.state),
+        "epochs": fitted["epochs"],
+        "hooks": fitted["hooks"],
+        "seen": [name for name, _ in seen.seen],
         "last_are_global": [value == _sum(controller) for _, value in seen.seen[-2:]],
-    }  # fmt: skip
+    }
 
 
 def rounds_of_steps() -> dict[str, Any]:
@@ -148,17 +163,22 @@ def rounds_of_steps() -> dict[str, Any]:
     make: dict[str, Any] = {"make_model": Classifier}
     expected = run(Loop(steps=4, resets=True, **make), Loop(**make), **make)
     found = run(
-        lambda *who: train(*who, every_n_steps=4, optimizer_state="reset", rules={"logging_strategy": "steps", "logging_steps": 3})["steps"],  # noqa: E501 - one call
-        Loop(**make), **make,
-    )  # fmt: skip
+        lambda *who: train(
+            *who, every_n_steps=4, optimizer_state="reset", rules={"logging_strategy": "steps", "logging_steps": 3}
+        )["steps"],
+        Loop(**make),
+        **make,
+    )
     kept = run(lambda *who: train(*who, every_n_steps=4)["steps"], Loop(**make), **make)
     asked = run(lambda *who: train(*who)["steps"], rounds=2, training={"steps": 4}, **make)
     return {
-        "expected": expected.checksums, "found": found.checksums, "kept": kept.checksums,
+        "expected": expected.checksums,
+        "found": found.checksums,
+        "kept": kept.checksums,
         "losses": [[one.loss for one in each.reports] for each in (expected, found)],
         "samples": [one.num_samples for one in found.reports],
         "steps": [found.results[0], asked.results[0]],
-    }  # fmt: skip
+    }
 
 
 def ends_before_the_run() -> dict[str, Any]:
@@ -166,17 +186,22 @@ def ends_before_the_run() -> dict[str, Any]:
     make: dict[str, Any] = {"make_model": Classifier}
     with capture_logs() as logs:
         found = run(
-            lambda *who: train(*who, rules={"num_train_epochs": 2})["epochs"], Loop(**make), rounds=4,
-            clients_rules={"min": 1}, **make,
-        )  # fmt: skip
+            lambda *who: train(*who, rules={"num_train_epochs": 2})["epochs"],
+            Loop(**make),
+            rounds=4,
+            clients_rules={"min": 1},
+            **make,
+        )
     told = [one for one in logs if one["event"] == "the trainer has ended before the run"]
     with capture_logs() as none:
         whole = run(lambda *who: train(*who, rules={"num_train_epochs": 2}), rounds=2, **make)
     return {
-        "clients": [one.clients for one in found.reports], "epochs": found.results[0], "told": told,
+        "clients": [one.clients for one in found.reports],
+        "epochs": found.results[0],
+        "told": told,
         "told_of_a_whole_run": [one for one in none if one["event"] == "the trainer has ended before the run"],
         "is_global": scene.is_equal(whole.results[0]["model"], whole.state),
-    }  # fmt: skip
+    }
 
 
 class Diverging(Classifier):
@@ -231,9 +256,7 @@ def leaves_with_the_error() -> dict[str, Any]:
             return text
 
         with capture_logs() as logs:
-            found = run(
-                script, Loop(make_model=Classifier), clients_rules={"min": 1}, make_model=Classifier
-            )  # fmt: skip
+            found = run(script, Loop(make_model=Classifier), clients_rules={"min": 1}, make_model=Classifier)
         reasons = [one.get("reason") for one in logs if one["event"] == "client left" and one.get("client") == 0]
         left.append([found.results[0], [one.clients for one in found.reports], reasons])
     return {"left": left}
@@ -245,9 +268,15 @@ VOCABULARY, LENGTH = 32, 8
 def adapted() -> nn.Module:
     """A small Llama with adapters of peft, the same on every node."""
     config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=2, max_position_embeddings=LENGTH, use_cache=False,
-    )  # fmt: skip
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=LENGTH,
+        use_cache=False,
+    )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         adapters = LoraConfig(r=2, lora_alpha=16, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
@@ -285,18 +314,24 @@ def adapters_of_peft() -> dict[str, Any]:
 
     found = run(script, make_model=adapted, share={"include": ["*.lora_*"]}, rounds=4)
     return {
-        "epochs": found.results[0]["epochs"], "losses": [one.loss for one in found.reports],
-        "samples": [one.num_samples for one in found.reports], "bytes": [one.bytes_up for one in found.reports],
+        "epochs": found.results[0]["epochs"],
+        "losses": [one.loss for one in found.reports],
+        "samples": [one.num_samples for one in found.reports],
+        "bytes": [one.bytes_up for one in found.reports],
         "is_global": scene.is_equal(found.results[0]["model"], found.state),
-    }  # fmt: skip
+    }
 
 
 def is_refused() -> dict[str, Any]:
     """What cannot be."""
     texts = []
     for options in (
-        {"every_n_epochs": 0}, {"optimizer_state": "forget"}, {"domian": 1}, {"every_n_epoch": 1}, {"client_id": None},
-    ):  # fmt: skip
+        {"every_n_epochs": 0},
+        {"optimizer_state": "forget"},
+        {"domian": 1},
+        {"every_n_epoch": 1},
+        {"client_id": None},
+    ):
         try:
             FederatedCallback("job", **{"client_id": 0, **options})
         except (GradbusError, TypeError) as error:
@@ -330,8 +365,11 @@ def a_run_that_is_over() -> dict[str, Any]:
         return {"steps": done["steps"], "before": before, "model": model}
 
     rules: dict[str, Any] = {
-        "job": scene.new_job(), "make_model": Classifier, "rounds": 1, "checkpoint": {"dir": tempfile.mkdtemp()}
-    }  # fmt: skip
+        "job": scene.new_job(),
+        "make_model": Classifier,
+        "rounds": 1,
+        "checkpoint": {"dir": tempfile.mkdtemp()},
+    }
     run(Loop(make_model=Classifier), **rules)
     found = run(script, starts_after=begins, **rules)
     (result,) = found.results
@@ -375,9 +413,11 @@ def rank(job: str, pipe: Any, number: int, port: int) -> None:
     try:
         model = Classifier()
         trainer = Trainer(
-            model=model, args=arguments(ddp_backend="gloo"), train_dataset=Rows(0),
+            model=model,
+            args=arguments(ddp_backend="gloo"),
+            train_dataset=Rows(0),
             callbacks=[FederatedCallback(job, **scene.settings(0))],
-        )  # fmt: skip
+        )
         trainer.train()
         pipe.send({"sum": _sum(model), "epochs": trainer.state.epoch})
     except BaseException as error:
@@ -410,11 +450,22 @@ if __name__ == "__main__":
     }  # fmt: skip
     try:
         scene.play(
-            {one.__name__: one for one in (
-                equals_the_loop, rounds_of_steps, ends_before_the_run, raises_where_the_run_fails,
-                leaves_with_the_error, adapters_of_peft, is_refused, a_run_that_is_over, one_that_is_killed, two_ranks,
-                program_of_the_page,
-            )}
-        )  # fmt: skip
+            {
+                one.__name__: one
+                for one in (
+                    equals_the_loop,
+                    rounds_of_steps,
+                    ends_before_the_run,
+                    raises_where_the_run_fails,
+                    leaves_with_the_error,
+                    adapters_of_peft,
+                    is_refused,
+                    a_run_that_is_over,
+                    one_that_is_killed,
+                    two_ranks,
+                    program_of_the_page,
+                )
+            }
+        )
     finally:
         FORKED.end()

@@ -71,14 +71,19 @@ def parallel(name: str, domain: int, *, servers: int = 0, **rules: Any) -> None:
     """A run of two epochs on two ranks, or what is left of it, with or without parameter servers."""
     file = WorkerFile.model_validate(
         {
-            "bus": {"job": f"golden-{name}", "domain": domain}, "task": TASK, "run_dir": name,
+            "bus": {"job": f"golden-{name}", "domain": domain},
+            "task": TASK,
+            "run_dir": name,
             "parallel": {
-                "epochs": 2, "checkpoint": {"keep": 2}, "profile": {"window_steps": 2},
-                "optimizer": {"name": "adamw", "lr": 0.01}, **rules,
+                "epochs": 2,
+                "checkpoint": {"keep": 2},
+                "profile": {"window_steps": 2},
+                "optimizer": {"name": "adamw", "lr": 0.01},
+                **rules,
             },
             "parameter_server": {"servers": servers, **({"cut_bytes": 64} if servers else {})},
         }
-    )  # fmt: skip
+    )
     workers = (run_worker(file, RankPlace(rank, 2), Output()) for rank in range(2))
     _run(*workers, *(run_server(file, index, 2) for index in range(servers)))
 

@@ -129,9 +129,12 @@ def run_part(part: Part, log: Path) -> tuple[str, str]:
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("wb") as out:
         process = subprocess.Popen(
-            ["/bin/sh", "-c", part.command], stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT,
+            ["/bin/sh", "-c", part.command],
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=subprocess.STDOUT,
             start_new_session=True,
-        )  # fmt: skip
+        )
         try:
             code: int | None = process.wait(part.limit_s)
         except subprocess.TimeoutExpired:

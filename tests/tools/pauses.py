@@ -98,10 +98,14 @@ async def _rank(seat: Seat, pipe: Connection) -> None:
         async with (
             gradbus.connect(seat.job, domain=seat.domain, network=network, security=security) as bus,
             join_group(
-                bus, rank=seat.rank, world=kind.world, timeout_s=START_S, collective_timeout_s=COLLECTIVE_S,
+                bus,
+                rank=seat.rank,
+                world=kind.world,
+                timeout_s=START_S,
+                collective_timeout_s=COLLECTIVE_S,
                 stall_warning_s=0.0,
             ) as group,
-        ):  # fmt: skip
+        ):
             pipe.send(("formed", time.monotonic(), time.monotonic() - started_s))
             try:
                 await _call_collectives(group, seat, pipe, orders)

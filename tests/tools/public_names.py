@@ -24,8 +24,18 @@ from gradbus.moved import new_name_of
 ROOT = Path(__file__).resolve().parents[2]
 LIST = ROOT / "docs" / "public_names.txt"
 
-_EXPORTED = ("gradbus", "gradbus.actors", "gradbus.codecs", "gradbus.metrics", "gradbus.models", "gradbus.rules",
-             "gradbus.runtime", "gradbus.selectors", "gradbus.testing", "gradbus.torch")  # fmt: skip
+_EXPORTED = (
+    "gradbus",
+    "gradbus.actors",
+    "gradbus.codecs",
+    "gradbus.metrics",
+    "gradbus.models",
+    "gradbus.rules",
+    "gradbus.runtime",
+    "gradbus.selectors",
+    "gradbus.testing",
+    "gradbus.torch",
+)
 _PAGES = ("*.md", "docs/*.md", "experiments/configs/**/*.toml", "experiments/configs/**/*.md")
 _PACKAGES = ("actors", "codecs", "commands", "experiments", "models", "runtime")
 _FENCE = re.compile(r"^ *```(\w*)[^\n]*\n(.*?)^ *```", re.MULTILINE | re.DOTALL)

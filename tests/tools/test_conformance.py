@@ -24,9 +24,13 @@ SOME = (
 def test_dds_passes_what_gloo_passes_of_pytorchs_own_tests(tmp_path: Path) -> None:
     command = [sys.executable, "-P", "-m", "conformance", "--out", str(tmp_path)]
     ran = subprocess.run(
-        [*command, *(f"--only={name}" for name in SOME)], capture_output=True, text=True, timeout=110.0, check=False,
+        [*command, *(f"--only={name}" for name in SOME)],
+        capture_output=True,
+        text=True,
+        timeout=110.0,
+        check=False,
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parent)},
-    )  # fmt: skip
+    )
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert "dds passes all of the 3 tests that gloo passes" in ran.stdout
     assert "only dds passes test_all_to_all_group" in ran.stdout

@@ -122,27 +122,39 @@ def left_behind(path: Path, *, late_s: float = 0.3) -> None:
         at_s = round_id + (late_s if round_id > 12 else 0.0)
         rounds += [
             {"event": "commanded", "at_s": at_s - 0.5, "round": round_id},
-            {"event": "committed", "at_s": at_s, "round": round_id, "clients": [], "num_samples": 0,
-             "crc32": 1, "held_crc32": 1},
-        ]  # fmt: skip
+            {
+                "event": "committed",
+                "at_s": at_s,
+                "round": round_id,
+                "clients": [],
+                "num_samples": 0,
+                "crc32": 1,
+                "held_crc32": 1,
+            },
+        ]
     write(path / "federated" / "history" / "controller.jsonl", *rounds)
     client = {"event": "started", "incarnation": 5}
     offered = {"event": "offered", "run": RUN, "round": 1, "transfer": 1, "crc32": 1}
     write(
         path / "federated" / "history" / "client-2.jsonl",
-        {**client, "at_s": 0.0}, {**offered, "at_s": 1.0}, {**client, "at_s": 14.0}, {**offered, "at_s": 16.5},
-    )  # fmt: skip
+        {**client, "at_s": 0.0},
+        {**offered, "at_s": 1.0},
+        {**client, "at_s": 14.0},
+        {**offered, "at_s": 16.5},
+    )
     for rank in (0, 2):
         write(
             path / "parallel" / "history" / f"rank-{rank}.jsonl",
-            {"event": "started", "at_s": 0.0, "run": RUN}, {"event": "hash", "at_s": 1.0, "step": 1, "hash": "a"},
+            {"event": "started", "at_s": 0.0, "run": RUN},
+            {"event": "hash", "at_s": 1.0, "step": 1, "hash": "a"},
             {"event": "failed", "at_s": 21.0 + rank / 10},
-        )  # fmt: skip
+        )
     write(
         path / "parallel" / "history" / "rank-1.jsonl",
-        {"event": "started", "at_s": 0.0, "run": RUN}, {"event": "started", "at_s": 25.0, "run": RUN},
+        {"event": "started", "at_s": 0.0, "run": RUN},
+        {"event": "started", "at_s": 25.0, "run": RUN},
         {"event": "failed", "at_s": 30.0},  # of another cause
-    )  # fmt: skip
+    )
     write(
         path / "nemesis.jsonl",
         {"event": "begins", "at_s": 12.0, "kind": "kill client", "target": "client-2", "lasts_s": 0.0},

@@ -65,12 +65,17 @@ def test_the_build_of_this_version_and_interpreter_is_found_on_the_page() -> Non
 @pytest.mark.parametrize(
     "page",
     [
-        "", "<a>torch</a>", link("torch", "2.15.0"), link("torch", "2.15.0+cu130"), link("torch", "2.15.1+cpu"),
+        "",
+        "<a>torch</a>",
+        link("torch", "2.15.0"),
+        link("torch", "2.15.0+cu130"),
+        link("torch", "2.15.1+cpu"),
         link("torch", "2.15.0+cpu", f"cp39-cp39-{LINUX}"),
         link("torch", "2.15.0+cpu", f"{TAG}-{TAG}-macosx_11_0_arm64"),
-        link("torch", "2.15.0+cpu", f"{TAG}-{TAG}-manylinux_2_28_aarch64"), link("evil-torch", "2.15.0+cpu"),
+        link("torch", "2.15.0+cpu", f"{TAG}-{TAG}-manylinux_2_28_aarch64"),
+        link("evil-torch", "2.15.0+cpu"),
     ],
-)  # fmt: skip
+)
 def test_another_build_is_not_taken_for_it(page: str) -> None:
     with pytest.raises(NotThere, match=r"no torch 2\.15\.0\+cpu for Python 3\.\d+"):
         find_wheel(page, "http://index/torch/", "torch", "2.15.0")
@@ -177,15 +182,24 @@ def make_setup(request: pytest.FixtureRequest, indexes: str, tmp_path: Path) -> 
         mine = ("PIP_", "UV_", "TORCH", "LOCKED", "NO_UV", "MAKE", "MFLAGS")
         environment = {name: text for name, text in os.environ.items() if not name.startswith(mine)}
         environment |= {
-            "PIP_INDEX_URL": f"{indexes}/registry", "UV_DEFAULT_INDEX": f"{indexes}/registry", "PIP_NO_CACHE_DIR": "1",
+            "PIP_INDEX_URL": f"{indexes}/registry",
+            "UV_DEFAULT_INDEX": f"{indexes}/registry",
+            "PIP_NO_CACHE_DIR": "1",
             "PIP_CONFIG_FILE": os.devnull,
-            "UV_CACHE_DIR": str(tmp_path / "uv"), "UV_NO_CONFIG": "1", "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1",
-        }  # fmt: skip
+            "UV_CACHE_DIR": str(tmp_path / "uv"),
+            "UV_NO_CONFIG": "1",
+            "NO_PROXY": "127.0.0.1",
+            "no_proxy": "127.0.0.1",
+        }
         installer = ["NO_UV=1"] if request.param == "pip" else [f"UV={UV}"]
         done = subprocess.run(
             ["make", "-s", "setup", f"PYTHON={sys.executable}", *installer, *words],
-            cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100,
-        )  # fmt: skip
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=100,
+        )
         found = {}
         for info in tmp_path.glob(".venv/lib/python*/site-packages/*.dist-info"):
             name, _, version = info.name.removesuffix(".dist-info").partition("-")

@@ -165,9 +165,11 @@ def install_for_cpus(index: str, pins: dict[str, str], uv: str, why: str) -> Non
     print(f"PyTorch: the build for CPUs, {size_of(wheels)}0.7 GB on disk, from {index}{why}", flush=True)
     # Exact versions, with +cpu, of two packages: so uv may look into other indexes, if the environment names some.
     done = run_installer(
-        uv, ["install", "--no-deps", *(wheel.requirement for wheel in wheels)],
-        for_uv=["--default-index", index, "--index-strategy", "unsafe-best-match"], for_pip=["--index-url", index],
-    )  # fmt: skip
+        uv,
+        ["install", "--no-deps", *(wheel.requirement for wheel in wheels)],
+        for_uv=["--default-index", index, "--index-strategy", "unsafe-best-match"],
+        for_pip=["--index-url", index],
+    )
     if not done:
         raise NotThere("they could not be installed")
     remove_cuda(uv)
@@ -202,12 +204,17 @@ def set_up(choice: str, index: str, pins: dict[str, str], uv: str) -> int:
         print(f"PyTorch: {there['torch']}, which is installed")
         return 0
     if choice == "auto" and has_driver():
-        print(f"PyTorch: the registry's build, {_CUDA} than the one for CPUs, as there is an NVIDIA driver here. "
-              "Without CUDA: make setup TORCH=cpu", flush=True)  # fmt: skip
+        print(
+            f"PyTorch: the registry's build, {_CUDA} than the one for CPUs, as there is an NVIDIA driver here. "
+            "Without CUDA: make setup TORCH=cpu",
+            flush=True,
+        )
         return 0
-    why = ", as TORCH=cpu says" if choice == "cpu" else (
-        ", as there is no NVIDIA driver here. With CUDA all the same: make setup TORCH=cuda"
-    )  # fmt: skip
+    why = (
+        ", as TORCH=cpu says"
+        if choice == "cpu"
+        else (", as there is no NVIDIA driver here. With CUDA all the same: make setup TORCH=cuda")
+    )
     try:
         install_for_cpus(index, pins, uv, why)
     except NotThere as error:
@@ -215,11 +222,15 @@ def set_up(choice: str, index: str, pins: dict[str, str], uv: str) -> int:
             print(
                 f"make setup: TORCH=cpu, but PyTorch's builds for CPUs cannot be had from {index}: {error}. Check the "
                 f"network, or name a mirror: make setup TORCH=cpu TORCH_INDEX=URL. Or take the registry's build, "
-                f"{_CUDA}: make setup TORCH=default", file=sys.stderr,
-            )  # fmt: skip
+                f"{_CUDA}: make setup TORCH=default",
+                file=sys.stderr,
+            )
             return 1
-        print(f"PyTorch: the registry's build, {_CUDA} than the one for CPUs, which cannot be had from {index}: "
-              f"{error}. With a mirror of that: make setup TORCH=cpu TORCH_INDEX=URL", flush=True)  # fmt: skip
+        print(
+            f"PyTorch: the registry's build, {_CUDA} than the one for CPUs, which cannot be had from {index}: "
+            f"{error}. With a mirror of that: make setup TORCH=cpu TORCH_INDEX=URL",
+            flush=True,
+        )
     return 0
 
 

@@ -287,9 +287,11 @@ def command(domain: int) -> list[Walk]:
         file = Path(folder, "controller.json")
         file.write_text(json.dumps(settings))
         with (
-            _beside(_run_client, job, domain), moments((UpdateReceiver, "open", tracer.end)), tracer,
+            _beside(_run_client, job, domain),
+            moments((UpdateReceiver, "open", tracer.end)),
+            tracer,
             _command_line("gradbus", "controller", str(file)),
-        ):  # fmt: skip
+        ):
             tracer.begin()
             gradbus_command()
     return tracer.walks
@@ -307,8 +309,11 @@ def _command_line(*arguments: str) -> Iterator[None]:
 
 
 WALKS: dict[str, Callable[[int], list[Walk]]] = {
-    "bucket": bucket, "client": client, "controller": controller, "command": command
-}  # fmt: skip
+    "bucket": bucket,
+    "client": client,
+    "controller": controller,
+    "command": command,
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

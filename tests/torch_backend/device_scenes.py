@@ -135,8 +135,10 @@ def _calls(rank: int, world: int) -> dict[str, Callable[[Any, Make], list[Tensor
         "all_reduce, strided": in_place("allreduce", AllreduceOptions(), numbers.t()),
         "all_reduce, coalesced": in_place("allreduce_coalesced", AllreduceOptions(), numbers, whole, numbers[0]),
         "broadcast": in_place("broadcast", BroadcastOptions(), numbers),
-        "reduce": lambda backend, make: in_place("reduce", rooted, numbers)(backend, make) if rank == 1 else (
-            in_place("reduce", rooted, numbers)(backend, make)[:0]
+        "reduce": lambda backend, make: (
+            in_place("reduce", rooted, numbers)(backend, make)
+            if rank == 1
+            else (in_place("reduce", rooted, numbers)(backend, make)[:0])
         ),
         "all_gather": into("allgather", AllgatherOptions(), lambda make: [outputs(make)], lambda make: [make(numbers)]),
         "all_gather_single": into(
@@ -146,22 +148,28 @@ def _calls(rank: int, world: int) -> dict[str, Callable[[Any, Make], list[Tensor
             "gather", GatherOptions(), lambda make: [outputs(make)] if rank == 0 else [], lambda make: [make(numbers)]
         ),
         "scatter": into(
-            "scatter", ScatterOptions(), lambda make: outputs(make, 1),
+            "scatter",
+            ScatterOptions(),
+            lambda make: outputs(make, 1),
             lambda make: [[make(part) for part in parts] for parts in scatter],
         ),
         "reduce_scatter": into(
-            "reduce_scatter", ReduceScatterOptions(), lambda make: outputs(make, 1),
+            "reduce_scatter",
+            ReduceScatterOptions(),
+            lambda make: outputs(make, 1),
             lambda make: [[make(numbers + part) for part in range(world)]],
         ),
         "reduce_scatter_single": into(
-            "reduce_scatter_single", ReduceScatterOptions(), lambda make: make(torch.zeros(3)),
+            "reduce_scatter_single",
+            ReduceScatterOptions(),
+            lambda make: make(torch.zeros(3)),
             lambda make: make(numbers),
         ),
         "all_to_all": into(
             "alltoall", AllToAllOptions(), outputs, lambda make: [make(numbers + part) for part in range(world)]
         ),
         "send": exchange,
-    }  # fmt: skip
+    }
 
 
 @dataclass

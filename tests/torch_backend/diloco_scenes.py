@@ -39,9 +39,14 @@ class Training:
     """A rank with data of its own."""
 
     def __init__(
-        self, rank: int, *, model_state: Any = None, model_type: torch.dtype = torch.float32, algorithm: str = "",
+        self,
+        rank: int,
+        *,
+        model_state: Any = None,
+        model_type: torch.dtype = torch.float32,
+        algorithm: str = "",
         **options: Any,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """``model_state``: loaded before the ranks meet. ``algorithm``: in place of ``diloco``."""
         self.random = torch.Generator().manual_seed(rank)
         torch.manual_seed(5)  # of the model
@@ -83,8 +88,9 @@ def resumed(place: RankLocation) -> dict[str, Any]:
     place.start()
     found: dict[str, Any] = {}
     for name, options in {
-        "diloco": {"codec": "q4"}, "streaming": {"codec": "q8", "fragments": 2, "delay": 1, "alpha": 0.3},
-    }.items():  # fmt: skip
+        "diloco": {"codec": "q4"},
+        "streaming": {"codec": "q8", "fragments": 2, "delay": 1, "alpha": 0.3},
+    }.items():
         whole = Training(place.rank, steps=4, **options).steps(11)
         first = Training(place.rank, steps=4, **options).steps(5)
         saved = copy.deepcopy(
@@ -136,12 +142,14 @@ def low_precision(place: RankLocation) -> dict[str, Any]:
     first.steps(8)  # two more, in which nothing is trained
     third = first.diloco.state_dict()
     return {
-        "whole": whole.weights, "again": again.weights, "types": {str(one.dtype) for one in whole.weights},
+        "whole": whole.weights,
+        "again": again.weights,
+        "types": {str(one.dtype) for one in whole.weights},
         "lacked": max(float(one.abs().max()) for one in exact["residuals"].values()),
         "second": [*second["weights"].values(), *second["residuals"].values()],
         "third": [*third["weights"].values(), *third["residuals"].values()],
         "shared": third["shared"],
-    }  # fmt: skip
+    }
 
 
 def shards(place: RankLocation) -> dict[str, Any]:
@@ -263,9 +271,11 @@ def failed_shard(place: RankLocation) -> dict[str, Any]:
         return {"told": told, "shared": shared, "weights": weights, "skipped": diloco.skipped_steps}
 
     return {
-        "exchange": run("exchange", [3]), "agreement of both": run("agreement", [2, 3]),
-        "agreement of one": run("agreement", [3]), "last agreement": run("last agreement", [3]),
-    }  # fmt: skip
+        "exchange": run("exchange", [3]),
+        "agreement of both": run("agreement", [2, 3]),
+        "agreement of one": run("agreement", [3]),
+        "last agreement": run("last agreement", [3]),
+    }
 
 
 def damaged_states(place: RankLocation) -> dict[str, Any]:
@@ -275,9 +285,10 @@ def damaged_states(place: RankLocation) -> dict[str, Any]:
     before = training.tensors
     found = {}
     for case, (kind, name, tensor) in {
-        "shape": ("weights", "0.weight", torch.zeros(3, 3)), "kind": ("weights", "0.weight", "text"),
+        "shape": ("weights", "0.weight", torch.zeros(3, 3)),
+        "kind": ("weights", "0.weight", "text"),
         "buffer": ("buffers", "1.running_mean", None),
-    }.items():  # fmt: skip
+    }.items():
         state = copy.deepcopy(training.diloco.state_dict())
         state[kind][name] = tensor
         with pytest.raises(ValueError, match="saved state") as caught:

@@ -73,6 +73,9 @@ def other_ways_to_call(place: RankLocation) -> dict[str, Any]:
     group.barrier().wait()
     dist.barrier()
     return {
-        "sums": [t.tolist() for t in (one, listed, named)], "largest": largest.tolist(), "rooted": rooted.tolist(),
-        "gathered": [t.tolist() for t in gathered], "part": part.tolist(),
-    }  # fmt: skip
+        "sums": [t.tolist() for t in (one, listed, named)],
+        "largest": largest.tolist(),
+        "rooted": rooted.tolist(),
+        "gathered": [t.tolist() for t in gathered],
+        "part": part.tolist(),
+    }

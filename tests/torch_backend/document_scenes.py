@@ -16,9 +16,12 @@ def examples(place: RankLocation) -> list[str]:
     printed = []
     for path, port in zip(place.options["paths"], place.options["ports"], strict=True):
         os.environ |= {
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(place.rank),
-            "LOCAL_RANK": str(place.rank), "WORLD_SIZE": str(place.world),
-        }  # fmt: skip
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "RANK": str(place.rank),
+            "LOCAL_RANK": str(place.rank),
+            "WORLD_SIZE": str(place.world),
+        }
         sys.path.insert(0, os.path.dirname(path))  # as Python itself does for a script
         with contextlib.redirect_stdout(io.StringIO()) as out:
             runpy.run_path(path, run_name="__main__")

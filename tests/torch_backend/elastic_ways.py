@@ -64,11 +64,15 @@ def main() -> None:
     model, other = net(), net()
     distributed = hvd.DistributedOptimizer(
         torch.optim.SGD(other.parameters(), lr=2 * LR_OF_RANK, momentum=0.9), other.named_parameters()
-    )  # fmt: skip
+    )
     state = hvd.elastic.TorchState(
-        model, torch.optim.SGD(model.parameters(), lr=2 * LR_OF_RANK), other=other, other_optimizer=distributed,
-        step=0, worlds=[],
-    )  # fmt: skip
+        model,
+        torch.optim.SGD(model.parameters(), lr=2 * LR_OF_RANK),
+        other=other,
+        other_optimizer=distributed,
+        step=0,
+        worlds=[],
+    )
     scaled: list[int] = []
     state.register_reset_callbacks(
         [

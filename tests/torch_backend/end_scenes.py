@@ -267,9 +267,11 @@ def one_leaves_first(place: RankLocation) -> dict[str, Any]:
 def from_the_environment(place: RankLocation) -> list[Any]:
     """As torchrun starts it."""
     os.environ |= {
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(place.options["port"]), "RANK": str(place.rank),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(place.options["port"]),
+        "RANK": str(place.rank),
         "WORLD_SIZE": str(place.world),
-    }  # fmt: skip
+    }
     dist.init_process_group("cpu:dds")
     tensor = torch.ones(2)
     dist.all_reduce(tensor)

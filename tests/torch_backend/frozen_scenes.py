@@ -31,9 +31,12 @@ class Net(nn.Module):
 
 
 def step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, ranks: list[int], number: int,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    ranks: list[int],
+    number: int,
     scaler: torch.amp.GradScaler | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """On the mean of the losses of these ranks' data."""
     optimizer.zero_grad()
     for rank in ranks:

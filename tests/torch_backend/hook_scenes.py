@@ -221,8 +221,12 @@ def not_finite(place: RankLocation) -> dict[str, dict[str, Any]]:
         finite = all(bool(parameter.isfinite().all()) for parameter in run.model.parameters())
         skipped = run.state.skipped_steps
         found[hook] = {
-            "bad": bad, "digests": run.digests, "scale": scaler.get_scale(), "finite": finite, "skipped": skipped,
-        }  # fmt: skip
+            "bad": bad,
+            "digests": run.digests,
+            "scale": scaler.get_scale(),
+            "finite": finite,
+            "skipped": skipped,
+        }
     return found
 
 
@@ -362,8 +366,15 @@ def dds_all(place: RankLocation) -> dict[str, Any]:
     """All scenes that need no second backend, in one set of processes."""
     results: dict[str, Any] = {"every_way": every_way(place)}
     for scene in (
-        bytes_of_a_step, warm_up, final_losses, saved_halfway, memory_formats, not_finite, taken_back, unused_by_all,
+        bytes_of_a_step,
+        warm_up,
+        final_losses,
+        saved_halfway,
+        memory_formats,
+        not_finite,
+        taken_back,
+        unused_by_all,
         mistakes,
-    ):  # fmt: skip
+    ):
         results[scene.__name__] = scene(place)
     return results

@@ -80,9 +80,7 @@ def part_checkpoint(place: RankLocation) -> list[Tensor]:
     whole, steps = torch.arange(24.0).view(6, 4), torch.tensor(7)
     folder = place.options["folder"]
     checkpoint.save({"w": distribute_tensor(whole, mesh, [Shard(0)]), "steps": steps}, checkpoint_id=folder)
-    state: dict[str, Any] = {
-        "w": distribute_tensor(torch.zeros(6, 4), mesh, [Shard(1)]), "steps": torch.tensor(0)
-    }  # fmt: skip
+    state: dict[str, Any] = {"w": distribute_tensor(torch.zeros(6, 4), mesh, [Shard(1)]), "steps": torch.tensor(0)}
     checkpoint.load(state, checkpoint_id=folder)
     assert torch.equal(state["w"].full_tensor(), whole)
     return [state["w"].to_local(), state["w"].full_tensor(), state["steps"]]

@@ -16,10 +16,18 @@ def test_both_ways_give_the_same() -> None:
         pairs = [(name, tensors, found["watched"][name]) for name, tensors in found["alone"].items()]
         assert [name for name, alone, watched in pairs if not all(map(torch.equal, alone, watched))] == []
         assert {
-            "c10d::allreduce_", "c10d::broadcast_", "c10d::reduce_", "c10d::allgather_", "c10d::_allgather_base_",
-            "c10d::reduce_scatter_", "c10d::_reduce_scatter_base_", "c10d::alltoall_", "c10d::alltoall_base_",
-            "c10d::gather_", "c10d::scatter_",
-        } <= set(found["seen"])  # fmt: skip
+            "c10d::allreduce_",
+            "c10d::broadcast_",
+            "c10d::reduce_",
+            "c10d::allgather_",
+            "c10d::_allgather_base_",
+            "c10d::reduce_scatter_",
+            "c10d::_reduce_scatter_base_",
+            "c10d::alltoall_",
+            "c10d::alltoall_base_",
+            "c10d::gather_",
+            "c10d::scatter_",
+        } <= set(found["seen"])
 
 
 def test_the_profiler_modes_gradients_and_other_classes_of_tensors_are_told() -> None:

@@ -23,7 +23,7 @@ def launched(domain: int, folder: Path, *arguments: str) -> subprocess.Completed
     command = [sys.executable, "-m", "gradbus", "run", *arguments]
     return subprocess.run(
         command, env=environment, cwd=folder, timeout=ENDS_S, capture_output=True, text=True, check=False
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.slow

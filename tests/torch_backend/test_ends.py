@@ -127,8 +127,10 @@ def ended(program: str, world: int, folder: Path) -> list[tuple[int, str, str]]:
     (folder / "train.py").write_text(program)
     (folder / "store").unlink(missing_ok=True)
     environment = {
-        **os.environ, "GRADBUS_BUS__DOMAIN": str(new_domain()), "GRADBUS_BUS__LEASE_S": str(LEASE_S),
-    }  # fmt: skip
+        **os.environ,
+        "GRADBUS_BUS__DOMAIN": str(new_domain()),
+        "GRADBUS_BUS__LEASE_S": str(LEASE_S),
+    }
     command = [sys.executable, "-P", str(ENDING_RANKS), "train.py", str(world), str(folder)]
     ranks = subprocess.Popen(
         command, env=environment, cwd=folder, stdout=subprocess.PIPE, text=True, start_new_session=True

@@ -117,9 +117,13 @@ def test_a_watch_that_fails_is_called_again_and_logged_once(
     ids=["fails", "for a reason", "gracefully"],
 )
 def test_what_ends_a_group_that_has_formed_is_logged_and_the_reason_for_leaving_is_for_the_others_and_no_fault(
-    bus_thread: Any, error: Exception | None, reason: str, left_with: list[str], events: list[str],
+    bus_thread: Any,
+    error: Exception | None,
+    reason: str,
+    left_with: list[str],
+    events: list[str],
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     membership = GroupMembership(lambda now_s: None, bus_thread)
     with capture_logs() as lines:
         found = begun(membership, monkeypatch, error=error)

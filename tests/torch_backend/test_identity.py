@@ -14,9 +14,11 @@ pytestmark = pytest.mark.slow
 def environment(known: Identities, name: str) -> dict[str, str]:
     said = known.security(name)
     return {
-        "GRADBUS_BUS__SECURITY": "identity", "GRADBUS_KEY_FILE": said["key_file"],
-        "GRADBUS_BUS__CONTROLLER_KEY": said["controller_key"], "GRADBUS_BUS__ALLOW_FILE": said["allow_file"],
-    }  # fmt: skip
+        "GRADBUS_BUS__SECURITY": "identity",
+        "GRADBUS_KEY_FILE": said["key_file"],
+        "GRADBUS_BUS__CONTROLLER_KEY": said["controller_key"],
+        "GRADBUS_BUS__ALLOW_FILE": said["allow_file"],
+    }
 
 
 def test_ranks_of_two_machines_with_a_key_each_meet_by_either_store_and_a_stranger_hears_why_he_is_kept_out(

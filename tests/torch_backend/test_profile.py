@@ -200,10 +200,11 @@ def test_an_inner_span_takes_its_time_from_the_one_around_it() -> None:
 
 def test_the_table_has_a_line_for_each_part() -> None:
     summary = ProfileSummary(
-        rank=1, steps=3,
+        rank=1,
+        steps=3,
         mean={"step_s": 0.01, "forward_s": 0.004, "wait_s": 0.006, "exchange_ms": 7.25, "bytes_out": 1234.0},
         max={"step_s": 0.02, "forward_s": 0.005, "wait_s": 0.015, "exchange_ms": 9.0, "bytes_out": 1234.0},
-    )  # fmt: skip
+    )
     assert text_table(summary).splitlines() == [
         "rank 1, 3 steps                         mean     longest   share",
         "  step, ms                             10.00       20.00",

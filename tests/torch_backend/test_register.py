@@ -53,9 +53,12 @@ def test_a_damaged_package_breaks_nothing_but_what_asks_for_it(tmp_path: Path) -
     (facts / "entry_points.txt").write_text("\n".join(groups))
     path = os.pathsep.join([str(tmp_path), *(entry for entry in sys.path if entry.endswith("-packages"))])
     done = subprocess.run(
-        [sys.executable, "-S", "-c", DAMAGED], env={**os.environ, "PYTHONPATH": path, "GLOO_SOCKET_IFNAME": "lo"},
-        capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
+        [sys.executable, "-S", "-c", DAMAGED],
+        env={**os.environ, "PYTHONPATH": path, "GLOO_SOCKET_IFNAME": "lo"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout == "Failed to load the c10d backend entry point: dds <- it is damaged\n"
 

@@ -101,10 +101,18 @@ def test_what_is_no_message_does_no_harm(raw: RawRank, first: DdsStore) -> None:
     raw.body(b"\xc1 no msgpack")
     raw.body(msgpack.packb(["StoreRequest", request]), Kind.COLLECTIVE)
     for fields in (
-        {"op": "format"}, {"keys": ["k" * 5000]}, {"keys": ["k"] * 5000}, {"values": [bytes(4_000_001)]},
-        {"keys": [b"k"]}, {"values": ["v"]}, {"number": 1 << 63}, {"wait_s": -1.0}, {"wait_s": float("nan")},
-        {"id": -1}, {"id": "1"},
-    ):  # fmt: skip
+        {"op": "format"},
+        {"keys": ["k" * 5000]},
+        {"keys": ["k"] * 5000},
+        {"values": [bytes(4_000_001)]},
+        {"keys": [b"k"]},
+        {"values": ["v"]},
+        {"number": 1 << 63},
+        {"wait_s": -1.0},
+        {"wait_s": float("nan")},
+        {"id": -1},
+        {"id": "1"},
+    ):
         raw.body(msgpack.packb(["StoreRequest", {**request, **fields}]))
     raw.say(StoreAnswer(1, "done", [], [], 0, ""))
     raw.say(StoreStatus("joined", "here"))
@@ -117,8 +125,10 @@ def test_requests_that_do_not_fit_their_operation_are_errors(raw: RawRank, first
     raw.ask(2, "set", "k")
     raw.ask(3, "add")
     assert [raw.answer().text for _ in range(3)] == [
-        "compare_set with 1 keys and 1 values", "set with 1 keys and 0 values", "add with 0 keys and 0 values"
-    ]  # fmt: skip
+        "compare_set with 1 keys and 1 values",
+        "set with 1 keys and 0 values",
+        "add with 0 keys and 0 values",
+    ]
 
 
 def test_open_requests_of_a_process_are_bounded(raw: RawRank, first: DdsStore, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,8 +45,9 @@ def test_the_examples_print_what_the_page_says(page: str, tmp_path: Path) -> Non
     sent, dense = map(int, re.findall(r"\d+", compressed))
     assert 0 < 10 * sent < dense
     assert [printed for of_rank in results for printed in of_rank if " on rank " in printed] == [
-        "16 on rank 0\n", "16 on rank 1\n",
-    ]  # fmt: skip
+        "16 on rank 0\n",
+        "16 on rank 1\n",
+    ]
 
 
 def test_the_settings_are_those_of_the_code(page: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,8 +33,12 @@ def test_ranks_whose_buses_were_left_on_lo_fail_in_seconds_and_are_told_which_va
     ranks = []
     for rank, host in enumerate(hosts):
         environment = {
-            **os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": hosts[0].address, "MASTER_PORT": "29511",
-        }  # fmt: skip
+            **os.environ,
+            "RANK": str(rank),
+            "WORLD_SIZE": "2",
+            "MASTER_ADDR": hosts[0].address,
+            "MASTER_PORT": "29511",
+        }
         command = [*host.prefix, sys.executable, "-P", "-c", RANK]
         ranks.append(
             subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

@@ -28,9 +28,11 @@ log = get_logger("client")
 def _warn(optimizer: str) -> None:
     """Log, once in a process, that this optimizer is not what the algorithm assumes."""
     log.warning(
-        "scaffold assumes SGD without momentum", optimizer=optimizer,
-        effect="the control variates are no mean gradients", remedy="set task.momentum=0, or another training rule",
-    )  # fmt: skip
+        "scaffold assumes SGD without momentum",
+        optimizer=optimizer,
+        effect="the control variates are no mean gradients",
+        remedy="set task.momentum=0, or another training rule",
+    )
 
 
 class ControlVariates(ClientRule):

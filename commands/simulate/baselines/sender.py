@@ -73,8 +73,16 @@ class BlockSender(ABC):
     def _packet_of(self, number: int, now_s: float) -> Packet:
         slot, step = self.place(number)
         packet = Packet(
-            PacketKind.CONTRIBUTION, self.job, 0, number, self.rank, AGGREGATOR, slot, step, 1 << self.rank,
+            PacketKind.CONTRIBUTION,
+            self.job,
+            0,
+            number,
+            self.rank,
+            AGGREGATOR,
+            slot,
+            step,
+            1 << self.rank,
             self._blocks[number],
-        )  # fmt: skip
+        )
         self._unacknowledged.add(packet, now_s)
         return packet

@@ -129,9 +129,15 @@ class SharedSwitch:
     def _partial(self, slot: _Slot) -> Packet:
         job, group = slot.key
         return Packet(
-            PacketKind.CONTRIBUTION, job, 0, group, AGGREGATOR, self._worlds[job], bitmap=slot.bitmap,
+            PacketKind.CONTRIBUTION,
+            job,
+            0,
+            group,
+            AGGREGATOR,
+            self._worlds[job],
+            bitmap=slot.bitmap,
             values=slot.values.copy(),
-        )  # fmt: skip
+        )
 
 
 class FallbackServer:
@@ -172,6 +178,12 @@ class FallbackServer:
 
     def _result(self, packet: Packet, to: int) -> Packet:
         return Packet(
-            PacketKind.RESULT, packet.job, 0, packet.group, self._world, to, bitmap=(1 << self._world) - 1,
+            PacketKind.RESULT,
+            packet.job,
+            0,
+            packet.group,
+            self._world,
+            to,
+            bitmap=(1 << self._world) - 1,
             values=self._sums[packet.group][1],
-        )  # fmt: skip
+        )

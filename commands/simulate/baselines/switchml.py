@@ -85,6 +85,11 @@ class PoolSwitch:
 
     def _result(self, packet: Packet, copy: _Copy, to: int) -> Packet:
         return replace(
-            packet, kind=PacketKind.RESULT, source=AGGREGATOR, destination=to, values=copy.values,
-            bitmap=(1 << self._worlds[packet.job]) - 1, is_repeated=False,
-        )  # fmt: skip
+            packet,
+            kind=PacketKind.RESULT,
+            source=AGGREGATOR,
+            destination=to,
+            values=copy.values,
+            bitmap=(1 << self._worlds[packet.job]) - 1,
+            is_repeated=False,
+        )

@@ -39,9 +39,15 @@ class GenerationStore(DdsStore):
         self._is_closed = False
 
     def _call(
-        self, op: Op, keys: Sequence[str], values: Sequence[bytes] = (), number: int = 0, *, waits: bool = False,
+        self,
+        op: Op,
+        keys: Sequence[str],
+        values: Sequence[bytes] = (),
+        number: int = 0,
+        *,
+        waits: bool = False,
         timeout: timedelta | float | None = None,
-    ) -> StoreAnswer:  # fmt: skip
+    ) -> StoreAnswer:
         limit_s = self._limit_s(timeout)
         return self._open()._call(op, keys, values, number, waits=waits, timeout=limit_s)  # noqa: SLF001 - of its class
 

@@ -61,10 +61,12 @@ def member_place(environment: Mapping[str, str] = os.environ) -> MemberPlace | N
         )
     number, world = (_whole(environment, name) for name in ("RANK", "WORLD_SIZE"))
     limits = ElasticLimits(
-        min_world=settings.min_world, max_world=settings.max_world, wait_s=settings.wait_s,
+        min_world=settings.min_world,
+        max_world=settings.max_world,
+        wait_s=settings.wait_s,
         collective_s=settings.collective_s,
         last_call_s=float("inf") if settings.last_call_s is None else settings.last_call_s,
-    )  # fmt: skip
+    )
     return MemberPlace(number, 0 if settings.join else world, limits)
 
 

@@ -138,9 +138,7 @@ class ElasticMembership:
         job = f"{self._job[:40]}-{self._bus_number[:8]}-{self.number}"
         address = Address(self._domain, job, formed.rank, formed.world)
         self._store = GenerationStore(address, self._bus_number, self._held, timeout)
-        dist.init_process_group(
-            NAME, store=self._store, rank=formed.rank, world_size=formed.world, timeout=timeout
-        )  # fmt: skip
+        dist.init_process_group(NAME, store=self._store, rank=formed.rank, world_size=formed.world, timeout=timeout)
 
     def _held(self, watch: Watch) -> tuple[Group, HeldGroup]:
         hold = self._hold

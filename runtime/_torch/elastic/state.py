@@ -59,9 +59,13 @@ class TorchState:
     """
 
     def __init__(
-        self, model: nn.Module | None = None, optimizer: torch.optim.Optimizer | None = None, *,
-        checkpoint: str | os.PathLike[str] | None = None, **values: Any,
-    ) -> None:  # fmt: skip
+        self,
+        model: nn.Module | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        checkpoint: str | os.PathLike[str] | None = None,
+        **values: Any,
+    ) -> None:
         """Name what belongs to the state. All ranks name the same.
 
         Args:
@@ -90,10 +94,16 @@ class TorchState:
             if hasattr(type(self), name):
                 raise ConfigError(f"TorchState: {name!r} is a method of the state: give the value another name")
         self.__dict__.update(
-            _parts=parts, _values={name: one for name, one in here.items() if name not in parts},
-            _path=None if checkpoint is None else Path(checkpoint), _saved=None, _commits=0, _callbacks=[],
-            _vote=lambda: False, _writes=lambda: True, _has_written=False,
-        )  # fmt: skip
+            _parts=parts,
+            _values={name: one for name, one in here.items() if name not in parts},
+            _path=None if checkpoint is None else Path(checkpoint),
+            _saved=None,
+            _commits=0,
+            _callbacks=[],
+            _vote=lambda: False,
+            _writes=lambda: True,
+            _has_written=False,
+        )
         self._parts: dict[str, Any]
         self._values: dict[str, Any]
         self._path: Path | None
@@ -190,9 +200,13 @@ class TorchState:
         root = commits.index(newest)
         limit_bytes = limit_of(_bytes_of(self._saved or self._copied()))
         tree = broadcast_tree(
-            backend, lambda: self._saved or self._copied(), root, of="the state of an elastic run",
-            call="TorchState.sync", limit_bytes=limit_bytes,
-        )  # fmt: skip
+            backend,
+            lambda: self._saved or self._copied(),
+            root,
+            of="the state of an elastic run",
+            call="TorchState.sync",
+            limit_bytes=limit_bytes,
+        )
         self._commits = newest
         if backend.group.rank != root:
             self._saved = _checked(tree, self._parts, self._values, "the state of another rank")
@@ -268,10 +282,11 @@ class TorchState:
         except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError about a position
             cause = error if isinstance(error, OSError) else error.__context__
             log.warning(
-                "checkpoint not written", path=str(path),
+                "checkpoint not written",
+                path=str(path),
                 error=(isinstance(cause, OSError) and cause.strerror) or f"{error!s:.200}",
                 effect="a run that is started again goes on from an older one",
-            )  # fmt: skip
+            )
         finally:
             with contextlib.suppress(OSError):  # it is the checkpoint now; or what stopped the writer stops this, too
                 part.unlink()
@@ -325,8 +340,9 @@ def _check_kinds(model: Any, optimizer: Any) -> None:
     module without parameters. Other objects with ``state_dict`` and ``load_state_dict`` are as good."""
     write = "Write TorchState(model=model, optimizer=optimizer, ...)"
     for name, given, expected, other in (
-        ("model", model, nn.Module, torch.optim.Optimizer), ("optimizer", optimizer, torch.optim.Optimizer, nn.Module)
-    ):  # fmt: skip
+        ("model", model, nn.Module, torch.optim.Optimizer),
+        ("optimizer", optimizer, torch.optim.Optimizer, nn.Module),
+    ):
         is_wrong = isinstance(given, (type, other)) or not _is_part(given)
         if given is not None and is_wrong:
             raise ConfigError(

@@ -84,9 +84,7 @@ def run(function: Callable[Concatenate[TorchState, P], R]) -> Callable[Concatena
             raise RuntimeError("elastic.run: a function of elastic.run is running already in this process")
         _meeting = _make_meeting(state)
         try:
-            state.begin(
-                functools.partial(_vote, _meeting, state), lambda: _writes(_meeting), joins=_meeting.joins
-            )  # fmt: skip
+            state.begin(functools.partial(_vote, _meeting, state), lambda: _writes(_meeting), joins=_meeting.joins)
             return _generations(_meeting, state, lambda: function(state, *arguments, **options))
         except NoGeneration as over:
             log.warning("this process takes no part any more", reason=str(over))

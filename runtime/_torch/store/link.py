@@ -134,9 +134,15 @@ class StoreLink:
             )
 
     def call(
-        self, op: Op, keys: Sequence[str], values: Sequence[bytes] = (), number: int = 0, *, waits: bool = False,
+        self,
+        op: Op,
+        keys: Sequence[str],
+        values: Sequence[bytes] = (),
+        number: int = 0,
+        *,
+        waits: bool = False,
         timeout_s: float,
-    ) -> StoreAnswer:  # fmt: skip
+    ) -> StoreAnswer:
         """Send a request to the arbiter, and wait for the answer.
 
         Args:

@@ -26,9 +26,13 @@ MAX_KEYS = 4096  # of a message
 MAX_WAITING = 1024  # requests of a process that wait for what is not there
 MAX_MEMORY = 2 * frames.MAX_CHUNK_BYTES  # that reading a message may take
 _LIMITS = Limits(
-    frames.MAX_CHUNK_BYTES, text_bytes=MAX_KEY_BYTES, binary_bytes=MAX_VALUE_BYTES, items=MAX_KEYS, fields=32,
+    frames.MAX_CHUNK_BYTES,
+    text_bytes=MAX_KEY_BYTES,
+    binary_bytes=MAX_VALUE_BYTES,
+    items=MAX_KEYS,
+    fields=32,
     containers=16,
-)  # fmt: skip
+)
 
 _STRICT = ConfigDict(strict=True, extra="ignore")
 
@@ -40,9 +44,21 @@ Seconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
 Keys = Annotated[list[Annotated[str, Field(max_length=MAX_KEY_BYTES)]], Field(max_length=MAX_KEYS)]
 Values = Annotated[list[Annotated[bytes, Field(max_length=MAX_VALUE_BYTES)]], Field(max_length=MAX_KEYS)]
 Op = Literal[
-    "set", "get", "add", "check", "wait", "delete", "num_keys", "list_keys", "compare_set", "append", "push", "pop",
-    "queue_wait", "queue_len",
-]  # fmt: skip
+    "set",
+    "get",
+    "add",
+    "check",
+    "wait",
+    "delete",
+    "num_keys",
+    "list_keys",
+    "compare_set",
+    "append",
+    "push",
+    "pop",
+    "queue_wait",
+    "queue_len",
+]
 READ_ONLY: frozenset[Op] = frozenset(["get", "check", "wait", "num_keys", "list_keys", "queue_wait", "queue_len"])
 Outcome = Literal["done", "timeout", "empty", "error"]
 

@@ -61,9 +61,15 @@ class DdsStore(Store):
         return True
 
     def _call(
-        self, op: Op, keys: Sequence[str], values: Sequence[bytes] = (), number: int = 0, *, waits: bool = False,
+        self,
+        op: Op,
+        keys: Sequence[str],
+        values: Sequence[bytes] = (),
+        number: int = 0,
+        *,
+        waits: bool = False,
         timeout: timedelta | float | None = None,
-    ) -> StoreAnswer:  # fmt: skip
+    ) -> StoreAnswer:
         """See :meth:`StoreLink.call`. ``timeout``: by default that of the handle."""
         return self._link.call(op, keys, values, number, waits=waits, timeout_s=self._limit_s(timeout))
 

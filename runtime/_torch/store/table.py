@@ -64,9 +64,12 @@ class StoreTable:
     """Bounded: what would pass a limit is an error for its process, and changes nothing."""
 
     def __init__(
-        self, why_late: Callable[[], str] = lambda: "", *, max_keys: int = MAX_TABLE_KEYS,
+        self,
+        why_late: Callable[[], str] = lambda: "",
+        *,
+        max_keys: int = MAX_TABLE_KEYS,
         max_bytes: int = MAX_TABLE_BYTES,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """``why_late``: a text for the answer to a wait that has timed out."""
         self._values: dict[str, bytes] = {}
         self._queues: dict[str, deque[bytes]] = {}
@@ -261,9 +264,14 @@ class StoreTable:
 
 
 def answer(
-    request: StoreRequest, outcome: Outcome = "done", *, keys: Sequence[str] = (), values: Sequence[bytes] = (),
-    number: int = 0, text: str = "",
-) -> StoreAnswer:  # fmt: skip
+    request: StoreRequest,
+    outcome: Outcome = "done",
+    *,
+    keys: Sequence[str] = (),
+    values: Sequence[bytes] = (),
+    number: int = 0,
+    text: str = "",
+) -> StoreAnswer:
     """The answer to a request."""
     return StoreAnswer(request.id, outcome, list(keys), list(values), number, cut(text))
 

@@ -146,9 +146,15 @@ class Admission:
     """
 
     def __init__(
-        self, job: str, key: NodeKey, allowed: AllowList, *, now_s: float, label: str = "",
+        self,
+        job: str,
+        key: NodeKey,
+        allowed: AllowList,
+        *,
+        now_s: float,
+        label: str = "",
         ranks: RankKeys | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """``now_s``: time of this start on the clock of all other calls. ``label``: host and process, as a duplicate
         controller reports them."""
         self.job = job
@@ -371,9 +377,11 @@ class Admission:
         if hello.pinned != self.key.public:
             return f"{hello.name} expects another key of the controller, here it is {public_text(self.key.public)}"
         if (
-            known is not None and known.session != hello.session and hello.start <= known.start
+            known is not None
+            and known.session != hello.session
+            and hello.start <= known.start
             and now_s - known.last_seen_s < SILENT_S
-        ):  # fmt: skip
+        ):
             return f"{hello.name} has joined with a process that was started later: one process, one key"
         return ""
 
@@ -422,9 +430,15 @@ class Admission:
         up = SharedKey(self.job, envelope.MEMBER, 0, pending.secrets.up)
         down = SharedKey(self.job, envelope.MEMBER, 0, pending.secrets.down)
         member = AdmittedNode(
-            entry, pending.signed, hello.session, hello.start, hello.attempt,
-            InboundStreams(up, hello.session), OutboundStreams(down, self.session), now_s,
-        )  # fmt: skip
+            entry,
+            pending.signed,
+            hello.session,
+            hello.start,
+            hello.attempt,
+            InboundStreams(up, hello.session),
+            OutboundStreams(down, self.session),
+            now_s,
+        )
         known = self.members.get(member.id)
         is_same = known is not None and known.session == hello.session  # the same process with new keys
         if not self.members:

@@ -93,9 +93,10 @@ class Entry:
         if (self.role in WITH_IDS) != bool(self.ids):
             what = "ranks" if self.role == "worker" else "ids"
             expected = (
-                f"the {what} that it may use, for example 0 or 0-3" if not self.ids
+                f"the {what} that it may use, for example 0 or 0-3"
+                if not self.ids
                 else "no ids: clients and workers have some"
-            )  # fmt: skip
+            )
             raise ConfigError(f"{self.role} {self.name}: expected {expected}")
 
     @property

@@ -76,9 +76,17 @@ class EarlierControllers:
             self._first_asked_s = now_s
         public = self._key.public
         hello = JoinHello(
-            self._session, beacon.session, self._start, 1, secrets.token_bytes(32), bytes(32), public,
-            public, ROLES.index("controller"), self._key.name,
-        )  # fmt: skip
+            self._session,
+            beacon.session,
+            self._start,
+            1,
+            secrets.token_bytes(32),
+            bytes(32),
+            public,
+            public,
+            ROLES.index("controller"),
+            self._key.name,
+        )
         whole = handshake.signed(self._job, self._key, hello)
         data = self._stamps.stamped(whole, public)
         self._probes[beacon.session] = _Probe(beacon.start, data, hashlib.sha256(whole).digest(), now_s)

@@ -36,8 +36,12 @@ from gradbus.runtime.security.job_key import derive
 
 NONCE_BYTES = 32
 _KINDS: dict[type[Message], bytes] = {
-    Beacon: b"beacon", JoinHello: b"hello", JoinWelcome: b"welcome", JoinConfirm: b"confirm", JoinRefusal: b"refusal"
-}  # fmt: skip
+    Beacon: b"beacon",
+    JoinHello: b"hello",
+    JoinWelcome: b"welcome",
+    JoinConfirm: b"confirm",
+    JoinRefusal: b"refusal",
+}
 
 
 class Secrets(NamedTuple):

@@ -298,10 +298,17 @@ class JoinClient:
         self._attempts += 1
         private = X25519PrivateKey.generate()
         hello = JoinHello(
-            self.session, target.beacon.session, self.start, self._attempts, secrets.token_bytes(handshake.NONCE_BYTES),
-            private.public_key().public_bytes_raw(), self.key.public, self.pinned, ROLES.index(self.role),
+            self.session,
+            target.beacon.session,
+            self.start,
+            self._attempts,
+            secrets.token_bytes(handshake.NONCE_BYTES),
+            private.public_key().public_bytes_raw(),
+            self.key.public,
+            self.pinned,
+            ROLES.index(self.role),
             self.key.name,
-        )  # fmt: skip
+        )
         packed = self._stamps.stamped(handshake.signed(self.job, self.key, hello), self.pinned)
         if target.beacon.public == self.pinned:  # no answer is awaited from others
             self.lacks_key = False

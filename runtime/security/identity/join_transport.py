@@ -76,9 +76,14 @@ class JoinTransport:
     """The join protocol of one bus: its topics, its timer and its log events."""
 
     def __init__(
-        self, party: Admission | JoinClient, node: PlainEndpoints, thread: IoThread, *,
-        list_watcher: AllowListWatcher | None = None, on_refused: Callable[[], None] = lambda: None,
-    ) -> None:  # fmt: skip
+        self,
+        party: Admission | JoinClient,
+        node: PlainEndpoints,
+        thread: IoThread,
+        *,
+        list_watcher: AllowListWatcher | None = None,
+        on_refused: Callable[[], None] = lambda: None,
+    ) -> None:
         """Open the topics and announce a controller.
 
         Args:

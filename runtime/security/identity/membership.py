@@ -110,9 +110,7 @@ class ControllerMembership(JobMembership):
         is_unassigned = client_id == frames.UNASSIGNED
         name = self._unassigned.node_of(incarnation) if is_unassigned else allowed.owner_of(client_id)
         entry = allowed.get(name or "")
-        return ClientNode(
-            name or "", () if entry is None else entry.ids, lambda one: allowed.get(one) is not None
-        )  # fmt: skip
+        return ClientNode(name or "", () if entry is None else entry.ids, lambda one: allowed.get(one) is not None)
 
     def retain(self, topic: str, samples: int) -> None:
         self.party.rotation.retain(topic, samples)

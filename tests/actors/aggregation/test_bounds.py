@@ -121,10 +121,13 @@ class ByAccuracy(FedAvg):
 @pytest.mark.parametrize(
     "metrics",
     [
-        {"accuracy": 0.5}, {"accuracy": 0.5, "spread": 0.0}, {"accuracy": -0.5, "spread": 1.0},
-        {"accuracy": 1e308, "spread": 1e-300}, {"accuracy": 0.0, "spread": 1.0},
+        {"accuracy": 0.5},
+        {"accuracy": 0.5, "spread": 0.0},
+        {"accuracy": -0.5, "spread": 1.0},
+        {"accuracy": 1e308, "spread": 1e-300},
+        {"accuracy": 0.0, "spread": 1.0},
     ],
-)  # fmt: skip
+)
 def test_numbers_with_which_a_users_own_strategy_cannot_compute_are_refused_and_in_no_median(
     metrics: dict[str, float],
 ) -> None:
@@ -254,9 +257,11 @@ def test_no_round_waits_for_samples_that_have_a_limit_of_their_own() -> None:
 def test_a_fixed_norm_and_further_sections_work_together() -> None:
     def run(trust: str) -> tuple[Tensor, Tensor]:
         config = FederatedConfig(
-            strategy="scaffold", clients={"num": 3}, training={"rule": "scaffold"},
+            strategy="scaffold",
+            clients={"num": 3},
+            training={"rule": "scaffold"},
             limits={"clip_norm": 1.0, "trust": trust},
-        )  # fmt: skip
+        )
         check_combination(config)
         strategy = make_strategy(config, DIM)
         strategy.check(config)

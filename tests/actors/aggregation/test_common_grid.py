@@ -143,9 +143,10 @@ def test_a_dither_is_as_specified_and_another_one_for_each_seed() -> None:
 
 
 @given(
-    values=st.lists(st.floats(-1e6, 1e6, width=32), min_size=3, max_size=3), weight=st.integers(1, 1 << 40),
+    values=st.lists(st.floats(-1e6, 1e6, width=32), min_size=3, max_size=3),
+    weight=st.integers(1, 1 << 40),
     exponent=st.integers(MIN_EXPONENT, MAX_EXPONENT),
-)  # fmt: skip
+)
 @settings(max_examples=100, deadline=None)
 def test_nothing_is_lost_between_what_is_sent_and_what_stays(values: list[float], weight: int, exponent: int) -> None:
     rounded, change = np.empty(3, np.int16), torch.tensor(values)
@@ -158,13 +159,16 @@ def test_nothing_is_lost_between_what_is_sent_and_what_stays(values: list[float]
 @pytest.mark.parametrize(
     ("grid", "why"),
     [
-        ((-1,), "-1 values"), (((1 << 40) + 1,), "values: expected 0 to"), ((0, 5, b""), "expected both or none"),
-        ((0, 0, b"\0"), "expected both or none"), ((0, (1 << 30) + 1, b"\0"), "at most 1073741824"),
+        ((-1,), "-1 values"),
+        (((1 << 40) + 1,), "values: expected 0 to"),
+        ((0, 5, b""), "expected both or none"),
+        ((0, 0, b"\0"), "expected both or none"),
+        ((0, (1 << 30) + 1, b"\0"), "at most 1073741824"),
         ((0, 1, bytes(MAX_SCALES + 1)), "16385 steps: expected at most 16384"),
         ((0, 1, bytes([24])), r"reaches 2\^24 to 2\^24: expected exponents of -23 to 23"),
         ((0, 1, bytes([0, 232])), r"reaches 2\^-24 to 2\^0"),
     ],
-)  # fmt: skip
+)
 def test_a_grid_out_of_the_limits_is_refused(grid: tuple[int, int, bytes], why: str) -> None:
     with pytest.raises(ValueError, match=why):
         CommonGrid(*grid)
@@ -243,5 +247,8 @@ def test_the_log_says_how_many_blocks_came_to_their_limit() -> None:
         steps_after(strategy, np.array([8191, 0, 0, 0, 8191, 0, 0, 0]), grid)
     (found,) = lines
     assert (found["log_level"], found["blocks"], found["made_coarser"], found["at_the_largest_step"]) == (
-        "warning", 2, 1, 1,
-    )  # fmt: skip
+        "warning",
+        2,
+        1,
+        1,
+    )

@@ -127,9 +127,11 @@ def simulated(kind: Kind) -> Found:
         errors.append(np.linalg.norm((total - wanted)[1:]) / size)
         shares.append(np.linalg.norm(total[1:]) / size)
     return Found(
-        float(np.linalg.norm(missing[1:]) / np.linalg.norm(trained[1:])), float(np.median(errors[10:])),
-        sum(share < 0.5 for share in shares), max(shares),
-    )  # fmt: skip
+        float(np.linalg.norm(missing[1:]) / np.linalg.norm(trained[1:])),
+        float(np.median(errors[10:])),
+        sum(share < 0.5 for share in shares),
+        max(shares),
+    )
 
 
 @pytest.mark.parametrize(

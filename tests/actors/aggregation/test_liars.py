@@ -70,9 +70,13 @@ def honest(client_id: int, round_id: int) -> Sent:
     if client_id == LIAR:
         length, loss, samples, steps = 1.0, 1.0, 100, 100
     facts = Facts(
-        client_id=client_id, num_samples=samples, round_id=round_id, steps=steps // 4, loss=loss,
+        client_id=client_id,
+        num_samples=samples,
+        round_id=round_id,
+        steps=steps // 4,
+        loss=loss,
         metrics={LOSS_BEFORE: loss},
-    )  # fmt: skip
+    )
     return Sent(facts, length * (common + 0.7 * own), length * (control - common))
 
 
@@ -107,9 +111,11 @@ def encoded(vector: Tensor) -> Parsed:
 def made(name: str, trust: str = "adversarial") -> tuple[FederatedConfig, Strategy]:
     rule = {"scaffold": "scaffold", "qfedavg": "loss_before"}.get(name, "plain")
     config = FederatedConfig(
-        strategy={"name": name, **OPTIONS.get(name, {})}, limits={"trust": trust},
-        clients={"num": CLIENTS, "min": CLIENTS - 1}, training={"rule": rule, "optimizer": {"name": "sgd", "lr": 0.1}},
-    )  # fmt: skip
+        strategy={"name": name, **OPTIONS.get(name, {})},
+        limits={"trust": trust},
+        clients={"num": CLIENTS, "min": CLIENTS - 1},
+        training={"rule": rule, "optimizer": {"name": "sgd", "lr": 0.1}},
+    )
     return config, inner_of(name, config)
 
 
@@ -199,9 +205,7 @@ def alone(name: str) -> list[dict[str, Tensor]]:
 def cell(name: str, lie: str, trust: str = "adversarial") -> Cell:
     distances, lengths = [0.0], [math.inf]
     for told in (all_at_once,) if lie == "all" else LIES[lie]:
-        sent = {
-            r: [told(honest(i, r)) if i == LIAR else honest(i, r) for i in range(CLIENTS)] for r in (1, 2)
-        }  # fmt: skip
+        sent = {r: [told(honest(i, r)) if i == LIAR else honest(i, r) for i in range(CLIENTS)] for r in (1, 2)}
         for number, (found, others) in enumerate(zip(rounds_of(name, sent, trust), alone(name), strict=True), 1):
             for section, vector in found.items():
                 parts = weighted_updates(name, sent[number][:LIAR], section)

@@ -54,11 +54,16 @@ def test_integers_are_merged_by_their_rule_in_any_order(rule: str) -> None:
 @pytest.mark.parametrize(
     ("rule", "flags", "expected"),
     [
-        ("any", [False, True, False], True), ("any", [False, False], False), ("max", [True, False], True),
-        ("all", [True, True], True), ("all", [True, False, True], False), ("min", [True, True, False], False),
-        ("median", [True, True, False], True), ("median", [True, False], False),
+        ("any", [False, True, False], True),
+        ("any", [False, False], False),
+        ("max", [True, False], True),
+        ("all", [True, True], True),
+        ("all", [True, False, True], False),
+        ("min", [True, True, False], False),
+        ("median", [True, True, False], True),
+        ("median", [True, False], False),
     ],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("base", [False, True])
 def test_flags_are_merged_by_their_rule(rule: str, flags: list[bool], expected: bool, base: bool) -> None:
     layout = layout_of(rule, torch.bool, ())
@@ -97,10 +102,14 @@ def test_sums_wrap_as_integers_of_torch_do() -> None:
 
 @pytest.mark.parametrize("dtype", sorted(MERGEABLE, key=str), ids=str)
 def test_a_block_has_the_values_of_all_types_bit_for_bit(dtype: torch.dtype) -> None:
-    layout = BufferLayout([
-        MergedBuffer("a", torch.int64, (2,), "max"), MergedBuffer("b", dtype, (2, 2), "max"),
-        MergedBuffer("c", dtype, (0,), "max"), MergedBuffer("d", dtype, (), "max"),
-    ])  # fmt: skip
+    layout = BufferLayout(
+        [
+            MergedBuffer("a", torch.int64, (2,), "max"),
+            MergedBuffer("b", dtype, (2, 2), "max"),
+            MergedBuffer("c", dtype, (0,), "max"),
+            MergedBuffer("d", dtype, (), "max"),
+        ]
+    )
     sent = {"b": torch.tensor([[1, 0], [1, 1]]).to(dtype), "d": torch.ones((), dtype=dtype)}
     payload = b"update" + layout.pack(sent)
     assert len(layout.pack(sent)) <= layout.max_bytes
@@ -120,9 +129,12 @@ def ended(block: bytes) -> bytes:
     return block + struct.pack("<I4s", len(block), MAGIC)
 
 
-LAYOUT = BufferLayout([
-    MergedBuffer("count", torch.int16, (2,), "max"), MergedBuffer("flag", torch.bool, (2,), "any"),
-])  # fmt: skip
+LAYOUT = BufferLayout(
+    [
+        MergedBuffer("count", torch.int16, (2,), "max"),
+        MergedBuffer("flag", torch.bool, (2,), "any"),
+    ]
+)
 WHOLE: Mapping[str, Tensor] = {"count": torch.tensor([3, -4], dtype=torch.int16), "flag": torch.tensor([True, False])}
 
 

@@ -52,8 +52,10 @@ def test_any_mix_comes_to_the_sum_in_the_order_of_the_numbers(variants: list[tup
     assert total.is_delta == all(one.is_delta for one in decoded)
 
 
-@given(st.lists(st.lists(st.sampled_from([0.0, -0.0, 1.0, -1.0]), min_size=4, max_size=4), min_size=1, max_size=6),
-       st.integers(0, 255))  # fmt: skip
+@given(
+    st.lists(st.lists(st.sampled_from([0.0, -0.0, 1.0, -1.0]), min_size=4, max_size=4), min_size=1, max_size=6),
+    st.integers(0, 255),
+)
 def test_zeros_keep_the_sign_that_adding_whole_vectors_gives_them(rows: list[list[float]], kinds: int) -> None:
     def message(number: int, row: list[float]) -> bytes:
         if kinds >> number & 1:

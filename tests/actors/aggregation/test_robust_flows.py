@@ -40,8 +40,11 @@ class Hostile(NoopTask):
 async def run(strategy: str, hostile: set[int]) -> tuple[torch.Tensor, list[gradbus.RoundReport]]:
     job, domain = f"robust-{os.getpid()}", new_domain()
     config = gradbus.FederatedConfig(
-        rounds=2, clients={"num": 5, "min": 5, "dead_after_s": 30.0}, strategy=strategy, eval_every=0,  # type: ignore[arg-type]
-    )  # fmt: skip
+        rounds=2,
+        clients={"num": 5, "min": 5, "dead_after_s": 30.0},
+        strategy=strategy,
+        eval_every=0,  # type: ignore[arg-type]
+    )
 
     async def client(client_id: int) -> None:
         task = (Hostile if client_id in hostile else NoopTask)(DIM, delta="seeded")
@@ -80,8 +83,12 @@ def test_a_run_that_its_rules_do_not_allow_does_not_begin() -> None:
 
 
 RULES: dict[str, Any] = {
-    "rounds": 3, "clients__num": 3, "clients__min": 3, "strategy": "trimmed_mean", "limits__clip_norm": 0.01,
-}  # fmt: skip
+    "rounds": 3,
+    "clients__num": 3,
+    "clients__min": 3,
+    "strategy": "trimmed_mean",
+    "limits__clip_norm": 0.01,
+}
 
 
 def without_a_network() -> list[int]:

@@ -21,11 +21,13 @@ def values_of(parsed: Parsed) -> list[float]:
 
 
 def message(model: Tensor | None = None) -> bytes:
-    return updates.join([
-        ("model", codecs.get("q8").encode(torch.ones(5) if model is None else model)),
-        ("control", encode(torch.tensor([1.0, 2.0, 3.0]))),
-        ("note", encode(torch.tensor([7.0]))),
-    ])  # fmt: skip
+    return updates.join(
+        [
+            ("model", codecs.get("q8").encode(torch.ones(5) if model is None else model)),
+            ("control", encode(torch.tensor([1.0, 2.0, 3.0]))),
+            ("note", encode(torch.tensor([7.0]))),
+        ]
+    )
 
 
 def read(payload: bytes) -> updates.Update:
@@ -70,14 +72,18 @@ def test_no_cut_and_no_changed_byte_of_the_table_is_taken() -> None:
         (updates.join([("model", encode(torch.ones(5))), ("control", encode(torch.ones(3)))]), "2 sections"),
         (message(torch.ones(6)), "6"),
         (
-            updates.join([
-                ("model", encode(torch.ones(5))), ("control", encode(torch.ones(3), is_delta=False)),
-                ("note", encode(torch.ones(1))),
-            ]), "holds weights",
+            updates.join(
+                [
+                    ("model", encode(torch.ones(5))),
+                    ("control", encode(torch.ones(3), is_delta=False)),
+                    ("note", encode(torch.ones(1))),
+                ]
+            ),
+            "holds weights",
         ),
     ],
     ids=["plain", "one missing", "model of another size", "weights as a section"],
-)  # fmt: skip
+)
 def test_other_sections_than_the_strategy_takes_are_refused(payload: bytes, text: str) -> None:
     with pytest.raises(CodecError, match=text):
         read(payload)

@@ -74,9 +74,10 @@ class WithMetrics(Regression):
         errors = (model(INPUTS[batch]) - TARGETS[batch]).square()
         count = torch.tensor(float(len(batch)))
         return errors.mean(), {
-            "squares": Metric(errors.sum(), count), "seen": Metric(count, kind="sum"),
+            "squares": Metric(errors.sum(), count),
+            "seen": Metric(count, kind="sum"),
             "least": Metric(errors.min(), kind="min"),
-        }  # fmt: skip
+        }
 
 
 class WithMeans(Regression):

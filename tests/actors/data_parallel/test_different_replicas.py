@@ -91,9 +91,10 @@ def test_a_run_that_is_done_is_the_mean_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"algorithm__interval_steps": 2}, {"algorithm": "async-averaging"}],
+    "settings",
+    [{}, {"algorithm__interval_steps": 2}, {"algorithm": "async-averaging"}],
     ids=["exchange", "no exchange", "late"],
-)  # fmt: skip
+)
 def test_a_step_that_is_not_finite_is_skipped_by_that_rank_alone(settings: dict[str, Any]) -> None:
     inner = make_task()
     odd = NotFinite(small_mlp, inner.data, batch_size=16)

@@ -100,9 +100,15 @@ class Cast:
         self._running: dict[int, asyncio.Task[None]] = {}
 
     def start(
-        self, number: int, founders: int = 0, *, task: Any = None, on_step: Callable[[Any], object] = lambda _: None,
-        on_end: Callable[[Any], object] = lambda _: None, on_epoch: Callable[[ElasticWorker], object] | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        number: int,
+        founders: int = 0,
+        *,
+        task: Any = None,
+        on_step: Callable[[Any], object] = lambda _: None,
+        on_end: Callable[[Any], object] = lambda _: None,
+        on_epoch: Callable[[ElasticWorker], object] | None = None,
+    ) -> None:
         """``on_epoch``: called in place of all callbacks, by who takes the reports."""
         running = self._run(number, founders, task or make_task(), on_step, on_end, on_epoch)
         self._running[number] = self.tasks.create_task(running)
@@ -130,9 +136,14 @@ class Cast:
         self._loop.call_soon_threadsafe(lambda: function(*arguments, **options))
 
     async def _run(
-        self, number: int, founders: int, task: Any, on_step: Callable[[Any], object], on_end: Callable[[Any], object],
+        self,
+        number: int,
+        founders: int,
+        task: Any,
+        on_step: Callable[[Any], object],
+        on_end: Callable[[Any], object],
         on_epoch: Callable[[ElasticWorker], object] | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         async with gradbus.connect(**self._place, lease_s=LEASE_S) as bus:
             place = ElasticPlace(bus=bus, number=number, founders=founders)
             rank: Rank
@@ -143,9 +154,7 @@ class Cast:
                 return on_step(report)
 
             callbacks = [Watch(note, on_end)] if on_epoch is None else []
-            worker = ElasticWorker(
-                place, task, self.config, callbacks=callbacks, make_algorithm=self._make_algorithm
-            )  # fmt: skip
+            worker = ElasticWorker(place, task, self.config, callbacks=callbacks, make_algorithm=self._make_algorithm)
             rank = self.ranks[number] = Rank(worker)
             try:
                 async with contextlib.aclosing(rank.worker.epochs()) as epochs:
@@ -1474,14 +1483,15 @@ def test_a_leave_between_two_rare_votes_loses_no_step_and_no_batch(
         ({"algorithm__name": "dense", "algorithm__route": "hierarchical"}, "adds up by hosts"),
         (
             {
-                "algorithm__name": "dense", "algorithm__route": "hierarchical",
+                "algorithm__name": "dense",
+                "algorithm__route": "hierarchical",
                 "algorithm__topology": {"ranks": [{"host": host} for host in "aabb"]},
             },
             "or a topology, which are those of a fixed world",
         ),
         ({"algorithm__name": "bytegrad", "algorithm__hierarchical": True}, "adds up by hosts"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_elastic_is_refused(place: dict[str, Any], settings: dict[str, Any], reason: str) -> None:
     def scene(cast: Cast) -> None:
         cast.start(0, 1)

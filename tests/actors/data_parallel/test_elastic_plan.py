@@ -43,8 +43,11 @@ def test_no_batch_is_lost_or_taken_twice_however_the_world_changes(seed: int) ->
 def test_a_rank_takes_the_batches_that_it_has_with_a_fixed_world() -> None:
     plan = ElasticPlan.rest_of(12, 3, 1, done=0, first_step=0)
     assert [taken(plan, step) for step in range(plan.steps)] == [
-        [[0], [1], [2]], [[3], [4], [5]], [[6], [7], [8]], [[9], [10], [11]],
-    ]  # fmt: skip
+        [[0], [1], [2]],
+        [[3], [4], [5]],
+        [[6], [7], [8]],
+        [[9], [10], [11]],
+    ]
     assert plan.batches == (4, 4, 4)
 
 

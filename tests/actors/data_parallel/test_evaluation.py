@@ -65,10 +65,19 @@ def test_what_cannot_be_counts_is_refused_where_it_is_given(counts: ShardResult,
 
 @pytest.mark.parametrize(
     "sent",
-    [None, [1, 2.0], [1, 2.0, 2, {}], [-1, 0.0, None, {}], [1, "2", None, {}], [1, 1.0, None, {"a": [1, 2]}],
-     [1, 1.0, None, {"a": ["mean", 1.0, -1.0]}], [1, 1.0, None, {"a": ["median", 1.0, 1.0]}], [True, 1.0, True, [1]]],
+    [
+        None,
+        [1, 2.0],
+        [1, 2.0, 2, {}],
+        [-1, 0.0, None, {}],
+        [1, "2", None, {}],
+        [1, 1.0, None, {"a": [1, 2]}],
+        [1, 1.0, None, {"a": ["mean", 1.0, -1.0]}],
+        [1, 1.0, None, {"a": ["median", 1.0, 1.0]}],
+        [True, 1.0, True, [1]],
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_a_rank_that_sends_something_else_is_named(sent: Any) -> None:
     async def script(group: Group) -> None:
         if group.rank == 1:

@@ -30,9 +30,8 @@ def options(route: str, **others: object) -> dict[str, object]:
 def hash_without_aggregator() -> str:
     """Of the parameters after the same run by the ranks alone."""
     (hash_of_all,) = {
-        one.worker.summary.params_hash
-        for one in succeeded(train(make_task(), algorithm=options("direct"), **SETTINGS))
-    }  # fmt: skip
+        one.worker.summary.params_hash for one in succeeded(train(make_task(), algorithm=options("direct"), **SETTINGS))
+    }
     return hash_of_all
 
 

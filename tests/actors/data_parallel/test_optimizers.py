@@ -35,9 +35,13 @@ class TwoGroups(Regression):
     """Makes an optimizer with two groups, and a schedule with a state of its own."""
 
     def make_optimizer(self, model: nn.Sequential) -> torch.optim.Optimizer:
-        return torch.optim.NAdam([
-            {"params": list(model[0].parameters())}, {"params": list(model[4].parameters()), "lr": 0.02},
-        ], lr=0.01)  # fmt: skip
+        return torch.optim.NAdam(
+            [
+                {"params": list(model[0].parameters())},
+                {"params": list(model[4].parameters()), "lr": 0.02},
+            ],
+            lr=0.01,
+        )
 
     def make_schedule(self, optimizer: torch.optim.Optimizer) -> Any:
         first, second = lr_scheduler.MultiStepLR(optimizer, [3], 0.5), lr_scheduler.ExponentialLR(optimizer, 0.9)
@@ -84,9 +88,14 @@ def test_one_rank_and_two_take_the_steps_of_plain_torch(name: str, schedule: str
     more = {"cycle_momentum": False} if schedule == "one-cycle" else {}
     for world in (1, 2):
         outcomes = train(
-            Regression(), world=world, epochs=2, hash_every=1, eval_every_epochs=0,
-            optimizer={"name": name, **options}, schedule={"name": schedule, **more},
-        )  # fmt: skip
+            Regression(),
+            world=world,
+            epochs=2,
+            hash_every=1,
+            eval_every_epochs=0,
+            optimizer={"name": name, **options},
+            schedule={"name": schedule, **more},
+        )
         for outcome in succeeded(outcomes):
             torch.testing.assert_close(outcome.parameters, expected, rtol=0, atol=1e-6)
             assert world == 2 or torch.equal(outcome.parameters, expected)
@@ -255,8 +264,9 @@ def test_an_algorithm_with_the_momentum_refuses_a_schedule_that_changes_it(
 def test_without_the_cycle_of_momentum_it_takes_the_schedule() -> None:
     schedule = {"name": "one-cycle", "cycle_momentum": False}
     for algorithm, momentum in (("qadam", 0.0), ("dgc", 0.9)):
-        succeeded(train(Regression(), world=1, epochs=1, algorithm=algorithm, optimizer__momentum=momentum,
-                        schedule=schedule))  # fmt: skip
+        succeeded(
+            train(Regression(), world=1, epochs=1, algorithm=algorithm, optimizer__momentum=momentum, schedule=schedule)
+        )
 
 
 def test_an_algorithm_that_refuses_momentum_does_so_after_the_schedule() -> None:
@@ -265,7 +275,7 @@ def test_an_algorithm_that_refuses_momentum_does_so_after_the_schedule() -> None
 
     (outcome,) = train(
         Regression(), world=1, algorithms=[make], optimizer__momentum=0.0, schedule={"name": "one-cycle"}
-    )  # fmt: skip
+    )
     assert "no momentum, please. The schedule gives it momentum: set cycle_momentum=false" in str(outcome.error)
 
 

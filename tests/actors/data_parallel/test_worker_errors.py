@@ -32,7 +32,7 @@ class Watched(ClassificationTask):
 
     def __init__(
         self, spoil: Callable[[nn.Module, Any, int], Any], *, model: Callable[[], nn.Module] = small_mlp, **options: Any
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(model, data(), batch_size=16, **options)
         self._spoil = spoil
         self._number = -1

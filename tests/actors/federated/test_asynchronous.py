@@ -116,9 +116,11 @@ class Paced(NoopTask):
 def test_a_client_that_is_found_slow_makes_fewer_steps_from_then_on() -> None:
     task = Paced()
     config = config_of(
-        rounds=4, clients={"num": 2}, training={"steps": 10},
+        rounds=4,
+        clients={"num": 2},
+        training={"steps": 10},
         asynchronous={"buffer": 2, "repeats": False, "proportional_steps": True},
-    )  # fmt: skip
+    )
     run(config, [task, task])
     assert set(task.steps[0]) == {10}
     assert task.steps[1][0] == 10
@@ -163,9 +165,10 @@ class Gated(NoopTask):
 
 
 def run(
-    config: gradbus.FederatedConfig, tasks: Sequence[Any],
+    config: gradbus.FederatedConfig,
+    tasks: Sequence[Any],
     conduct: Callable[[gradbus.Controller], Any] | None = None,
-) -> tuple[list[gradbus.RoundReport], gradbus.Controller]:  # fmt: skip
+) -> tuple[list[gradbus.RoundReport], gradbus.Controller]:
     """A whole run, with a bus for each. ``conduct``: a coroutine beside it."""
     job, domain = f"asynchronous-{os.getpid()}-{next(_jobs)}", new_domain()
     config = config.replaced("clients.dead_after_s", 30.0)
@@ -204,13 +207,18 @@ def test_the_slow_client_is_not_waited_for_and_its_late_update_counts(version: i
 
     fast, slow = Gated(), Gated()
     config = config_of(
-        rounds=3, clients={"num": 2}, asynchronous={"buffer": 2}, codec={"name": "fp32", "version": version},
+        rounds=3,
+        clients={"num": 2},
+        asynchronous={"buffer": 2},
+        codec={"name": "fp32", "version": version},
         limits={"cap_samples": None},
-    )  # fmt: skip
+    )
     reports, controller = run(config, [fast, slow], conduct)
     assert [(report.updates, report.clients, report.outcome) for report in reports] == [
-        (2, (0,), "buffer full"), (2, (0,), "buffer full"), (2, (0, 1), "buffer full")
-    ]  # fmt: skip
+        (2, (0,), "buffer full"),
+        (2, (0,), "buffer full"),
+        (2, (0, 1), "buffer full"),
+    ]
     assert reports[2].max_staleness == 2
     assert fast.numbers == list(range(1, len(fast.numbers) + 1))  # each with data of its own
     assert controller.weights.any()
@@ -219,9 +227,10 @@ def test_the_slow_client_is_not_waited_for_and_its_late_update_counts(version: i
 def test_without_repeats_a_client_trains_once_from_each_model_and_one_vote_is_enough_for_the_median() -> None:
     tasks = [NoopTask(DIM, delta="seeded") for _ in range(4)]
     config = config_of(
-        clients={"num": 4, "min": 3}, strategy={"name": "median", "byzantine": 1},
+        clients={"num": 4, "min": 3},
+        strategy={"name": "median", "byzantine": 1},
         asynchronous={"buffer": 3, "repeats": False},
-    )  # fmt: skip
+    )
     reports, _ = run(config, tasks)
     assert all(len(report.clients) == report.updates >= 3 for report in reports)
 
@@ -239,9 +248,12 @@ def test_a_run_that_goes_on_from_its_checkpoint_has_the_bits_of_one_that_never_s
     def weights(rounds: Sequence[int], folder: Path) -> torch.Tensor:
         for number in rounds:
             config = config_of(
-                rounds=number, clients={"num": 1}, asynchronous={"buffer": 1, "repeats": False},
-                strategy=strategy, checkpoint={"dir": folder},
-            )  # fmt: skip
+                rounds=number,
+                clients={"num": 1},
+                asynchronous={"buffer": 1, "repeats": False},
+                strategy=strategy,
+                checkpoint={"dir": folder},
+            )
             found = run(config, [NoopTask(DIM, delta="seeded")])[1].weights
         return found
 

@@ -67,11 +67,13 @@ def travelled(training: dict[str, Any]) -> dict[str, Any]:
 
 def test_a_run_trains_with_the_optimizer_and_the_schedule_of_its_controller() -> None:
     rules = FederatedConfig(
-        rounds=2, clients={"num": 1},
+        rounds=2,
+        clients={"num": 1},
         training={
-            "optimizer": {"name": "adamw", "lr": 0.1, "betas": [0.8, 0.9]}, "schedule": {"name": "cosine", "T_max": 4},
+            "optimizer": {"name": "adamw", "lr": 0.1, "betas": [0.8, 0.9]},
+            "schedule": {"name": "cosine", "T_max": 4},
         },
-    )  # fmt: skip
+    )
     domain = new_domain()
 
     async def main() -> dict[str, torch.Tensor]:
@@ -103,7 +105,7 @@ def test_a_run_trains_with_the_optimizer_and_the_schedule_of_its_controller() ->
         ({"optimizer": {"name": "rmsprop", "alpha": 0.9}}, lambda p: torch.optim.RMSprop(p, lr=0.05, alpha=0.9)),
         ({"optimizer": "adagrad"}, lambda p: torch.optim.Adagrad(p, lr=0.05)),
     ],
-)  # fmt: skip
+)
 def test_the_default_task_takes_the_same_steps_as_with_that_optimizer_of_torch(
     training: dict[str, Any], plain: Callable[[Any], torch.optim.Optimizer]
 ) -> None:

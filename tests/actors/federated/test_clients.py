@@ -25,9 +25,16 @@ def new_members() -> ClientRegistry:
 
 
 def greet(
-    members: ClientRegistry, client_id: int = 0, incarnation: int = 100, *, now_s: float = 0.0, next_round: int = 1,
-    number: int | None = None, is_stalled: bool = False, **changes: object,
-) -> tuple[HelloAnswer, str]:  # fmt: skip
+    members: ClientRegistry,
+    client_id: int = 0,
+    incarnation: int = 100,
+    *,
+    now_s: float = 0.0,
+    next_round: int = 1,
+    number: int | None = None,
+    is_stalled: bool = False,
+    **changes: object,
+) -> tuple[HelloAnswer, str]:
     hello = dataclasses.replace(GREETING, **changes)  # type: ignore[arg-type]
     number = next(_numbers) if number is None else number
     sender = Identity(client_id, incarnation)

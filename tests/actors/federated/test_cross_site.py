@@ -53,9 +53,13 @@ def test_messages_go_on_while_a_local_model_waits_to_be_read_in_its_clients_memo
 
         with ComputeThread("cross-site-test") as compute:
             context = RunContext(
-                bus, Identity(CONTROLLER, 1), compute, FederatedConfig(),  # type: ignore[arg-type]
-                SimpleNamespace(run_id=RUN, round_id=3, names=ClientNames()), History(None, "controller"),  # type: ignore[arg-type]
-            )  # fmt: skip
+                bus,
+                Identity(CONTROLLER, 1),
+                compute,
+                FederatedConfig(),  # type: ignore[arg-type]
+                SimpleNamespace(run_id=RUN, round_id=3, names=ClientNames()),
+                History(None, "controller"),  # type: ignore[arg-type]
+            )
             registry = SimpleNamespace(
                 incarnation_of=lambda _: 100,
                 taking_part=lambda _: {0},
@@ -63,8 +67,12 @@ def test_messages_go_on_while_a_local_model_waits_to_be_read_in_its_clients_memo
                 paused_ids=set,
             )
             receiver = LocalModelReceiver(
-                context, registry, dim=DIM, sleep_until=sleep_until, changed=changed.set  # type: ignore[arg-type]
-            )  # fmt: skip
+                context,
+                registry,
+                dim=DIM,
+                sleep_until=sleep_until,
+                changed=changed.set,  # type: ignore[arg-type]
+            )
             sealed = PayloadMemory(switched_on=True).put(payload)
             assert sealed is not None
             request = UploadRequest(RUN, ROUND, 1, len(payload), 1, 0.0, 0.0, 0.0, sealed.place)
@@ -95,17 +103,26 @@ def test_a_paused_client_is_called_paused_and_one_that_is_gone_lost() -> None:
 
         with ComputeThread("cross-site-test") as compute:
             context = RunContext(
-                bus, Identity(CONTROLLER, 1), compute, FederatedConfig(),  # type: ignore[arg-type]
-                SimpleNamespace(run_id=RUN, round_id=3, names=ClientNames()), History(None, "controller"),  # type: ignore[arg-type]
-            )  # fmt: skip
+                bus,
+                Identity(CONTROLLER, 1),
+                compute,
+                FederatedConfig(),  # type: ignore[arg-type]
+                SimpleNamespace(run_id=RUN, round_id=3, names=ClientNames()),
+                History(None, "controller"),  # type: ignore[arg-type]
+            )
             registry = SimpleNamespace(
                 incarnation_of=lambda _: None if at_once and not paused else 100,
-                taking_part=lambda _: set() if is_away else {0}, get=lambda *_: SimpleNamespace(),
+                taking_part=lambda _: set() if is_away else {0},
+                get=lambda *_: SimpleNamespace(),
                 paused_ids=lambda: {0} if is_away and paused else set(),
-            )  # fmt: skip
+            )
             receiver = LocalModelReceiver(
-                context, registry, dim=DIM, sleep_until=sleep_until, changed=lambda: None  # type: ignore[arg-type]
-            )  # fmt: skip
+                context,
+                registry,
+                dim=DIM,
+                sleep_until=sleep_until,
+                changed=lambda: None,  # type: ignore[arg-type]
+            )
             return await receiver.fetch(0, ROUND)
 
     for at_once in (True, False):

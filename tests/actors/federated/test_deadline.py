@@ -60,8 +60,12 @@ def test_the_work_of_a_round_is_the_most_that_its_order_asks_of_a_client() -> No
         book.open(round_id, order, [0, 1, 2, 3])
         found.append(book.round_work(round_id))
     assert found == [
-        AskedWork("epochs", 7), AskedWork("epochs", 9), AskedWork("samples", 20), None, AskedWork("steps", 4),
-    ]  # fmt: skip
+        AskedWork("epochs", 7),
+        AskedWork("epochs", 9),
+        AskedWork("samples", 20),
+        None,
+        AskedWork("steps", 4),
+    ]
 
 
 def test_the_first_rounds_have_the_fixed_deadline() -> None:

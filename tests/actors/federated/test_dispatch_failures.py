@@ -55,8 +55,14 @@ def test_each_distinct_error_is_shown_once_and_then_counted(log: Log) -> None:
             seen.note(client_id, round_id, f"Traceback ...\nValueError: <Net object at {address}> is odd\n")
     seen.note(1, 4, "Traceback ...\nKeyError: 'x'")
     assert [("traceback" in line, line["times"]) for line in log.lines] == [
-        (True, 1), (False, 2), (False, 3), (False, 4), (False, 5), (False, 6), (True, 1),
-    ]  # fmt: skip
+        (True, 1),
+        (False, 2),
+        (False, 3),
+        (False, 4),
+        (False, 5),
+        (False, 6),
+        (True, 1),
+    ]
     again = "training failed again on a client"  # not worth a second warning
     assert [line["event"] == again for line in log.lines] == [False, False, True, True, True, True, False]
     assert log.lines[0]["error"] == "ValueError: <Net object at 0x7f00aa> is odd"
@@ -77,12 +83,19 @@ def test_a_traceback_comes_to_the_terminal_without_its_escape_codes() -> None:
     lines: list[str] = []
     tracebacks: list[str] = []
     log = LogFile(io.StringIO(), lines.append, tracebacks.append)
-    entry = {"event": "training failed on a client", "level": "error", "client": 1, "error": "E: \x1b[2J",
-             "traceback": "Traceback:\n  line\nE: \x1b[2J\x07"}  # fmt: skip
+    entry = {
+        "event": "training failed on a client",
+        "level": "error",
+        "client": 1,
+        "error": "E: \x1b[2J",
+        "traceback": "Traceback:\n  line\nE: \x1b[2J\x07",
+    }
     log.write(json.dumps(entry) + "\n")
     log.write('{"event": "client silent", "level": "warning", "client": 1}\n')
-    assert lines == ["training failed on a client client=1 error=E: \N{REPLACEMENT CHARACTER}[2J",
-                     "client silent client=1"]  # fmt: skip
+    assert lines == [
+        "training failed on a client client=1 error=E: \N{REPLACEMENT CHARACTER}[2J",
+        "client silent client=1",
+    ]
     assert tracebacks == ["  Traceback:\n    line\n  E: \N{REPLACEMENT CHARACTER}[2J\N{REPLACEMENT CHARACTER}"]
 
 

@@ -27,14 +27,23 @@ def hello(ids: str, session: int = 0) -> Hello:
 
 
 def greet(
-    registry: ClientRegistry, ids: str, incarnation: int = 100, *, session: int = 0, now_s: float = 0.0,
+    registry: ClientRegistry,
+    ids: str,
+    incarnation: int = 100,
+    *,
+    session: int = 0,
+    now_s: float = 0.0,
     out: dict[int, int] | None = None,
-) -> tuple[HelloAnswer, str]:  # fmt: skip
+) -> tuple[HelloAnswer, str]:
     sender = Identity(FIRST_HOST | int(ids.split(",")[0].split("-")[0]), incarnation)
     return registry.host_hello(
-        sender, hello(ids, session), next(_numbers), now_s=now_s, next_round=1,
+        sender,
+        hello(ids, session),
+        next(_numbers),
+        now_s=now_s,
+        next_round=1,
         out_until=lambda one: (out or {}).get(one, 0),
-    )  # fmt: skip
+    )
 
 
 def join(registry: ClientRegistry, ids: str, incarnation: int = 100, **options: object) -> None:
@@ -109,11 +118,9 @@ def test_a_second_process_with_an_id_of_a_live_host_is_refused_and_the_other_way
     registry = new_registry()
     join(registry, "0-3")
     for sends in (
-        lambda now_s: registry.hello(
-            Identity(2, 200), hello("", 0), next(_numbers), now_s=now_s, next_round=1
-        ),
+        lambda now_s: registry.hello(Identity(2, 200), hello("", 0), next(_numbers), now_s=now_s, next_round=1),
         lambda now_s: greet(registry, "2-9", 300, now_s=now_s),
-    ):  # fmt: skip
+    ):
         assert sends(0.0)[0] is HelloAnswer.NOTHING
         greet(registry, "0-3", session=SESSION, now_s=RIVAL_AFTER_S)
         answer, why = sends(RIVAL_AFTER_S + 0.1)
@@ -161,7 +168,7 @@ def test_a_host_that_cannot_be_one_is_refused_with_the_reason(ids: str, sender: 
     registry = new_registry()
     answer, text = registry.host_hello(
         Identity(sender, 1), hello(ids), 1, now_s=0.0, next_round=1, out_until=lambda _: 0
-    )  # fmt: skip
+    )
     assert answer is HelloAnswer.REFUSE
     assert why in text
     assert not len(registry)

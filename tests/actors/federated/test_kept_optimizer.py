@@ -27,10 +27,15 @@ def step(optimizer: torch.optim.Optimizer, weights: list[Tensor], number: int) -
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
-        (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}), (torch.optim.AdamW, {}), (torch.optim.NAdam, {}),
-        (torch.optim.Adafactor, {}), (torch.optim.ASGD, {}), (torch.optim.Rprop, {}), (torch.optim.Adagrad, {}),
+        (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+        (torch.optim.AdamW, {}),
+        (torch.optim.NAdam, {}),
+        (torch.optim.Adafactor, {}),
+        (torch.optim.ASGD, {}),
+        (torch.optim.Rprop, {}),
+        (torch.optim.Adagrad, {}),
     ],
-)  # fmt: skip
+)
 def test_two_rounds_have_the_bits_of_one(kind: Any, options: dict[str, Any]) -> None:
     whole, apart = parameters(), parameters()
     uninterrupted = kind(whole, **options)

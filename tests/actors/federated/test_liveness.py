@@ -81,8 +81,13 @@ class Scene:
         self.script = iter(script)
         intake = SimpleNamespace(dropped=Counter(), forget=lambda client_id, incarnation: None)
         self.presence = LivenessMonitor(
-            self.context, self.members, intake, Progress(), changed=self.left, open_round=lambda: None  # type: ignore[arg-type]
-        )  # fmt: skip
+            self.context,
+            self.members,
+            intake,
+            Progress(),
+            changed=self.left,
+            open_round=lambda: None,  # type: ignore[arg-type]
+        )
         with pytest.raises(asyncio.CancelledError):
             asyncio.run(self.presence.run())
         return sorted(member.client_id for member in self.members if not member.silent)
@@ -210,8 +215,13 @@ def test_the_end_of_a_run_is_announced_with_its_reason_also_where_that_names_a_f
 
     config = SimpleNamespace(clients=SimpleNamespace(heartbeat_s=HEARTBEAT_S))
     context: Any = RunContext(
-        SimpleNamespace(publish=publish), Identity(CONTROLLER, 1), None, config, SimpleNamespace(run_id=1), None  # type: ignore[arg-type]
-    )  # fmt: skip
+        SimpleNamespace(publish=publish),
+        Identity(CONTROLLER, 1),
+        None,
+        config,
+        SimpleNamespace(run_id=1),
+        None,  # type: ignore[arg-type]
+    )
     members = ClientRegistry(dim=1, layout=0, session=1, dead_after_s=1.0, duplicate_after_s=1.0)
     monitor = LivenessMonitor(context, members, None, Progress(), changed=nothing, open_round=lambda: None)  # type: ignore[arg-type]
     asyncio.run(monitor.announce_end(ok=False, reason="no space left: /data/\udcff/round-000003"))
@@ -228,8 +238,13 @@ def test_the_end_of_a_run_waits_for_a_client_that_fetches_the_last_model(monkeyp
 
     config = SimpleNamespace(clients=SimpleNamespace(heartbeat_s=0.01))
     context: Any = RunContext(
-        SimpleNamespace(publish=publish), Identity(CONTROLLER, 1), None, config, SimpleNamespace(run_id=1), None  # type: ignore[arg-type]
-    )  # fmt: skip
+        SimpleNamespace(publish=publish),
+        Identity(CONTROLLER, 1),
+        None,
+        config,
+        SimpleNamespace(run_id=1),
+        None,  # type: ignore[arg-type]
+    )
     members = ClientRegistry(dim=1, layout=0, session=1, dead_after_s=1.0, duplicate_after_s=1.0)
     monitor = LivenessMonitor(context, members, None, Progress(), changed=nothing, open_round=lambda: None)  # type: ignore[arg-type]
 

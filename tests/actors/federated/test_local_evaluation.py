@@ -100,13 +100,16 @@ def test_what_a_task_raises_is_the_reason_unless_that_may_not_leave_the_client()
 @pytest.mark.parametrize(
     "outcome",
     [
-        {"loss": 0.5}, SimpleNamespace(loss=0.5), SimpleNamespace(num_samples=3),
-        SimpleNamespace(num_samples=3, loss=torch.zeros(3)), SimpleNamespace(num_samples="many", loss=0.5),
+        {"loss": 0.5},
+        SimpleNamespace(loss=0.5),
+        SimpleNamespace(num_samples=3),
+        SimpleNamespace(num_samples=3, loss=torch.zeros(3)),
+        SimpleNamespace(num_samples="many", loss=0.5),
         EvalResult(None, 0.5, 3, {"f1": "good"}),  # type: ignore[dict-item]
         SimpleNamespace(num_samples=3, loss=0.5, metrics=[0.5]),
     ],
     ids=["dict", "no samples", "no loss", "vector", "text", "metric of text", "list"],
-)  # fmt: skip
+)
 def test_what_a_task_returns_that_is_no_result_is_a_failure_that_says_what_it_should_be(outcome: Any) -> None:
     result = evaluated(Returning(outcome))
     assert (result.num_samples, result.metrics) == (0, {})

@@ -54,9 +54,12 @@ class Client:
         options |= {"chunk_elems": 64} if codec in ("q8", "q4", "q2", "sq8") else {}
         self.welcome = Welcome(0, 1, 7, 1, codec, json.dumps(options), 1, 0.5)
         self.training = LocalTraining(
-            task, Identity(0, 1), FlatModel(nn.Linear(DIM, 1, bias=False)), ClientStateStore(None, 0),
+            task,
+            Identity(0, 1),
+            FlatModel(nn.Linear(DIM, 1, bias=False)),
+            ClientStateStore(None, 0),
             PayloadMemory(switched_on=False),
-        )  # fmt: skip
+        )
 
     def train(self, round_id: int, base: torch.Tensor, *, accepted: bool = True) -> EncodedUpdate:
         command = TrainCmd(round_id, 0, 1, 0.1, 0)
@@ -73,9 +76,12 @@ def test_what_a_client_owes_is_known_again_after_a_restart_also_where_frozen_par
         module = nn.Sequential(nn.Linear(DIM, 1, bias=False), nn.Linear(DIM, 1, bias=False).requires_grad_(False))
         client, kept = Client(Jumping(1e-3, 1), "s4"), ClientStateStore(tmp_path, 0)
         client.training = LocalTraining(
-            Jumping(1e-3, 1), Identity(0, 1), FlatModel(module),  # type: ignore[arg-type]
-            kept, PayloadMemory(switched_on=False),
-        )  # fmt: skip
+            Jumping(1e-3, 1),
+            Identity(0, 1),
+            FlatModel(module),  # type: ignore[arg-type]
+            kept,
+            PayloadMemory(switched_on=False),
+        )
         return client, kept
 
     first, _ = started()
@@ -92,9 +98,12 @@ def test_what_a_client_owes_is_known_again_after_a_restart_also_where_frozen_par
 def test_the_residual_of_an_update_that_was_refused_is_not_kept(tmp_path: Path) -> None:
     client, kept = Client(Jumping(1e-3, 1), "s4"), ClientStateStore(tmp_path, 0)
     client.training = LocalTraining(
-        Jumping(1e-3, 1), Identity(0, 1), FlatModel(nn.Linear(DIM, 1, bias=False)), kept,
+        Jumping(1e-3, 1),
+        Identity(0, 1),
+        FlatModel(nn.Linear(DIM, 1, bias=False)),
+        kept,
         PayloadMemory(switched_on=False),
-    )  # fmt: skip
+    )
     counted = client.train(1, torch.zeros(DIM)).state["residual"].clone()
     client.train(2, torch.zeros(DIM), accepted=False)
     assert torch.equal(kept.before(3)["residual"], counted)
@@ -166,11 +175,13 @@ def test_training_without_samples_is_told_how_to_sit_the_round_out(num_samples: 
 @pytest.mark.parametrize(
     ("outcome", "said"),
     [
-        (None, "train has returned None: "), ({"loss": 0.5}, "train has returned dict with 'loss': "),
-        (0.5, "train has returned float: "), (TrainResult(None, 0.5), "train has returned TrainResult: "),  # type: ignore[arg-type]
+        (None, "train has returned None: "),
+        ({"loss": 0.5}, "train has returned dict with 'loss': "),
+        (0.5, "train has returned float: "),
+        (TrainResult(None, 0.5), "train has returned TrainResult: "),  # type: ignore[arg-type]
         (TrainResult(3, "low"), "train has returned TrainResult: "),  # type: ignore[arg-type]
     ],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("wrap", [lambda task: task, Wrapping], ids=["itself", "wrapped"])
 def test_training_that_returns_no_result_is_told_what_to_return_and_where(outcome: Any, said: str, wrap: Any) -> None:
     with pytest.raises(WrongResult) as caught:

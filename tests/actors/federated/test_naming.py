@@ -38,9 +38,12 @@ class Scene:
         self.here: set[int] = set()
         self.node = node
         self.naming = ClientNaming(
-            self.names, num_clients=num_clients, is_taken=lambda one: one in self.here,
-            node_of=lambda client_id, incarnation: self.node, assigns_from_s=START_S,
-        )  # fmt: skip
+            self.names,
+            num_clients=num_clients,
+            is_taken=lambda one: one in self.here,
+            node_of=lambda client_id, incarnation: self.node,
+            assigns_from_s=START_S,
+        )
         self._incarnation = 0
 
     def hello(self, client_id: int = UNASSIGNED, *, now_s: float = START_S, **said: Any) -> NamedSender:
@@ -180,8 +183,14 @@ def packed(text: str) -> bytes:
 
 
 def test_names_of_files_are_bounded_and_what_is_none_is_left_out() -> None:
-    rows: list[Any] = [{"clients": "0", "name": "a"}, {"clients": "1", "name": "\x1b"}, 7, {"name": "b"},
-                       {"clients": "x", "name": "c"}, {"clients": "5-2147483646", "name": "lab"}]  # fmt: skip
+    rows: list[Any] = [
+        {"clients": "0", "name": "a"},
+        {"clients": "1", "name": "\x1b"},
+        7,
+        {"name": "b"},
+        {"clients": "x", "name": "c"},
+        {"clients": "5-2147483646", "name": "lab"},
+    ]
     assert names_of_rows(rows, 3) == {0: "a", 5: "lab.5", 6: "lab.6"}
 
 
@@ -245,13 +254,28 @@ def test_a_heartbeat_of_a_host_changes_no_order_of_the_names() -> None:
 @pytest.mark.parametrize(
     "row",
     [
-        None, 7, "a", [], ["name", "clients"], {}, {"name": "a"}, {"name": "a", "clients": ["0"]},
-        {"name": "a", "clients": {"0": 1}}, {"name": "a", "clients": 5}, {"name": "a", "clients": "5-1"},
-        {"name": "a", "clients": "-1"}, {"name": "\x1b[2J", "clients": "0"}, {"name": "a\n", "clients": "0"},
-        {"name": "\u202ea", "clients": "0"}, {"name": 7, "clients": "0"}, {"name": ["a"], "clients": "0"},
-        {"name": "x" * 65, "clients": "0"}, {"name": "../a", "clients": "0"}, {"name": "s\u0456te", "clients": "0"},
+        None,
+        7,
+        "a",
+        [],
+        ["name", "clients"],
+        {},
+        {"name": "a"},
+        {"name": "a", "clients": ["0"]},
+        {"name": "a", "clients": {"0": 1}},
+        {"name": "a", "clients": 5},
+        {"name": "a", "clients": "5-1"},
+        {"name": "a", "clients": "-1"},
+        {"name": "\x1b[2J", "clients": "0"},
+        {"name": "a\n", "clients": "0"},
+        {"name": "\u202ea", "clients": "0"},
+        {"name": 7, "clients": "0"},
+        {"name": ["a"], "clients": "0"},
+        {"name": "x" * 65, "clients": "0"},
+        {"name": "../a", "clients": "0"},
+        {"name": "s\u0456te", "clients": "0"},
     ],
-)  # fmt: skip
+)
 def test_a_row_of_a_damaged_file_of_names_is_left_out(row: Any) -> None:
     assert names_of_rows([row, {"name": "site-1", "clients": "3"}], 100) == {3: "site-1"}
 

@@ -35,9 +35,12 @@ class Play:
         self.now_s, self.number = 0.0, 0
         self.registry = ClientRegistry(dim=10, layout=20, session=1, dead_after_s=3.0, duplicate_after_s=1.0)
         self.naming = ClientNaming(
-            self.names, num_clients=self.draw.choice([None, 3, 5]), is_taken=self.is_taken, node_of=self.node_of,
+            self.names,
+            num_clients=self.draw.choice([None, 3, 5]),
+            is_taken=self.is_taken,
+            node_of=self.node_of,
             assigns_from_s=0.0,
-        )  # fmt: skip
+        )
 
     def is_taken(self, client_id: int) -> bool:
         return client_id in self.counted or self.registry.incarnation_of(client_id) is not None

@@ -47,9 +47,19 @@ class Packet(Sender):
     @property
     def request(self) -> PacketRequest:
         return PacketRequest(
-            self.run_id, self.round_id, self.transfer, len(self.data), self.num_samples, 0.5, 1.0, 0.1, self.memory,
-            update=self.update, packet=self.number, last=self.number == self.of,
-        )  # fmt: skip
+            self.run_id,
+            self.round_id,
+            self.transfer,
+            len(self.data),
+            self.num_samples,
+            0.5,
+            1.0,
+            0.1,
+            self.memory,
+            update=self.update,
+            packet=self.number,
+            last=self.number == self.of,
+        )
 
     @property
     def source(self) -> RequestedUpload:

@@ -60,16 +60,21 @@ class Client:
         self.welcome = Welcome(0, 1, RUN, 1, codec, json.dumps(options), 1, 0.5)
         self.kept = ClientStateStore(None, 0)
         self.training = LocalTraining(
-            Sending(send), Identity(0, 1), FlatModel(nn.Linear(DIM, 1, bias=False)),  # type: ignore[arg-type]
-            self.kept, PayloadMemory(switched_on=False),
-        )  # fmt: skip
+            Sending(send),
+            Identity(0, 1),
+            FlatModel(nn.Linear(DIM, 1, bias=False)),  # type: ignore[arg-type]
+            self.kept,
+            PayloadMemory(switched_on=False),
+        )
 
     def train(self, round_id: int = 1) -> EncodedUpdate:
         route = PacketRoute(self.transfers, self.left.append) if self.streams else None
         inputs = RoundInputs(
-            welcome=self.welcome, command=TrainCmd(round_id, 0, 1, 0.1, 0), base=self.base,
+            welcome=self.welcome,
+            command=TrainCmd(round_id, 0, 1, 0.1, 0),
+            base=self.base,
             route=None if route is None else lambda: route,
-        )  # fmt: skip
+        )
         return self.training.train(inputs, 1, lambda: False)
 
 
@@ -91,8 +96,10 @@ def test_packets_leave_with_their_numbers_and_the_last_one_with_the_figures_of_t
     requests = [one.request for one in sent]
     assert all(isinstance(request, PacketRequest) for request in requests)
     assert [(one.transfer, one.update, one.packet, one.last) for one in requests] == [  # type: ignore[attr-defined]
-        (1, 1, 1, False), (2, 1, 2, False), (3, 1, 3, True),
-    ]  # fmt: skip
+        (1, 1, 1, False),
+        (2, 1, 2, False),
+        (3, 1, 3, True),
+    ]
     assert [one.key.transfer for one in sent] == [1, 2, 3]
     assert [request.total_bytes for request in requests] == [len(packet) for packet in packets]
     assert (last.request.num_samples, last.request.loss, last.request.metrics) == (3, 0.25, {"lines": 3.0})

@@ -56,9 +56,15 @@ def test_the_parts_follow_each_other_without_a_gap_from_the_command_to_the_sum()
     one_client(timing, clock)
     (timeline,) = timing.timelines()
     assert timeline.pieces() == [
-        ("send", 0.0, 0.5), ("wait", 0.5, 1.5), ("train", 1.5, 3.5), ("encode", 3.5, 4.0),
-        ("queue", 4.0, 5.0), ("upload", 5.0, 6.0), ("queue", 6.0, 7.0), ("decode", 7.0, 8.0),
-    ]  # fmt: skip
+        ("send", 0.0, 0.5),
+        ("wait", 0.5, 1.5),
+        ("train", 1.5, 3.5),
+        ("encode", 3.5, 4.0),
+        ("queue", 4.0, 5.0),
+        ("upload", 5.0, 6.0),
+        ("queue", 6.0, 7.0),
+        ("decode", 7.0, 8.0),
+    ]
     assert (timeline.client_id, timeline.num_bytes) == (3, 4_000)
     assert (timeline.update_norm, timeline.residual_norm) == (3.0, 0.75)
     assert json.loads(json.dumps(timeline.to_json()))["counted_s"] == 8.0
@@ -172,9 +178,17 @@ moments = st.floats(0, 1e6)
 def test_whatever_a_client_says_the_parts_stay_in_order_between_command_and_sum(times, own, granted) -> None:
     commanded_s, offered_s, granted_s, received_s, counted_s = sorted(times)
     timeline = ClientTimeline(
-        client_id=0, commanded_s=commanded_s, offered_s=offered_s, granted_s=granted_s if granted else None,
-        received_s=received_s, adding_s=received_s, counted_s=counted_s, wait_s=own[0], train_s=own[1], encode_s=own[2],
-    )  # fmt: skip
+        client_id=0,
+        commanded_s=commanded_s,
+        offered_s=offered_s,
+        granted_s=granted_s if granted else None,
+        received_s=received_s,
+        adding_s=received_s,
+        counted_s=counted_s,
+        wait_s=own[0],
+        train_s=own[1],
+        encode_s=own[2],
+    )
     at_s = commanded_s
     for piece in timeline.pieces():
         assert piece.start_s == at_s

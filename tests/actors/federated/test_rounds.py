@@ -331,9 +331,16 @@ def test_means_of_training_metrics_do_not_depend_on_arrival_and_have_as_many_nam
         found = RoundTotals()
         for client_id, (samples, metrics) in enumerate(announced):
             request = UploadRequest(
-                run_id=1, round_id=1, transfer=1, total_bytes=1, num_samples=samples, loss=1.0, train_s=0.0,
-                encode_s=0.0, metrics=metrics,
-            )  # fmt: skip
+                run_id=1,
+                round_id=1,
+                transfer=1,
+                total_bytes=1,
+                num_samples=samples,
+                loss=1.0,
+                train_s=0.0,
+                encode_s=0.0,
+                metrics=metrics,
+            )
             found.count(client_id, request, samples, from_memory=False)
         return found
 

@@ -53,23 +53,44 @@ class Client:
     """One whose updates all count, with a rule."""
 
     def __init__(
-        self, rule: str, *, directory: Path | None = None, section_codec: tuple[str, str] = ("fp32", "{}"),
+        self,
+        rule: str,
+        *,
+        directory: Path | None = None,
+        section_codec: tuple[str, str] = ("fp32", "{}"),
         **options: Any,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.welcome = Welcome(
-            0, 1, 7, 1, "fp32", "{}", 1, 0.5, rule=rule, options=options, has_terms=True,
-            section_codec=section_codec[0], section_options=section_codec[1],
-        )  # fmt: skip
+            0,
+            1,
+            7,
+            1,
+            "fp32",
+            "{}",
+            1,
+            0.5,
+            rule=rule,
+            options=options,
+            has_terms=True,
+            section_codec=section_codec[0],
+            section_options=section_codec[1],
+        )
         self.training = LocalTraining(
-            Squares(), Identity(0, 1), FlatModel(nn.Linear(2, 1, bias=False)),  # type: ignore[arg-type]
-            ClientStateStore(directory, 0), PayloadMemory(switched_on=False),
-        )  # fmt: skip
+            Squares(),
+            Identity(0, 1),
+            FlatModel(nn.Linear(2, 1, bias=False)),  # type: ignore[arg-type]
+            ClientStateStore(directory, 0),
+            PayloadMemory(switched_on=False),
+        )
 
     def train(self, round_id: int, base: Tensor, control: Tensor | None = None, **terms: Any) -> EncodedUpdate:
         inputs = RoundInputs(
-            welcome=self.welcome, command=TrainCmd(round_id, 0, 1, LR, 0), base=base,
-            broadcast=torch.empty(0) if control is None else control, terms=RoundTerms(7, round_id, terms),
-        )  # fmt: skip
+            welcome=self.welcome,
+            command=TrainCmd(round_id, 0, 1, LR, 0),
+            base=base,
+            broadcast=torch.empty(0) if control is None else control,
+            terms=RoundTerms(7, round_id, terms),
+        )
         return self.training.train(inputs, round_id, lambda: False)
 
     def counts(self, round_id: int, update: EncodedUpdate) -> None:
@@ -201,9 +222,12 @@ def test_a_training_with_two_optimizers_has_the_terms_and_the_steps_of_one(rule:
     two, one = Client(rule, **options), Client(rule, **options)
     for client, task in ((two, TwoOptimizers()), (one, Squares())):
         client.training = LocalTraining(
-            task, Identity(0, 1), FlatModel(Halves()),  # type: ignore[arg-type]
-            ClientStateStore(None, 0), PayloadMemory(switched_on=False),
-        )  # fmt: skip
+            task,
+            Identity(0, 1),
+            FlatModel(Halves()),  # type: ignore[arg-type]
+            ClientStateStore(None, 0),
+            PayloadMemory(switched_on=False),
+        )
     for round_id in (1, 2):  # in the second one SCAFFOLD has a variate of its own, and Ditto a model
         control = server if rule == "scaffold" else None
         found, expected = [client.train(round_id, BASE, control) for client in (two, one)]

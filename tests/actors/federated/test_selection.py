@@ -91,9 +91,13 @@ def test_the_error_shows_names_where_there_are_some_and_not_thousands_of_ids() -
     names = ClientNames()
     names.keep("site-2", 1)
     condition = StartCondition(
-        minimum=1, expected=range(5000), now_s=0.0, timeout_s=TIMEOUT_S, grace_s=GRACE_S,
+        minimum=1,
+        expected=range(5000),
+        now_s=0.0,
+        timeout_s=TIMEOUT_S,
+        grace_s=GRACE_S,
         describe=lambda: StartTrouble("round 1", label=names.label),
-    )  # fmt: skip
+    )
     with pytest.raises(BarrierTimeout, match=r"missing \[0, 1 \(site-2\), 2, .* and 4,980 more\]") as caught:
         condition.may_start([], TIMEOUT_S)
     assert caught.value.missing == tuple(range(5000))

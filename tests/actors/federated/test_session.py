@@ -14,9 +14,16 @@ from gradbus.runtime.wire.control import Grant, RepeatedCommand, RunEnded, Statu
 from gradbus.runtime.wire.messages import TrainCmd
 
 WELCOME = Welcome(
-    to=0, incarnation=1, run_id=5, next_round=1, codec="fp32", codec_options="{}",
-    num_clients=2, heartbeat_s=0.5, memory="",
-)  # fmt: skip
+    to=0,
+    incarnation=1,
+    run_id=5,
+    next_round=1,
+    codec="fp32",
+    codec_options="{}",
+    num_clients=2,
+    heartbeat_s=0.5,
+    memory="",
+)
 SESSION = 100
 RUN, OTHER_RUN = WELCOME.run_id, WELCOME.run_id + 1
 GRANT = Grant(to=0, incarnation=1, round_id=1, transfer=1)  # says of no run

@@ -74,8 +74,12 @@ def test_tied_weights_are_shared_by_all_of_their_names_or_by_none() -> None:
     module = Net(4)
     module.head.weight = module.mix.weight
     assert shared(Sharing(exclude=("*.weight",)), module) == {
-        "mix.bias", "head.bias", "bn1.bias", "bn1.running_mean", "bn1.running_var"
-    }  # fmt: skip
+        "mix.bias",
+        "head.bias",
+        "bn1.bias",
+        "bn1.running_mean",
+        "bn1.running_var",
+    }
     with pytest.raises(ConfigError, match=r"'mix\.weight' and 'head\.weight' are names of one tensor"):
         divide(specs_of(module), Sharing(exclude=("head.*",)))
 

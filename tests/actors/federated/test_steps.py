@@ -86,17 +86,26 @@ class LinesOfRanks:
 
 
 def run(
-    rounds: int, clients: int, strategy: Any, *, task: Lines | None = None, folder: Path | None = None,
-    least: int | None = None, **settings: Any,
-) -> Tensor:  # fmt: skip
+    rounds: int,
+    clients: int,
+    strategy: Any,
+    *,
+    task: Lines | None = None,
+    folder: Path | None = None,
+    least: int | None = None,
+    **settings: Any,
+) -> Tensor:
     """The weights after a run of a Controller and so many clients over DDS. ``least``: updates in a round."""
     job, domain, task = f"steps-{os.getpid()}-{next(_jobs)}", new_domain(), task or Lines()
     config = gradbus.FederatedConfig(
-        rounds=rounds, strategy=strategy, eval_every=0,
+        rounds=rounds,
+        strategy=strategy,
+        eval_every=0,
         clients={"num": clients, "min": least or clients, "dead_after_s": 30.0},
         training={"steps": STEPS, "optimizer": {"name": "adamw", "lr": 0.01}, "keep_optimizer": True},
-        **settings, **({} if folder is None else {"checkpoint": {"dir": folder / "controller"}}),
-    )  # fmt: skip
+        **settings,
+        **({} if folder is None else {"checkpoint": {"dir": folder / "controller"}}),
+    )
 
     async def one(client_id: int) -> None:
         own = gradbus.ClientConfig(state_dir=None if folder is None else folder / "clients")
@@ -151,10 +160,15 @@ def test_rounds_of_steps_with_kept_optimizers_and_nesterov_momentum_are_diloco_a
 def test_a_controller_and_its_clients_and_workers_without_one_train_the_same_model_by_diloco() -> None:
     """But for roundings of float32, and of the controller's sums to multiples of 2^-30."""
     rounds = 5
-    outcomes = succeeded(train(
-        LinesOfRanks(rounds * STEPS), epochs=1, eval_every_epochs=0, optimizer={"name": "adamw", "lr": 0.01},
-        algorithm={"name": "diloco", "steps": STEPS, "codec": "fp32", "outer_lr": 0.7, "outer_momentum": 0.9},
-    ))  # fmt: skip
+    outcomes = succeeded(
+        train(
+            LinesOfRanks(rounds * STEPS),
+            epochs=1,
+            eval_every_epochs=0,
+            optimizer={"name": "adamw", "lr": 0.01},
+            algorithm={"name": "diloco", "steps": STEPS, "codec": "fp32", "outer_lr": 0.7, "outer_momentum": 0.9},
+        )
+    )
     federated = run(rounds, 2, NESTEROV)
     for outcome in outcomes:
         assert float((outcome.parameters - federated).abs().max()) < 1e-6  # of changes by 0.1
@@ -169,9 +183,15 @@ def test_one_liar_in_eight_does_not_move_the_median_of_rounds_of_steps() -> None
 def test_one_liar_in_eight_does_not_move_the_median_where_learners_do_not_wait_for_each_other() -> None:
     honest = run(3, 8, "fedavg")
     found = run(
-        3, 8, {"name": "median", "byzantine": 1}, task=Lines(liars=[5]), limits={"max_strikes": 0}, least=6,
-        mode="asynchronous", asynchronous={"buffer": 6, "repeats": False},
-    )  # fmt: skip
+        3,
+        8,
+        {"name": "median", "byzantine": 1},
+        task=Lines(liars=[5]),
+        limits={"max_strikes": 0},
+        least=6,
+        mode="asynchronous",
+        asynchronous={"buffer": 6, "repeats": False},
+    )
     assert float((found - honest).abs().max()) < 0.1  # late steps count in later rounds; the mean would be beyond 100
 
 
@@ -191,9 +211,17 @@ def test_a_task_of_ours_makes_so_many_steps_over_passes_of_its_data(steps: int) 
         return optimizer
 
     found = task.train(
-        model, client_id=0, round_id=1, epochs=1, lr=0.1, seed=0, subset_size=80, should_stop=lambda: False,
-        make_optimizer=make, steps=steps,
-    )  # fmt: skip
+        model,
+        client_id=0,
+        round_id=1,
+        epochs=1,
+        lr=0.1,
+        seed=0,
+        subset_size=80,
+        should_stop=lambda: False,
+        make_optimizer=make,
+        steps=steps,
+    )
     assert made == steps
     assert found.num_samples == (32 if steps == 1 else 80)
 
@@ -209,9 +237,7 @@ def test_settings_and_tasks_that_do_not_fit_are_refused_with_the_reason() -> Non
 
 def test_a_training_may_begin_and_end_in_the_midst_of_a_step_of_another() -> None:
     def begin(model: nn.Module) -> RoundStart:
-        return RoundStart(
-            round_id=1, lr=0.1, model=model, base=torch.zeros(0), parameters=[], local_loss=lambda: 0.0
-        )  # fmt: skip
+        return RoundStart(round_id=1, lr=0.1, model=model, base=torch.zeros(0), parameters=[], local_loss=lambda: 0.0)
 
     class Meanwhile(ClientRule):
         def before_step(self, model: nn.Module) -> None:

@@ -338,8 +338,9 @@ def test_bad_updates_are_strikes_and_who_has_too_many_is_turned_away_before_it_s
             sender = Sender(1, round_id=round_id, transfer=round_id, payload=non_finite())
             await (deliver(hall, sender) if round_id < 3 else sender.offer_to(hall))
         assert [(s.client_id, s.round_id, s.reason, s.out_until) for s in hall.strikes] == [
-            (1, 1, "non-finite", 0), (1, 2, "non-finite", 6),
-        ]  # fmt: skip
+            (1, 1, "non-finite", 0),
+            (1, 2, "non-finite", 6),
+        ]
         assert hall.bus.granted == [1, 1]
         assert hall.intake.dropped == {"non-finite": 2, "quarantine": 1}
         assert "client 1 is in quarantine, out until round 6 after strike 2" in hall.bus.all(Receipt)[-1].reason
@@ -389,9 +390,7 @@ def test_frames_that_nobody_waits_for_are_counted_and_dropped() -> None:
 
 def test_admission_refuses_with_a_reason_and_strikes_only_where_no_honest_client_errs() -> None:
     quarantine = Quarantine(max_strikes=1, quarantine_rounds=3)
-    admission = UpdateAdmission(
-        quarantine, run_id=RUN, max_bytes=400, budget_bytes=500, max_samples=100
-    )  # fmt: skip
+    admission = UpdateAdmission(quarantine, run_id=RUN, max_bytes=400, budget_bytes=500, max_samples=100)
     rules = RoundRules(minimum=1, quorum=1.0, deadline_s=9.0, grace_s=0.0)
     round_ = Round(1, range(2), rules, now_s=0.0)
 
@@ -437,9 +436,7 @@ def test_an_update_without_a_metric_that_the_strategy_reads_is_a_strike_and_neve
 
 
 def test_one_update_is_always_let_in_and_a_second_only_within_the_budget() -> None:
-    admission = UpdateAdmission(
-        Quarantine(0, 0), run_id=RUN, max_bytes=9999, budget_bytes=500, max_samples=100
-    )  # fmt: skip
+    admission = UpdateAdmission(Quarantine(0, 0), run_id=RUN, max_bytes=9999, budget_bytes=500, max_samples=100)
     small, large = (replace(Sender().request, total_bytes=size) for size in (200, 900))
     assert admission.has_room(large, 0)
     assert admission.has_room(small, small.total_bytes)

@@ -11,9 +11,12 @@ from intake_hall import DIM, Hall, Sender, deliver, run_with
 from gradbus import codecs
 from gradbus.actors.aggregation.merged_buffers import MAGIC, BufferLayout, BufferMerge, MergedBuffer
 
-LAYOUT = BufferLayout([
-    MergedBuffer("count", torch.int64, (), "max"), MergedBuffer("flag", torch.bool, (), "any"),
-])  # fmt: skip
+LAYOUT = BufferLayout(
+    [
+        MergedBuffer("count", torch.int64, (), "max"),
+        MergedBuffer("flag", torch.bool, (), "any"),
+    ]
+)
 MODEL = codecs.get("fp32").encode(torch.zeros(DIM))
 
 

@@ -69,13 +69,16 @@ def field(offset: int, form: str, value: int) -> bytes:
         (replace(FIRST, payload=field(16, "<Q", 1 << 50)), "malformed", "at most limits.max_samples"),
         (replace(FIRST, payload=FIRST.payload[:-1]), "malformed", "cut short"),
         (
-            replace(FIRST, payload=partial_sum.encode(
-                SumSummary(21, 2, (range(2),), (), 0), torch.full((DIM,), 1 << 62), None
-            )), "refused", "larger than theirs can be",
+            replace(
+                FIRST,
+                payload=partial_sum.encode(SumSummary(21, 2, (range(2),), (), 0), torch.full((DIM,), 1 << 62), None),
+            ),
+            "refused",
+            "larger than theirs can be",
         ),
         (replace(FIRST, payload=bytes(partial_sum.max_bytes(DIM) + 1)), "oversized", "at most"),
     ],
-)  # fmt: skip
+)
 def test_a_wrong_sum_is_a_strike_with_the_reason_and_the_others_count(wrong: Sender, reason: str, text: str) -> None:
     async def test(hall: Hall) -> None:
         await deliver(hall, SECOND)

@@ -21,9 +21,10 @@ def test_the_largest_is_dealt_first_each_to_the_server_that_has_least() -> None:
 
 
 @given(
-    sizes=st.lists(st.integers(0, 300), min_size=1, max_size=30), servers=st.integers(1, 5),
+    sizes=st.lists(st.integers(0, 300), min_size=1, max_size=30),
+    servers=st.integers(1, 5),
     cut_bytes=st.none() | st.integers(64, 2000),
-)  # fmt: skip
+)
 def test_every_entry_has_one_server_and_none_has_much_more_than_the_others(
     sizes: list[int], servers: int, cut_bytes: int | None
 ) -> None:

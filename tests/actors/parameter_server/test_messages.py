@@ -23,8 +23,13 @@ def test_a_message_comes_back_with_all_of_its_parts() -> None:
     )
     found = decode(encode(message, [piece.of(PARAMETERS[piece.tensor]) for piece in pieces]))
     assert (found.kind, found.clock, found.flags, found.epoch, found.updates, found.lr) == (
-        "push", 7, Flag.HAS_GRADIENT | Flag.MEETS, 3, 12, 0.05,
-    )  # fmt: skip
+        "push",
+        7,
+        Flag.HAS_GRADIENT | Flag.MEETS,
+        3,
+        12,
+        0.05,
+    )
     assert found.meta == {"name": "x"}
     assert torch.equal(found.state["n"], torch.arange(4))
     for piece, part in zip(pieces, split(found.packed, pieces), strict=True):

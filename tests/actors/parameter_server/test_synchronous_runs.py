@@ -292,13 +292,18 @@ def test_one_server_gets_a_gradient_of_each_worker_a_step_and_more_servers_share
             [
                 end.summary.bytes_in
                 for end in serve(
-                    make_task(model), workers=workers, servers=servers, cut_bytes=512,
+                    make_task(model),
+                    workers=workers,
+                    servers=servers,
+                    cut_bytes=512,
                     parallel={"max_steps": steps, "eval_every_epochs": 0},
-                ).succeeded().servers
+                )
+                .succeeded()
+                .servers
                 if end.summary
             ]
             for steps in (2, 4)
-        )  # fmt: skip
+        )
         for before, after in zip(few, many, strict=True):
             a_step = (after - before) / 2
             assert a_step == pytest.approx(workers * gradient / servers, rel=0.01)

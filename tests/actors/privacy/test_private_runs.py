@@ -149,12 +149,12 @@ def local_update(
     """The payload of a client with local privacy, which begins with this store. ``by``: what training adds."""
     training = LocalTraining(
         Moving(by=by), Identity(0, 1), FlatModel(Moving().build_model()), store, PayloadMemory(switched_on=False)
-    )  # fmt: skip
+    )
     terms = {"privacy.name": "local", "privacy.clip_norm": 1.0, "privacy.noise_multiplier": 1.0}
     welcome = dataclasses.replace(Welcome(0, 1, run_id, 1, "fp32", "{}", 1, 0.5), options=terms, rule=rule)
     inputs = RoundInputs(
         welcome=welcome, command=TrainCmd(round_id, 0, 1, 0.1, 0), base=torch.zeros(21), broadcast=torch.zeros(21)
-    )  # fmt: skip
+    )
     try:
         return bytes(training.train(inputs, 1, lambda: False).payload)
     finally:
@@ -203,14 +203,16 @@ def test_a_controller_that_goes_back_gets_what_later_rounds_have_released_before
 def test_virtual_clients_keep_what_they_release_in_their_folders(tmp_path: Path) -> None:
     privacy = {"name": "local", "noise_multiplier": 1.0}
     result = gradbus.simulate(
-        Moving(), 3, config=gradbus.FederatedConfig(rounds=2, eval_every=0, privacy=privacy),
+        Moving(),
+        3,
+        config=gradbus.FederatedConfig(rounds=2, eval_every=0, privacy=privacy),
         options=gradbus.SimulationOptions(processes=1, state_dir=tmp_path, domain=new_domain()),
-    )  # fmt: skip
+    )
     assert [report.updates for report in result.rounds] == [3, 3]
     kept = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.glob("client-*/released-*/*.safetensors"))
     assert [(path[:8], path[-18:]) for path in kept] == [
         (f"client-{client}", f"00000{number}.safetensors") for client in range(3) for number in (1, 2)
-    ]  # fmt: skip
+    ]
 
 
 def test_a_client_that_insists_on_noise_sends_nothing_to_a_controller_that_asks_for_none() -> None:

@@ -139,8 +139,10 @@ def test_after_its_strikes_a_client_is_in_quarantine_and_rounds_have_one_attempt
     _, start = run(4, {3: RANDOM["random shares"]}, rounds=3, limits={"max_strikes": 2})
     controller, _, seconds = start()
     assert [(one.attempt, one.clients) for one in controller.progress.reports] == [
-        (2, (0, 1, 2)), (2, (0, 1, 2)), (1, (0, 1, 2)),
-    ]  # fmt: skip
+        (2, (0, 1, 2)),
+        (2, (0, 1, 2)),
+        (1, (0, 1, 2)),
+    ]
     assert torch.equal(controller.weights, plain_weights(3, 3))
     assert seconds < PHASE_S
 

@@ -49,8 +49,9 @@ VALUES = st.floats(-1000, 1000, width=32)
 
 @given(
     data=st.lists(st.lists(VALUES, min_size=5, max_size=5), min_size=1, max_size=MEMBERS),
-    samples=st.lists(st.integers(1, 10_000), min_size=MEMBERS, max_size=MEMBERS), version=st.sampled_from((1, 2)),
-)  # fmt: skip
+    samples=st.lists(st.integers(1, 10_000), min_size=MEMBERS, max_size=MEMBERS),
+    version=st.sampled_from((1, 2)),
+)
 @settings(max_examples=60, deadline=None)
 def test_the_unmasked_sum_is_the_exact_sum(data: list[list[float]], samples: list[int], version: int) -> None:
     base, expected = torch.tensor([0.5, -1.0, 0.0, 3.0, 1e-9]), ExactMean(5)
@@ -125,9 +126,13 @@ def test_any_bytes_are_a_masked_update_or_a_codec_error(data: bytes) -> None:
 def test_what_is_not_a_masked_update_of_this_model_is_refused_by_name() -> None:
     payload = bytearray(encode(parsed(torch.ones(3)), torch.zeros(3), masks_of(np.zeros(3, np.uint64)), 1)[0])
     for at, value, why in (
-        (0, 0, "masked ones are expected"), (4, 1, "version 1"), (5, 8, "8 bytes a value"), (6, 1, "flags 0x1"),
-        (16, 4, "4 values"), (-1, 1, "ends with 0x1"),
-    ):  # fmt: skip
+        (0, 0, "masked ones are expected"),
+        (4, 1, "version 1"),
+        (5, 8, "8 bytes a value"),
+        (6, 1, "flags 0x1"),
+        (16, 4, "4 values"),
+        (-1, 1, "ends with 0x1"),
+    ):
         wrong = payload.copy()
         wrong[at] = value
         with pytest.raises(CodecError, match=why):
@@ -171,7 +176,7 @@ def test_at_the_positions_of_a_round_are_the_values_of_the_page() -> None:
     assert residual.tolist() == [0.0 if at in (first, second) else (at + 1) / 2 for at in range(4)]
     exact = UpdateMasks(
         dataclasses.replace(masks.roster, grid=CommonGrid(2)), 1, MEMBERS, np.zeros(2, np.uint64), masks.positions
-    )  # fmt: skip
+    )
     payload, of_exact, _ = encode(update, torch.zeros(4), exact, 1)
     MaskedValues.parse(payload, expected_dim=2).add_to(total := np.zeros(2, np.uint64))
     assert (total % 2**56).tolist() == [(first + 1) << 30, (second + 1) << 30]

@@ -240,9 +240,14 @@ def test_rosters_that_no_honest_server_makes_are_refused() -> None:
     roster = scene.server.close_keys()
     data, size = roster.to_bytes(), len(roster.to_bytes()) // 4
     for threshold, wrong in (
-        (2, data), (5, data), (3, data[:-1]), (3, data[size:] + data[:size]), (2, data[:size] * 2),
-        (2, data[:size]), (200, data * 100),
-    ):  # fmt: skip
+        (2, data),
+        (5, data),
+        (3, data[:-1]),
+        (3, data[size:] + data[:size]),
+        (2, data[:size] * 2),
+        (2, data[:size]),
+        (200, data * 100),
+    ):
         with pytest.raises(NotInProtocol):
             Roster.parse(ATTEMPT, threshold, wrong)
     with pytest.raises(NotMember, match="without this client"):

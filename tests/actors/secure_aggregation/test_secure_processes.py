@@ -34,9 +34,15 @@ def plain_checksums(rounds: list[list[int]]) -> list[int]:
             model = task.build_model()
             model.vector.data.copy_(base)
             task.train(
-                model, client_id=client_id, round_id=round_id, epochs=1, lr=0.01, seed=0, subset_size=0,
+                model,
+                client_id=client_id,
+                round_id=round_id,
+                epochs=1,
+                lr=0.01,
+                seed=0,
+                subset_size=0,
                 should_stop=lambda: False,
-            )  # fmt: skip
+            )
             sent = codecs.get("fp32").encode(model.vector.detach() - base)
             strategy.add(Update(codecs.parse(sent, expected_dim=DIM)), Facts(client_id=client_id, num_samples=1))
         strategy.finish(weights)

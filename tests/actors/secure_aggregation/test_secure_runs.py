@@ -73,7 +73,7 @@ def test_messages_that_are_lost_are_sent_again() -> None:
         run.connect,
         faults="drop round_terms nth=1; drop mask_roster nth=1; drop mask_shares nth=1; drop mask_survivors nth=1;"
         "drop mask_answer p=0.3 times=6; duplicate mask_answer p=0.3; seed=1",
-    )  # fmt: skip
+    )
     controller = run()
     (report,) = controller.progress.reports
     assert (report.clients, report.attempt) == ((0, 1, 2), 1)
@@ -229,11 +229,13 @@ def check_shares(job: str, observer: Observer, asked: int) -> None:
     this client may have answered another question."""
     rosters = {
         (body.round_id, body.attempt): Roster.parse(
-            Attempt(job, body.run_id, one.incarnation, body.round_id, body.attempt), body.threshold, body.members,
+            Attempt(job, body.run_id, one.incarnation, body.round_id, body.attempt),
+            body.threshold,
+            body.members,
             body.cap,
         )
         for one, body in observer.all(MaskRoster)
-    }  # fmt: skip
+    }
     senders = {(body.round_id, body.attempt): body.senders for _, body in observer.all(MaskShares)}
     answers: dict[tuple[int, int], dict[int, set[bytes]]] = defaultdict(lambda: defaultdict(set))
     for one, body in observer.all(MaskAnswer, 3):
@@ -275,9 +277,12 @@ def test_a_controller_that_is_started_again_in_mid_round_makes_new_keys_and_come
 @pytest.mark.parametrize("phase", [0, 1, 2, 3])
 def test_a_controller_may_end_in_any_phase_with_two_clients_lost_in_it_as_well(phase: int, tmp_path: Path) -> None:
     run = Run(
-        range(5), quits={3: phase, 4: phase}, checkpoint={"dir": tmp_path}, clients={"num": 5, "min": 3},
+        range(5),
+        quits={3: phase, 4: phase},
+        checkpoint={"dir": tmp_path},
+        clients={"num": 5, "min": 3},
         secure_aggregation={"threshold": 0.6},
-    )  # fmt: skip
+    )
     restarted(run, phase, grace_s=0.0)
     controller = run()
     (report,) = controller.progress.reports
@@ -287,9 +292,12 @@ def test_a_controller_may_end_in_any_phase_with_two_clients_lost_in_it_as_well(p
 
 def test_the_sum_without_one_client_is_not_unmasked_after_that_with_it(tmp_path: Path) -> None:
     run = Run(
-        range(4), checkpoint={"dir": tmp_path}, clients={"num": 4, "min": 3}, round={"max_attempts": 1},
+        range(4),
+        checkpoint={"dir": tmp_path},
+        clients={"num": 4, "min": 3},
+        round={"max_attempts": 1},
         secure_aggregation={"unmask_timeout_s": 0.6},
-    )  # fmt: skip
+    )
     tasks: list[asyncio.Task[None]] = []
     one_client = run.one_client
 
@@ -560,9 +568,7 @@ def test_central_privacy_adds_its_noise_to_the_unmasked_sum() -> None:
 def test_a_site_masks_for_its_own_clients_and_the_tree_has_the_bits_of_a_plain_run() -> None:
     async def run(secure: bool) -> tuple[Tensor, set[str]]:
         async with tree() as place:
-            centre = gradbus.Controller(
-                await place.bus("centre"), NoopTask(TREE_DIM), rules(2, sites=True, rounds=2)
-            )  # fmt: skip
+            centre = gradbus.Controller(await place.bus("centre"), NoopTask(TREE_DIM), rules(2, sites=True, rounds=2))
             watching = (await place.bus("site-0")).subscribe(Control)
             async with asyncio.TaskGroup() as group:
                 for number, ids in enumerate(((0, 1, 2), (3, 4))):

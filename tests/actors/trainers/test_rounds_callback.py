@@ -23,8 +23,14 @@ def test_a_callback_has_the_signature_of_all_and_what_it_prepares_itself() -> No
     callback = Trained("cells", name="site-1", every_n_steps=3)
     assert callback.is_prepared
     assert list(inspect.signature(Trained).parameters) == [
-        "job", "every_n_epochs", "every_n_steps", "optimizer_state", "metrics", "samples_in", "settings",
-    ]  # fmt: skip
+        "job",
+        "every_n_epochs",
+        "every_n_steps",
+        "optimizer_state",
+        "metrics",
+        "samples_in",
+        "settings",
+    ]
     with pytest.raises(OutOfTurn, match="the first one begins when the trainer does"):
         _ = callback.round
 

@@ -35,11 +35,20 @@ def reported(round_id: int, clients: int = 2) -> RoundReport:
     )
     is_peak = round_id == PEAK
     return RoundReport(
-        round_id=round_id, clients=tuple(range(clients)), expected=clients, outcome="all",
-        loss=50.0 if is_peak else 1 + math.sin(round_id), seconds=9.0 if is_peak else 0.25, train_s=0.125,
-        bytes_up=1000 + round_id % 7, bytes_down=500, accuracy=round_id / ROUNDS if round_id % 10 == 0 else None,
-        dropped={"stale": 1} if round_id % 1000 == 0 else {}, weights_crc32=round_id, timeline=timeline,
-    )  # fmt: skip
+        round_id=round_id,
+        clients=tuple(range(clients)),
+        expected=clients,
+        outcome="all",
+        loss=50.0 if is_peak else 1 + math.sin(round_id),
+        seconds=9.0 if is_peak else 0.25,
+        train_s=0.125,
+        bytes_up=1000 + round_id % 7,
+        bytes_down=500,
+        accuracy=round_id / ROUNDS if round_id % 10 == 0 else None,
+        dropped={"stale": 1} if round_id % 1000 == 0 else {},
+        weights_crc32=round_id,
+        timeline=timeline,
+    )
 
 
 def write(path: Path, rounds: int) -> Path:

@@ -33,8 +33,9 @@ def test_runs_without_accuracy_are_compared_by_the_metrics_of_their_tasks() -> N
     assert shown["r2"][1] == "0.5000"
     assert shown["test loss"] == ["2.0000", "3.0000", "1.5"]
     with style.drawing():
-        figure = draw.draw_curves([draw.curve_of_rounds(run.rounds, style.nth_look(0, "a")) for run in runs],
-                                  counted="round", sent="sent")  # fmt: skip
+        figure = draw.draw_curves(
+            [draw.curve_of_rounds(run.rounds, style.nth_look(0, "a")) for run in runs], counted="round", sent="sent"
+        )
     assert figure is not None
     assert figure.axes[0].get_ylabel() == "rmse"
     assert [list(line.get_ydata()) for line in figure.axes[0].lines] == [[4.0, 2.0], [4.0, 3.0]]
@@ -70,13 +71,14 @@ def test_what_clients_find_is_drawn_as_mean_and_median_in_their_range() -> None:
 
 
 TABLE = CrossSite(
-    round_id=3, clients=(0, 7),
+    round_id=3,
+    clients=(0, 7),
     rows=(
         CrossSiteRow(model=None, results={0: {"loss": 1.0}, 7: {"loss": 2.0, "=1+1": 0.5}}, num_samples={0: 10, 7: 20}),
         CrossSiteRow(model=0, results={0: {"loss": 0.5}}, num_samples={0: 10}, missing={7: "client lost"}),
         CrossSiteRow(model=7, failure="@not shown"),
     ),
-)  # fmt: skip
+)
 
 
 def test_a_table_of_local_models_is_drawn_with_gaps_where_there_is_no_result() -> None:
@@ -88,8 +90,9 @@ def test_a_table_of_local_models_is_drawn_with_gaps_where_there_is_no_result() -
     values = axes.images[0].get_array()
     assert values is not None
     assert [[None if math.isnan(cell) else cell for cell in row] for row in values.filled(math.nan).tolist()] == [
-        [1.0, 2.0], [0.5, None]
-    ]  # fmt: skip
+        [1.0, 2.0],
+        [0.5, None],
+    ]
     assert [label.get_text() for label in axes.get_yticklabels()] == ["global", "0"]
     assert [text.get_text() for text in axes.texts] == ["1", "2", "0.5"]
 

@@ -57,10 +57,15 @@ def test_a_controller_that_has_not_started_is_up_and_one_that_failed_says_so() -
 def test_metrics_of_a_round_that_is_evaluated_are_there_by_name_and_reports_count_once() -> None:
     followed = FollowedJob()
     found_by_clients = {"mse": ClientMetric(mean=3.0, median=2.0, std=0.5, min=1.0, max=4.0, clients=3)}
-    followed.progress.reports.append(RoundReport(
-        round_id=1, loss=2.0, eval_loss=1.5, metrics={"mse": 0.25},
-        by_clients=ClientEvaluation(asked=3, answered=3, metrics=found_by_clients),
-    ))  # fmt: skip
+    followed.progress.reports.append(
+        RoundReport(
+            round_id=1,
+            loss=2.0,
+            eval_loss=1.5,
+            metrics={"mse": 0.25},
+            by_clients=ClientEvaluation(asked=3, answered=3, metrics=found_by_clients),
+        )
+    )
     collector = JobCollector({"metrics": followed})
     for _ in range(2):
         found = samples(collector.collect())

@@ -250,10 +250,13 @@ def test_bad_updates_are_told_by_client_with_what_followed(tmp_path: Path) -> No
         conduct.strike(client_id, round_id, reason, f"<b>{reason}</b> of {client_id}")
         reports.append(
             RoundReport(
-                round_id=round_id, clients=(0, 2), expected=3, strikes=conduct.take_new(),
+                round_id=round_id,
+                clients=(0, 2),
+                expected=3,
+                strikes=conduct.take_new(),
                 marks={"clipped": (2,), "samples capped": (0, 2)} if round_id > 1 else {},
             )
-        )  # fmt: skip
+        )
     with ControllerDirectory(tmp_path) as run:
         run.add(reports)
         run.finish(reports, outcome="done", seconds=3.0)
@@ -272,17 +275,30 @@ def test_bad_updates_are_told_by_client_with_what_followed(tmp_path: Path) -> No
 def test_a_long_run_with_many_clients_stays_small_and_says_what_is_left_out(tmp_path: Path) -> None:
     def timeline(client_id: int) -> ClientTimeline:
         return ClientTimeline(
-            client_id=client_id, offered_s=1.0, granted_s=1.1, received_s=1.2, adding_s=1.3, counted_s=1.4, train_s=0.8,
-            update_norm=1.0 + client_id, residual_norm=0.5,
-        )  # fmt: skip
+            client_id=client_id,
+            offered_s=1.0,
+            granted_s=1.1,
+            received_s=1.2,
+            adding_s=1.3,
+            counted_s=1.4,
+            train_s=0.8,
+            update_norm=1.0 + client_id,
+            residual_norm=0.5,
+        )
 
     few = tuple(timeline(client_id) for client_id in range(64))
     with (tmp_path / "rounds.jsonl").open("w") as file:
         for round_id in range(1, 501):
             report = RoundReport(
-                round_id=round_id, clients=tuple(range(200)), expected=200, accuracy=0.5, loss=1.0, seconds=1.5,
-                bytes_up=10**6, timeline=few if round_id % 50 == 0 else (),
-            )  # fmt: skip
+                round_id=round_id,
+                clients=tuple(range(200)),
+                expected=200,
+                accuracy=0.5,
+                loss=1.0,
+                seconds=1.5,
+                bytes_up=10**6,
+                timeline=few if round_id % 50 == 0 else (),
+            )
             file.write(json_text(report.to_json()) + "\n")
     html = render(page_of([read_run(tmp_path)]))
     assert len(html) < 1_500_000
@@ -310,9 +326,17 @@ def test_a_file_that_is_a_folder_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(0.0, "0 µs"), (2e-6, "2 µs"), (0.0123, "12.3 ms"), (3.0, "3.00 s"), (600, "10.0 min"), (7200, "2.0 h"),
-     (math.nan, "–"), (None, "–")],
-)  # fmt: skip
+    [
+        (0.0, "0 µs"),
+        (2e-6, "2 µs"),
+        (0.0123, "12.3 ms"),
+        (3.0, "3.00 s"),
+        (600, "10.0 min"),
+        (7200, "2.0 h"),
+        (math.nan, "–"),
+        (None, "–"),
+    ],
+)
 def test_times_are_said_in_a_unit_that_fits(seconds: float | None, text: str) -> None:
     assert duration(seconds) == text
 
@@ -332,10 +356,19 @@ def test_metrics_of_a_task_without_an_accuracy_are_in_the_page_beside_the_losses
     rounds, epochs, metrics = tmp_path / "rounds", tmp_path / "epochs", {"rmse": 0.125, "worst": math.nan}
     for folder, name, report in (
         (rounds, "rounds", RoundReport(round_id=1, loss=0.5, eval_loss=0.4, metrics=metrics)),
-        (epochs, "epochs", EpochReport(
-            epoch=0, step=3, loss=0.5, eval_loss=0.4, metrics=metrics, train_metrics={"mae": 0.75},
-        )),
-    ):  # fmt: skip
+        (
+            epochs,
+            "epochs",
+            EpochReport(
+                epoch=0,
+                step=3,
+                loss=0.5,
+                eval_loss=0.4,
+                metrics=metrics,
+                train_metrics={"mae": 0.75},
+            ),
+        ),
+    ):
         folder.mkdir()
         (folder / f"{name}.jsonl").write_text(json_text(report.to_json()) + "\n")
         run = read_run(folder)

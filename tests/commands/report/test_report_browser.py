@@ -86,8 +86,10 @@ def test_a_report_shows_its_figures_and_tables_without_an_error(
     assert (sum(picture.getpixel((2, 2))) < 200) == (scheme == "dark")
     page.set_viewport_size({"width": 390, "height": 844})  # a phone
     assert page.evaluate("document.documentElement.scrollWidth") == 390
-    lines = "all => all.map(one => [one.textContent, document.createRange(), one]).map(([text, range, one]) => " \
-        "{ range.selectNodeContents(one); return [text, range.getClientRects().length] })"  # fmt: skip
+    lines = (
+        "all => all.map(one => [one.textContent, document.createRange(), one]).map(([text, range, one]) => "
+        "{ range.selectNodeContents(one); return [text, range.getClientRects().length] })"
+    )
     names = page.locator(".settings td:first-child").evaluate_all(lines)
     assert [name for name, count in names if count > 1] == [], "names that are broken"
     page.set_viewport_size({"width": 1100, "height": 900})
@@ -96,8 +98,9 @@ def test_a_report_shows_its_figures_and_tables_without_an_error(
     assert paper.getpixel((2, 2)) == (255, 255, 255)
     for figure in figures:
         printed = source_of(page, figure, "light")
-        page.wait_for_function("([id, source]) => document.querySelector(id).currentSrc == source",
-                               arg=[f"#{figure} img", printed])  # fmt: skip
+        page.wait_for_function(
+            "([id, source]) => document.querySelector(id).currentSrc == source", arg=[f"#{figure} img", printed]
+        )
     page.close()
 
 

@@ -69,9 +69,15 @@ def test_a_federated_run_leaves_the_numbers_of_its_reports(domain, tmp_path: Pat
         reports = asyncio.run(scenario(run, scalars))
     shown = curves(tmp_path / "scalars")
     for name, key in {
-        "accuracy": "accuracy", "loss/train": "loss", "loss/eval": "eval_loss", "bytes/up": "bytes_up",
-        "bytes/down": "bytes_down", "seconds/round": "seconds", "seconds/train": "train_s", "seconds/wire": "wire_s",
-    }.items():  # fmt: skip
+        "accuracy": "accuracy",
+        "loss/train": "loss",
+        "loss/eval": "eval_loss",
+        "bytes/up": "bytes_up",
+        "bytes/down": "bytes_down",
+        "seconds/round": "seconds",
+        "seconds/train": "train_s",
+        "seconds/wire": "wire_s",
+    }.items():
         assert list(shown[name]) == [1, 2]
         assert list(shown[name].values()) == rounded([getattr(report, key) for report in reports])
 
@@ -83,12 +89,17 @@ def test_rank_0_leaves_epochs_and_windows_and_goes_on_after_a_resume(run_rank, d
     for epochs in (1, 2):
         file = WorkerFile.model_validate(
             {
-                "bus": {"domain": domain}, "run_dir": tmp_path / "run",
-                "task": {"model": "gradbus.models:mnist_mlp", "data": "glyphs", "batch_size": 64,
-                         "data_options": {"train": 160, "test": 40}},
+                "bus": {"domain": domain},
+                "run_dir": tmp_path / "run",
+                "task": {
+                    "model": "gradbus.models:mnist_mlp",
+                    "data": "glyphs",
+                    "batch_size": 64,
+                    "data_options": {"train": 160, "test": 40},
+                },
                 "parallel": {"epochs": epochs, "profile": {"window_steps": 2}, "elastic": elastic},
             }
-        )  # fmt: skip
+        )
         with Scalars(TensorBoard(tmp_path / "scalars")) as scalars:
             asyncio.run(run_rank(file, RankPlace(0, 1), Output(scalars=scalars)))
     epochs_seen = [json.loads(line) for line in (tmp_path / "run" / "epochs.jsonl").read_text().splitlines()]
@@ -99,8 +110,10 @@ def test_rank_0_leaves_epochs_and_windows_and_goes_on_after_a_resume(run_rank, d
     windows = [line for line in lines if line["kind"] == "window"]
     assert [window["last_step"] + 1 for window in windows] == list(shown["seconds/step"]) == [2, 3, 5, 6]
     for name, part, key in (
-        ("seconds/wait", "mean", "wait_s"), ("seconds_max/step", "max", "step_s"), ("bytes/out", "mean", "bytes_out"),
-    ):  # fmt: skip
+        ("seconds/wait", "mean", "wait_s"),
+        ("seconds_max/step", "max", "step_s"),
+        ("bytes/out", "mean", "bytes_out"),
+    ):
         assert list(shown[name].values()) == pytest.approx([window[part][key] for window in windows], abs=1e-6)
 
 

@@ -47,11 +47,17 @@ def test_every_codec_has_a_colour_and_a_marker_of_its_own() -> None:
 @pytest.mark.parametrize(
     ("unit", "expected"),
     [
-        (style.byte_unit(0), "B"), (style.byte_unit(999), "B"), (style.byte_unit(4.8e6), "MB"),
-        (style.byte_unit(3e9), "GB"), (style.time_unit(0), "s"), (style.time_unit(90), "s"),
-        (style.time_unit(0.02), "ms"), (style.time_unit(3e-6), "µs"), (style.time_unit(3e-9), "µs"),
+        (style.byte_unit(0), "B"),
+        (style.byte_unit(999), "B"),
+        (style.byte_unit(4.8e6), "MB"),
+        (style.byte_unit(3e9), "GB"),
+        (style.time_unit(0), "s"),
+        (style.time_unit(90), "s"),
+        (style.time_unit(0.02), "ms"),
+        (style.time_unit(3e-6), "µs"),
+        (style.time_unit(3e-9), "µs"),
     ],
-)  # fmt: skip
+)
 def test_units_fit_the_largest_amount(unit: style.Unit, expected: str) -> None:
     assert unit.name == expected
 
@@ -70,8 +76,9 @@ def test_a_figure_of_a_page_is_drawn_in_the_colours_of_both_themes_with_its_text
     assert first == images_of(PageFigure("a", draw, "A title"))
     assert (first.width, first.height) == (691, 346)
     for address, orange, blue, ink in (
-        (first.light, "#e69f00", "#0072b2", "#1b1f24"), (first.dark, "#f0b13c", "#4aa3e0", "#e4e7eb"),
-    ):  # fmt: skip
+        (first.light, "#e69f00", "#0072b2", "#1b1f24"),
+        (first.dark, "#f0b13c", "#4aa3e0", "#e4e7eb"),
+    ):
         kind, _, data = address.partition(",")
         assert kind == "data:image/svg+xml;base64"
         svg = base64.b64decode(data).decode()
@@ -157,10 +164,13 @@ def make_settings(kind: str, path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "says"),
     [
-        ("pipe", "is a pipe, expected a regular file. Start the command in another folder"), ("link", "is a link"),
-        ("bytes", "is not UTF-8"), ("settings", "loaded"), ("none", "loaded"),
+        ("pipe", "is a pipe, expected a regular file. Start the command in another folder"),
+        ("link", "is a link"),
+        ("bytes", "is not UTF-8"),
+        ("settings", "loaded"),
+        ("none", "loaded"),
     ],
-)  # fmt: skip
+)
 def test_settings_of_matplotlib_in_the_folder_of_a_command_neither_hold_it_up_nor_lead_it_elsewhere(
     kind: str, says: str, tmp_path: Path
 ) -> None:

@@ -52,18 +52,27 @@ def test_a_run_is_told_to_mlflow_and_to_weights_and_biases(root: Path, domain: i
         pytest.skip("MLflow and Weights & Biases are not set up: make setup-integrations")
     task = {"model": "gradbus.models:mnist_mlp", "data": "glyphs", "batch_size": 64}
     file = tmp_path / "worker.conf.json"
-    file.write_text(json.dumps({
-        "bus": {"domain": domain}, "parallel": {"epochs": 2},
-        "task": {**task, "data_options": {"train": 160, "test": 40}},
-    }))  # fmt: skip
+    file.write_text(
+        json.dumps(
+            {
+                "bus": {"domain": domain},
+                "parallel": {"epochs": 2},
+                "task": {**task, "data_options": {"train": 160, "test": 40}},
+            }
+        )
+    )
     # MLflow's folders are asked for by a variable, as it advises a database: which needs all of MLflow, not its client.
     environment = {**os.environ, "WANDB_MODE": "offline", "MLFLOW_ALLOW_FILE_STORE": "true", "OMP_NUM_THREADS": "1"}
     run_dir, store = tmp_path / "run", tmp_path / "mlruns"
     options = ["--run-dir", run_dir, "--mlflow", store.as_uri(), "--wandb", "digits"]
     subprocess.run(
         [python, "-m", "gradbus", "worker", file, "--rank", "0", "--world", "1", *options],
-        env=environment, cwd=tmp_path, check=True, timeout=110, stdout=subprocess.DEVNULL,
-    )  # fmt: skip
+        env=environment,
+        cwd=tmp_path,
+        check=True,
+        timeout=110,
+        stdout=subprocess.DEVNULL,
+    )
     epochs = [json.loads(line) for line in (run_dir / "epochs.jsonl").read_text().splitlines()]
     tracked = json.loads((run_dir / "tracked-by-mlflow.json").read_text())
     (kept,) = store.glob(f"*/{tracked['run_id']}")
@@ -140,5 +149,7 @@ def test_without_a_key_of_weights_and_biases_nothing_is_asked_on_the_terminal(
 
 def test_settings_become_parameters_by_names_with_dots() -> None:
     assert dict(flat({"federated": {"rounds": 5, "share": {}}, "task": {"data": {"name": "x"}}})) == {
-        "federated.rounds": 5, "federated.share": {}, "task.data.name": "x",
-    }  # fmt: skip
+        "federated.rounds": 5,
+        "federated.share": {},
+        "task.data.name": "x",
+    }

@@ -21,8 +21,15 @@ def test_settings_of_the_command_line_are_in_the_command_as_a_shell_takes_them()
     own = ["bus.job=a b", f"task.task_options={options}", "federated.rounds=5", "bus.insecure=true"]
     expected = [word for one in own for word in ("--set", one)]
     assert words("controller", own, data_root=Path("data set")) == [
-        "gradbus", "controller", "my runs/c.json", "--run-dir", "out 1", "--data-root", "data set", *expected,
-    ]  # fmt: skip
+        "gradbus",
+        "controller",
+        "my runs/c.json",
+        "--run-dir",
+        "out 1",
+        "--data-root",
+        "data set",
+        *expected,
+    ]
 
 
 def test_settings_that_would_keep_the_run_from_being_continued_are_not() -> None:
@@ -32,8 +39,11 @@ def test_settings_that_would_keep_the_run_from_being_continued_are_not() -> None
 
 def test_more_rounds_take_the_place_of_those_that_were_set() -> None:
     assert words("controller", ["federated.rounds=5", "bus.job=j"], rounds=10)[5:] == [
-        "--set", "bus.job=j", "--set", "federated.rounds=10",
-    ]  # fmt: skip
+        "--set",
+        "bus.job=j",
+        "--set",
+        "federated.rounds=10",
+    ]
 
 
 @pytest.mark.parametrize(

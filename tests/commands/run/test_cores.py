@@ -205,8 +205,10 @@ def test_a_process_and_all_its_threads_are_bound_to_cores_that_no_other_rank_has
         ended = subprocess.run(
             [sys.executable, "-c", BOUND],
             env={**os.environ, **environment(rank, ranks)},
-            capture_output=True, text=True, check=False,
-        )  # fmt: skip
+            capture_output=True,
+            text=True,
+            check=False,
+        )
         assert ended.returncode == 0, ended.stderr
         own, early, told, memory, prefers = json.loads(ended.stdout)
         assert own == early == told

@@ -264,9 +264,19 @@ def test_every_rank_is_told_its_place_in_all_the_usual_ways(tmp_path: Path) -> N
     assert (variables["RANK"], variables["WORLD_SIZE"], variables["GRADBUS_RANK"]) == ("2", "3", None)
     words = list(planned.command(2, False))
     assert words[words.index("worker") :] == [
-        "worker", "--rank", "2", "--world", "3", "--log-style", "console", "--log-level", "warning", "x.json", "--set",
+        "worker",
+        "--rank",
+        "2",
+        "--world",
+        "3",
+        "--log-style",
+        "console",
+        "--log-level",
+        "warning",
+        "x.json",
+        "--set",
         "parallel.optimizer.lr=1",
-    ]  # fmt: skip
+    ]
 
 
 def test_the_number_of_ranks_may_be_in_the_configuration(tmp_path: Path) -> None:
@@ -278,10 +288,13 @@ def test_the_number_of_ranks_may_be_in_the_configuration(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("name", "local_rank", "wanted"),
     [
-        ("cuda", "1", "cuda:1"), ("cuda", "2", "cuda:0"), ("cuda:1", "0", "cuda:1"), ("cpu", "1", "cpu"),
+        ("cuda", "1", "cuda:1"),
+        ("cuda", "2", "cuda:0"),
+        ("cuda:1", "0", "cuda:1"),
+        ("cpu", "1", "cpu"),
         ("cuda", "", "cuda"),
     ],
-)  # fmt: skip
+)
 def test_ranks_of_a_machine_take_its_devices_in_turn(
     monkeypatch: pytest.MonkeyPatch, name: str, local_rank: str, wanted: str
 ) -> None:

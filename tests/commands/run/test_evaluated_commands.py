@@ -100,8 +100,13 @@ def test_the_table_of_local_models_is_printed_and_kept_for_programs_and_spreadsh
     with (path / "cross_site.csv").open(encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     assert [(row["model"], row["client"]) for row in rows] == [
-        ("global", "0"), ("global", "1"), ("0", "0"), ("0", "1"), ("1", "0"), ("1", "1"),
-    ]  # fmt: skip
+        ("global", "0"),
+        ("global", "1"),
+        ("0", "0"),
+        ("0", "1"),
+        ("1", "0"),
+        ("1", "1"),
+    ]
     assert float(rows[3]["rmse"]) == found.rows[1].results[1]["rmse"]
     assert {row["missing"] for row in rows[4:]} == {NOT_SHARED}
     assert {row["samples"] for row in rows[:4]} == {"12"}

@@ -61,8 +61,11 @@ def run_app(flower: Path, app: Path, domain: int, *options: str, path: str = "",
     """Run an app with two nodes. What its ServerApp printed. ``path``: the PYTHONPATH; ``forked``: flower_commands.py,
     to fork all processes from one that has loaded torch."""
     environment = {
-        **os.environ, "GRADBUS_BUS__DOMAIN": str(domain), "OMP_NUM_THREADS": "1", "PYTHONPATH": path,
-    }  # fmt: skip
+        **os.environ,
+        "GRADBUS_BUS__DOMAIN": str(domain),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": path,
+    }
     arguments = [
         ["flower", "run", str(app), *options],
         *(["flower", "node", str(app), "--partition", str(one), "--of", "2"] for one in range(2)),
@@ -136,11 +139,14 @@ def start(flower: Path, domain: int, *commands: list[str]) -> list[subprocess.Po
     environment = {**os.environ, "GRADBUS_BUS__DOMAIN": str(domain), "OMP_NUM_THREADS": "1"}
     return [
         subprocess.Popen(
-            [str(flower / "gradbus"), "flower", *one], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            [str(flower / "gradbus"), "flower", *one],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             text=True,
         )
         for one in commands
-    ]  # fmt: skip
+    ]
 
 
 def ends(running: list[subprocess.Popen[str]]) -> list[tuple[int, str, str]]:
@@ -163,10 +169,15 @@ def test_apps_read_the_node_config_and_their_nodes_need_no_partition(
         file.write_text(lines)
     node = ["node", str(app)]
     setting = f"flower.node_config={json.dumps({'dataset-path': str(files[1]), 'unused': 1})}"
-    server, first, second = ends(start(
-        flower, domain, ["run", str(app)], [*node, "--node-config", f"dataset-path='{files[0]}' unused=true"],
-        [*node, "--set", setting, "--name", "robot-1"],
-    ))  # fmt: skip
+    server, first, second = ends(
+        start(
+            flower,
+            domain,
+            ["run", str(app)],
+            [*node, "--node-config", f"dataset-path='{files[0]}' unused=true"],
+            [*node, "--set", setting, "--name", "robot-1"],
+        )
+    )
     assert (server[0], first[0], second[0]) == (0, 0, 0), (server, first, second)
     assert "lines 5 of 2 nodes" in server[1]
     assert re.search(r"^done: messages down .* up .*; 2 replies$", server[1], re.MULTILINE)

@@ -25,11 +25,20 @@ from gradbus.commands.run.live import (
 
 REPORTS = [
     RoundReport(
-        round_id=number, clients=tuple(range(200)), expected=200, loss=12.3456, accuracy=1.0, bytes_up=959_900_000,
-        bytes_down=959_900_000, train_s=123.45, wire_s=12.34, aggregate_s=1.234, seconds=137.02,
+        round_id=number,
+        clients=tuple(range(200)),
+        expected=200,
+        loss=12.3456,
+        accuracy=1.0,
+        bytes_up=959_900_000,
+        bytes_down=959_900_000,
+        train_s=123.45,
+        wire_s=12.34,
+        aggregate_s=1.234,
+        seconds=137.02,
     )
     for number in range(1, 101)
-]  # fmt: skip
+]
 
 
 def shown(thing: object, width: int) -> list[str]:
@@ -52,8 +61,18 @@ def test_no_number_is_cut_off_at_80_columns() -> None:
     assert "…" not in "".join(lines)
     assert lines[0].split() == ["round", "clients", "loss", "accuracy", "up", "down", "train", "s", "total", "s"]
     assert lines[-1].split() == [
-        "100", "200/200", "12.3456", "100.00", "%", "959.90", "MB", "959.90", "MB", "123.45", "137.02",
-    ]  # fmt: skip
+        "100",
+        "200/200",
+        "12.3456",
+        "100.00",
+        "%",
+        "959.90",
+        "MB",
+        "959.90",
+        "MB",
+        "123.45",
+        "137.02",
+    ]
 
 
 def test_every_column_is_there_where_there_is_room() -> None:
@@ -64,9 +83,16 @@ def test_every_column_is_there_where_there_is_room() -> None:
 @pytest.mark.parametrize("width", [40, 60, 80, 100])
 def test_epochs_fit_as_well(width: int) -> None:
     report = EpochReport(
-        epoch=99, step=123_456, loss=0.0123, accuracy=0.9876, step_s_mean=0.1234, wait_s_mean=0.0123,
-        bytes_out_per_step=1_628_200, density=0.001, seconds=123.45,
-    )  # fmt: skip
+        epoch=99,
+        step=123_456,
+        loss=0.0123,
+        accuracy=0.9876,
+        step_s_mean=0.1234,
+        wait_s_mean=0.0123,
+        bytes_out_per_step=1_628_200,
+        density=0.001,
+        seconds=123.45,
+    )
     lines = shown(epochs_table([report], width), width)
     assert len(lines) == 2
     assert "…" not in "".join(lines)
@@ -130,9 +156,19 @@ def test_the_table_shows_rounds_clients_bytes_times_and_warnings() -> None:
     console.print(RoundTable(console, log, "job mnist", progress, 2).render())
     shown = console.file.getvalue()  # type: ignore[attr-defined]
     for text in (
-        "job mnist", "1/10 rounds", "2/2", "0.5000", "90.00 %", "9.60 MB", "1.00 kB", "1.50",
-        "training round 3: updates 1/2 (min 1)", "clients here: 0, 1", "not counted: stale 2", "client silent client=1",
-    ):  # fmt: skip
+        "job mnist",
+        "1/10 rounds",
+        "2/2",
+        "0.5000",
+        "90.00 %",
+        "9.60 MB",
+        "1.00 kB",
+        "1.50",
+        "training round 3: updates 1/2 (min 1)",
+        "clients here: 0, 1",
+        "not counted: stale 2",
+        "client silent client=1",
+    ):
         assert text in shown
 
 
@@ -168,14 +204,26 @@ def test_what_passed_through_memory_is_shown_where_something_did() -> None:
 
 def test_sizes_are_decimal() -> None:
     assert [size(n) for n in (0, 999, 1000, 4_799_528, 2 * 10**9, 10**12)] == [
-        "0 B", "999 B", "1.00 kB", "4.80 MB", "2.00 GB", "1.00 TB",
-    ]  # fmt: skip
+        "0 B",
+        "999 B",
+        "1.00 kB",
+        "4.80 MB",
+        "2.00 GB",
+        "1.00 TB",
+    ]
 
 
 EPOCH = EpochReport(
-    epoch=1, step=20, loss=0.5, accuracy=0.9, step_s_mean=0.0123, wait_s_mean=0.004, bytes_out_per_step=1_628_200,
-    density=0.001, seconds=2.5,
-)  # fmt: skip
+    epoch=1,
+    step=20,
+    loss=0.5,
+    accuracy=0.9,
+    step_s_mean=0.0123,
+    wait_s_mean=0.004,
+    bytes_out_per_step=1_628_200,
+    density=0.001,
+    seconds=2.5,
+)
 
 
 def test_an_epoch_of_a_rank_other_than_0_is_one_short_line() -> None:

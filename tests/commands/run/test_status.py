@@ -61,22 +61,47 @@ def picture_of(*said: tuple[int, float, Body], now_s: float = 10.0) -> dict[str,
 
 
 STATUS = Status(
-    5, 4, "training", 1, 5, minimum=2, rounds=10, clients=5, round_s=12.34, remaining_s=287.6, awaited=[1, 2, 3, 9],
-    silent_s=[0.1, 0.2, 2.2, 0.3], quarantined=[7], dropped={"stale": 3}, last_s=1.5, bytes_up=9_600_000,
-    bytes_down=4_800_000, accuracy=0.9876, epsilon=3.14159, epsilon_budget=8.0,
-)  # fmt: skip
+    5,
+    4,
+    "training",
+    1,
+    5,
+    minimum=2,
+    rounds=10,
+    clients=5,
+    round_s=12.34,
+    remaining_s=287.6,
+    awaited=[1, 2, 3, 9],
+    silent_s=[0.1, 0.2, 2.2, 0.3],
+    quarantined=[7],
+    dropped={"stale": 3},
+    last_s=1.5,
+    bytes_up=9_600_000,
+    bytes_down=4_800_000,
+    accuracy=0.9876,
+    epsilon=3.14159,
+    epsilon_budget=8.0,
+)
 
 
 def test_each_client_that_is_waited_for_has_a_reason() -> None:
     picture = picture_of(
-        (CONTROLLER, 9.9, STATUS), (0, 9.9, hello("idle")), (1, 9.9, hello("training", 12.3)),
-        (2, 9.8, hello("uploading", 0.5)), (3, 9.0, hello("training", 3.0)), (7, 9.9, hello("idle")),
-    )  # fmt: skip
+        (CONTROLLER, 9.9, STATUS),
+        (0, 9.9, hello("idle")),
+        (1, 9.9, hello("training", 12.3)),
+        (2, 9.8, hello("uploading", 0.5)),
+        (3, 9.0, hello("training", 3.0)),
+        (7, 9.9, hello("idle")),
+    )
     clients = {client["client"]: client.get("why") for client in picture["federated"]["clients"]}
     assert clients == {
-        0: None, 1: "trains since 12.3 s", 2: "sends its update since 0.5 s", 3: "silent since 2.2 s",
-        7: "kept out for bad updates", 9: "silent since 0.3 s",
-    }  # fmt: skip
+        0: None,
+        1: "trains since 12.3 s",
+        2: "sends its update since 0.5 s",
+        3: "silent since 2.2 s",
+        7: "kept out for bad updates",
+        9: "silent since 0.3 s",
+    }
     assert lines_of(json.loads(json.dumps(picture))) == [
         "job cells",
         "training, round 4/10, 5 clients",
@@ -102,8 +127,11 @@ def test_a_client_of_a_host_does_what_its_host_does_and_the_host_is_no_client() 
     )
     clients = {client["client"]: client.get("why") for client in picture["federated"]["clients"]}
     assert clients == {
-        1: "has not begun since 0.0 s", 2: "trains since 12.3 s", 3: "silent since 2.2 s", 9: "silent since 0.3 s"
-    }  # fmt: skip
+        1: "has not begun since 0.0 s",
+        2: "trains since 12.3 s",
+        3: "silent since 2.2 s",
+        9: "silent since 0.3 s",
+    }
     assert "clients that are not waited for" not in "".join(lines_of(picture))
 
 
@@ -112,9 +140,10 @@ def test_ranks_say_which_collective_waits_and_which_rank_has_sent_no_status() ->
         "world", 4, "host-a (process 7)", 30.0, 120, 1, 8.5, 10_000_000, 9_000_000, 2, "grad/0", 7.25, [2]
     )
     picture = picture_of(
-        (0, 9.9, pulse), (1, 9.5, RankStatus("world", 4, "host-b", 30.0, 120, 1, lost=[3], dropped={"early": 2})),
+        (0, 9.9, pulse),
+        (1, 9.5, RankStatus("world", 4, "host-b", 30.0, 120, 1, lost=[3], dropped={"early": 2})),
         (2, 5.0, RankStatus("world", 4, "host-c", 25.0)),
-    )  # fmt: skip
+    )
     assert lines_of(picture) == [
         "job cells",
         "group world: 3 of 4 ranks have sent their status",
@@ -160,8 +189,9 @@ def test_of_an_elastic_group_it_is_said_who_takes_part_and_who_waits() -> None:
     picture = picture_of((0, 9.9, new), (2, 9.9, old), (7, 9.9, spare))
     assert picture["elastic"]["members"] == [0, 2, 3]
     assert lines_of(picture) == [
-        "job cells", "elastic group world: generation 5, processes 0, 2, 3 take part; waiting 7; silent 3",
-    ]  # fmt: skip
+        "job cells",
+        "elastic group world: generation 5, processes 0, 2, 3 take part; waiting 7; silent 3",
+    ]
     first = dataclasses.replace(old, generation=0, numbers=[], incarnations=[])
     assert "elastic group world: waits for its first generation" in lines_of(picture_of((0, 9.9, first)))[1]
 
@@ -172,7 +202,7 @@ def test_a_rank_of_an_elastic_group_that_is_in_no_step_yet_while_others_train_ge
     first, second, third = (
         RankStatus("world_4", 3, "h", 5.0, step=step, epoch=0, mean_ranks=mean)
         for step, mean in ((7, 2.25), (6, 2.5), (-1, 0.0))
-    )  # fmt: skip
+    )
     observer = Observer()
     for sender, at_s, body in (*views, (0, 9.9, first), (1, 9.9, second), (2, 9.9, third)):
         observer.take(Control(sender, 100 + sender, body), at_s)
@@ -181,13 +211,13 @@ def test_a_rank_of_an_elastic_group_that_is_in_no_step_yet_while_others_train_ge
     assert picture["elastic"]["mean_ranks"] == 2.25  # of the newest step
     assert not any("mean_ranks" in rank for rank in picture["groups"][0]["ranks"])
     assert lines_of(picture) == [
-        "job cells", "elastic group world: generation 4, processes 0, 2 take part; 2.25 a step in this epoch; "
-        "gets its copy: 5",
+        "job cells",
+        "elastic group world: generation 4, processes 0, 2 take part; 2.25 a step in this epoch; gets its copy: 5",
         "group world_4: 3 of 3 ranks have sent their status",
         "  rank 0: works, epoch 1, step 7, 0.0 steps/s, sent 0 B [h]",
         "  rank 1: works, epoch 1, step 6, 0.0 steps/s, sent 0 B [h]",
         "  rank 2: gets its copy, sent 0 B [h]",
-    ]  # fmt: skip
+    ]
     begins = [(rank, 9.9, dataclasses.replace(first, step=-1)) for rank in range(3)]
     assert picture_of(*views, *begins)["elastic"]["copying"] == []  # nobody trains yet
 
@@ -389,9 +419,10 @@ def test_a_group_of_ranks_and_the_collective_that_it_waits_in(monkeypatch: pytes
         called, done = asyncio.Event(), asyncio.Event()
 
         async def rank(number: int) -> None:
-            async with gradbus.connect(job=job, domain=domain) as bus, gradbus.join_group(
-                bus, rank=number, world=2
-            ) as group:  # fmt: skip
+            async with (
+                gradbus.connect(job=job, domain=domain) as bus,
+                gradbus.join_group(bus, rank=number, world=2) as group,
+            ):
                 group.at_step(41, 2)
                 if number:
                     await done.wait()

@@ -52,7 +52,7 @@ def test_virtual_clients_hosts_and_processes_make_the_same_models(
     lines = [shlex.split(line)[1:] for line in command_lines((root / "docs/virtual-clients.md").read_text("utf-8"))]
     virtual, controller, *hosts, on_a_cluster, on_ray = (
         words for words in lines if words[0] in ("virtual", "controller", "host")
-    )  # fmt: skip
+    )
     assert [words[0] for words in hosts] == ["host", "host"]
     assert on_a_cluster[:-2] == virtual  # its options are those of the host
     assert on_a_cluster[-2] == "--ray"

@@ -300,10 +300,11 @@ def test_a_rank_of_an_elastic_run_opens_its_bus_with_a_lease_of_4_s_unless_anoth
     monkeypatch.setattr(elastic, "open_bus", open_bus)
     file = WorkerFile.model_validate(
         {
-            "bus": {"network": "network", "interface": "eth0", **more}, "run_dir": tmp_path / "run",
+            "bus": {"network": "network", "interface": "eth0", **more},
+            "run_dir": tmp_path / "run",
             "task": {"model": "gradbus.models:mnist_mlp", "data": "glyphs", "data_options": {"train": 16, "test": 8}},
             "parallel": {"elastic": {"min_world": 1}},
         }
-    )  # fmt: skip
+    )
     with pytest.raises(Opened, match=str(lease_s)):
         asyncio.run(elastic.run_elastic_worker(file, RankPlace(0, 1), Output()))

@@ -68,8 +68,9 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
         runs = [f"{version}/{name}" for name in RUNS]
         runs += [
             str(hostile(folder / version / name, folder / version / f"{name}-{kind}", task).relative_to(folder))
-            for name in RUNS for kind, task in (("shell", SHELL), ("module", MODULE))
-        ]  # fmt: skip
+            for name in RUNS
+            for kind, task in (("shell", SHELL), ("module", MODULE))
+        ]
         commands += [["export", run] for run in runs]
         commands += [["report", run] for run in runs if run.endswith("-module")]  # each with all figures, twice
         commands += [["check", run] for run in runs if "/servers" not in run]  # which keep no journal
@@ -86,9 +87,15 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
 
 def audited(folder: Path, commands: list[list[str]]) -> dict[str, Outcome]:
     process = subprocess.run(
-        [sys.executable, "-P", audited_commands.__file__], input=json.dumps(commands), cwd=folder, text=True,
-        check=True, stdout=subprocess.PIPE, timeout=300, env={**os.environ, "PYTHONPATH": ""},
-    )  # fmt: skip
+        [sys.executable, "-P", audited_commands.__file__],
+        input=json.dumps(commands),
+        cwd=folder,
+        text=True,
+        check=True,
+        stdout=subprocess.PIPE,
+        timeout=300,
+        env={**os.environ, "PYTHONPATH": ""},
+    )
     return {" ".join(one["arguments"]): Outcome(**one) for one in json.loads(process.stdout)}
 
 

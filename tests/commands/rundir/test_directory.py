@@ -115,9 +115,19 @@ def test_the_best_accuracy_of_a_run_is_that_of_all_its_epochs_also_after_a_resum
         started_again = WorkerDirectory(tmp_path, 0)
         started_again.add(EpochReport(epoch=epoch, step=10, loss=1.0, accuracy=accuracy))
     summary = WorkerSummary(
-        rank=0, world=1, epochs=4, steps=40, accuracy=0.7, loss=1.0, params_hash=0, skipped_steps=0, bytes_out=0,
-        bytes_in=0, seconds=1.0, profile=ProfileSummary(rank=0),
-    )  # fmt: skip
+        rank=0,
+        world=1,
+        epochs=4,
+        steps=40,
+        accuracy=0.7,
+        loss=1.0,
+        params_hash=0,
+        skipped_steps=0,
+        bytes_out=0,
+        bytes_in=0,
+        seconds=1.0,
+        profile=ProfileSummary(rank=0),
+    )
     started_again.finish(summary, outcome="done", seconds=1.0)
     assert json.loads((tmp_path / "summary.json").read_text())["best_accuracy"] == 0.9
     assert [report.accuracy for report in started_again.reports()] == [0.8, 0.9, None, 0.7]
@@ -237,7 +247,7 @@ def open_releases(place: Path) -> None:
         ("client-3", lambda place: ClientStateStore(place, 3)),
         ("clients/client-3/released-0000000000000001", open_releases),
     ],
-)  # fmt: skip
+)
 def test_checkpoints_are_not_kept_behind_a_link_that_the_user_has_not_named(
     tmp_path: Path, name: str, begin: Callable[[Path], object]
 ) -> None:
@@ -259,10 +269,13 @@ def test_payloads_of_a_history_are_not_kept_behind_a_link(tmp_path: Path) -> Non
     assert list((tmp_path / "victim").iterdir()) == []
 
 
-@pytest.mark.parametrize("write", [
-    pytest.param(lambda path: export(path.parent / "run", path), id="--to"),
-    pytest.param(lambda path: make_report(path.parent / "run", (), path), id="--out"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "write",
+    [
+        pytest.param(lambda path: export(path.parent / "run", path), id="--to"),
+        pytest.param(lambda path: make_report(path.parent / "run", (), path), id="--out"),
+    ],
+)
 @pytest.mark.parametrize(("name", "kind"), [("pipe", "a pipe"), ("null", "a device"), ("folder", "a folder")])
 def test_a_file_takes_the_place_of_no_device_pipe_or_folder_that_the_user_names(
     tmp_path: Path, write: Callable[[Path], object], name: str, kind: str

@@ -114,8 +114,9 @@ def test_the_names_of_a_model_are_those_of_its_state() -> None:
         "transient": ["golden.scratch"],
     }
     assert FlatModel(model).names == {
-        "tied": {"golden.last.weight": "golden.first.weight"}, "unsaved": ["stateful._extra_state"]
-    }  # fmt: skip
+        "tied": {"golden.last.weight": "golden.first.weight"},
+        "unsaved": ["stateful._extra_state"],
+    }
 
 
 def changed(run: Path, to: Path, change: Change, folder: str = "") -> Path:

@@ -32,9 +32,11 @@ def fabric_of(world: int, **more: object) -> Fabric:
 def slow_fabric_of(world: int) -> Fabric:
     """One rank on a host, 10 Gbit/s, uplinks of 40."""
     return fabric_of(
-        world, network=LinkSpec(rate_bytes_s=1.25e9, latency_s=20e-6), ranks_per_host=1,
+        world,
+        network=LinkSpec(rate_bytes_s=1.25e9, latency_s=20e-6),
+        ranks_per_host=1,
         uplink=LinkSpec(rate_bytes_s=5e9, latency_s=2e-6),
-    )  # fmt: skip
+    )
 
 
 def torus_s(size: float, fabric: Fabric) -> float:

@@ -37,9 +37,7 @@ def rows_of(**more: Any) -> list[ComparisonRow]:
     return list(compare(settings, work_of(settings)))
 
 
-WAYS = [
-    "ring", "star", "halving-doubling", "hierarchical", "ps-1", "ps-n", "ina", "hina", "mtina", "cina"
-]  # fmt: skip
+WAYS = ["ring", "star", "halving-doubling", "hierarchical", "ps-1", "ps-n", "ina", "hina", "mtina", "cina"]
 
 
 def test_without_loss_every_way_takes_the_time_of_its_closed_form() -> None:
@@ -83,9 +81,13 @@ def test_buckets_go_while_the_backward_pass_goes_on() -> None:
 
 def test_a_step_ends_with_its_last_bucket_or_its_backward_pass() -> None:
     work = StepWork(
-        shapes={"one": (250_000,), "two": (500_000,)}, forward_s=1.0, backward_s=[2.0, 3.0], update_s=0.5,  # type: ignore[dict-item]
-        bucket_bytes=1, first_bucket_bytes=1,
-    )  # fmt: skip
+        shapes={"one": (250_000,), "two": (500_000,)},
+        forward_s=1.0,
+        backward_s=[2.0, 3.0],
+        update_s=0.5,  # type: ignore[dict-item]
+        bucket_bytes=1,
+        first_bucket_bytes=1,
+    )
     assert [(one.size_bytes, one.ready_s) for one in ready_buckets(work)] == [(2_000_000, 3.0), (1_000_000, 5.0)]
     assert overlapped_s(work, lambda _: 0.0) == 6.5
     assert overlapped_s(work, lambda size: size / 1e6) == 1.0 + 5.0 + 1.0 + 0.5  # the first is hidden
@@ -95,9 +97,12 @@ def test_a_step_ends_with_its_last_bucket_or_its_backward_pass() -> None:
 def test_little_memory_and_loss_cost_time_and_change_no_sum() -> None:
     """The simulation checks each sum by itself."""
     rows = rows_of(
-        steps=2, gradient_bytes=1 << 22, forward_s=0.0, backward_s=0.0,
+        steps=2,
+        gradient_bytes=1 << 22,
+        forward_s=0.0,
+        backward_s=0.0,
         compare={"ways": ["ring", "ina", "ra-ina"], "memory": [None, 0.5], "losses": [0.0, 0.01], "blocks": 128},
-    )  # fmt: skip
+    )
     found = {(row.way, row.memory, row.loss): row for row in rows}
     assert len(found) == 2 + 4 + 4  # rank programs have no memory
     for way in ("ina", "ra-ina"):

@@ -65,9 +65,13 @@ def test_a_switch_sends_a_result_once_and_every_receiver_gets_it() -> None:
 def ring_assisted_s(world: int, memory: float, *, groups: int, grabs_late: bool = False) -> float:
     """With 16 groups under way, and slots for the share ``memory`` of them."""
     return simulated(
-        "ra-ina", fabric_of(world), groups * world, slots=int(memory * 16) * world, window_blocks=16 * world,
+        "ra-ina",
+        fabric_of(world),
+        groups * world,
+        slots=int(memory * 16) * world,
+        window_blocks=16 * world,
         grabs_late=grabs_late,
-    ).time_s  # fmt: skip
+    ).time_s
 
 
 @pytest.mark.parametrize(

@@ -30,14 +30,25 @@ def drawn(kind: Any, seed: int) -> Scenario:
     if kind not in ("atp", "esa", "ra-ina", "ra-ina-reserve"):
         slots = 2 * jobs * trees * draw.choice((1, 2, 4))
     return Scenario(
-        kind=kind, fabric=Fabric(world=world, network=wire, hosts_per_leaf=draw.choice((None, 1, 2))),
-        gradient_bytes=12000, blocks=draw.choice((3, 6, 12)), jobs=jobs, trees=trees, slots=slots,
-        window_blocks=draw.choice((1, 3, 6, None)), iterations=draw.choice((1, 2, 3)),
-        compute_s=draw.choice((0, 2e-3)), starts_s=tuple(0.02 * draw.random() for _ in range(jobs)),
-        late_s={draw.randrange(world): 0.03 * draw.random()}, retransmit_s=draw.choice((3e-3, 1e-2, 3e-2)),
-        ack_bytes=draw.choice((0, 100)), grabs_late=draw.random() < 0.7, limit_s=1e4, seed=seed,
+        kind=kind,
+        fabric=Fabric(world=world, network=wire, hosts_per_leaf=draw.choice((None, 1, 2))),
+        gradient_bytes=12000,
+        blocks=draw.choice((3, 6, 12)),
+        jobs=jobs,
+        trees=trees,
+        slots=slots,
+        window_blocks=draw.choice((1, 3, 6, None)),
+        iterations=draw.choice((1, 2, 3)),
+        compute_s=draw.choice((0, 2e-3)),
+        starts_s=tuple(0.02 * draw.random() for _ in range(jobs)),
+        late_s={draw.randrange(world): 0.03 * draw.random()},
+        retransmit_s=draw.choice((3e-3, 1e-2, 3e-2)),
+        ack_bytes=draw.choice((0, 100)),
+        grabs_late=draw.random() < 0.7,
+        limit_s=1e4,
+        seed=seed,
         samples=20,  # of the use of slots, which no test here looks at
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize("first", [0, 50])

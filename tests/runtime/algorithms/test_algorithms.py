@@ -174,11 +174,16 @@ def test_powersgd_goes_on_from_a_checkpoint_with_memory_laid_out_as_without_one(
 @pytest.mark.parametrize(
     ("shape", "most", "expected"),
     [
-        ((128, 9216), None, (128, 9216)), ((128, 9216), 20, (256, 4608)), ((128, 9216), 1.2, (1024, 1152)),
-        ((9216, 128), 20, (4608, 256)), ((64, 32, 3, 3), 2, (128, 144)), ((7, 5), 1, (7, 5)), ((1, 13), 2, (1, 13)),
+        ((128, 9216), None, (128, 9216)),
+        ((128, 9216), 20, (256, 4608)),
+        ((128, 9216), 1.2, (1024, 1152)),
+        ((9216, 128), 20, (4608, 256)),
+        ((64, 32, 3, 3), 2, (128, 144)),
+        ((7, 5), 1, (7, 5)),
+        ((1, 13), 2, (1, 13)),
         ((10, 128), 1, (40, 32)),
     ],
-)  # fmt: skip
+)
 def test_long_matrices_are_cut_to_the_aspect_that_is_asked_for(shape: Any, most: float | None, expected: Any) -> None:
     algorithm = make_algorithm("powersgd", Place(0, 1), {"max_aspect": most})
     assert isinstance(algorithm, PowerSGD)

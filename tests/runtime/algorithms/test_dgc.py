@@ -66,16 +66,23 @@ class Plain:
         self.world, self.schedule = world, schedule
         self.parameters = parameters()
         self.config = codecs.DgcConfig(
-            density=0.05, momentum=settings.momentum, nesterov=settings.nesterov, clip_norm=settings.clip_norm,
-            world=world, **options,
-        )  # fmt: skip
+            density=0.05,
+            momentum=settings.momentum,
+            nesterov=settings.nesterov,
+            clip_norm=settings.clip_norm,
+            world=world,
+            **options,
+        )
         self.layout = codecs.DgcLayout.of(self.parameters.items())
         self.states = [codecs.DgcState.zeros(self.layout, seed=7) for _ in range(world)]
         self.dense = codecs.DenseMomentum.zeros(self.layout)
         self.optimizer = codecs.DgcSgd(
-            self.parameters.values(), lr=settings.lr, momentum=settings.momentum, nesterov=settings.nesterov,
+            self.parameters.values(),
+            lr=settings.lr,
+            momentum=settings.momentum,
+            nesterov=settings.nesterov,
             weight_decay=settings.weight_decay,
-        )  # fmt: skip
+        )
 
     def step(self, number: int, own: list[Gradients], active: int) -> None:
         density = codecs.warmup_density(number // 2, density=0.05, schedule=self.schedule)
@@ -169,8 +176,11 @@ def test_the_warmup_is_a_list_of_densities(warmup: Any, schedule: tuple[float, .
 
 
 SEARCH = {
-    "upper_bound": (1.05, 1.3), "lower_bound": (0.95, 0.8), "max_iterations": (0, 10), "resample": (False, True),
-}  # fmt: skip
+    "upper_bound": (1.05, 1.3),
+    "lower_bound": (0.95, 0.8),
+    "max_iterations": (0, 10),
+    "resample": (False, True),
+}
 
 
 @pytest.mark.parametrize("name", SEARCH)
@@ -192,10 +202,17 @@ def test_each_option_of_the_search_for_a_threshold_changes_what_is_sent(name: st
 
 @pytest.mark.parametrize(
     "options",
-    [{"upper_bound": 1.0}, {"upper_bound": math.inf}, {"lower_bound": 0.0}, {"lower_bound": 1.0},
-     {"max_iterations": -1}, {"max_iterations": 1001}, {"dense_dtype": "bf16"}],
+    [
+        {"upper_bound": 1.0},
+        {"upper_bound": math.inf},
+        {"lower_bound": 0.0},
+        {"lower_bound": 1.0},
+        {"max_iterations": -1},
+        {"max_iterations": 1001},
+        {"dense_dtype": "bf16"},
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_bounds_that_mean_nothing_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(options))):
         Ranks(1, **options)

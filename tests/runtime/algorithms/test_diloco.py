@@ -254,10 +254,13 @@ def test_bytes_are_those_of_the_formula(codec: str, bits: int, world: int) -> No
 @pytest.mark.parametrize(
     "options",
     [
-        {"fragments": 9, "steps": 8}, {"delay": 8, "steps": 8}, {"outer_momentum": 1.0},
-        {"dense_steps": 5, "delay": 1}, {"dense_steps": 5, "alpha": 0.5},
+        {"fragments": 9, "steps": 8},
+        {"delay": 8, "steps": 8},
+        {"outer_momentum": 1.0},
+        {"dense_steps": 5, "delay": 1},
+        {"dense_steps": 5, "alpha": 0.5},
     ],
-)  # fmt: skip
+)
 def test_options_that_cannot_work_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ValidationError, match=next(iter(options))):
         StreamingDiLoCo.Options(**options)

@@ -235,9 +235,11 @@ def test_what_is_called_periodically_is_called_soon_then_at_its_pace_and_no_more
 def test_a_driver_in_place_of_the_thread_is_told_when_the_next_step_is_due() -> None:
     looks, calls, ended = Waits(news_at=2), list[str](), list[bool]()
     loop = WaitLoop(
-        cast("Any", looks), lambda numbers, until_s: bool(numbers), failed=lambda: None,
+        cast("Any", looks),
+        lambda numbers, until_s: bool(numbers),
+        failed=lambda: None,
         ended=lambda: ended.append(True),
-    )  # fmt: skip
+    )
     assert loop.step() == IDLE_S  # nothing is to be called
     loop.add_periodic(Periodic(lambda: bool(calls.append("once")) or True, 0.5))
     assert loop.step() == 0.0  # there were news

@@ -405,9 +405,12 @@ def play(seed: int, kind: type[GenerationAgreement] = GenerationAgreement) -> Ne
     chance = random.Random(seed)
     count = chance.randint(2, 5)
     network = Network(
-        seed, kind, loss=chance.choice([0.0, 0.2, 0.5]), max_delay=chance.choice([1, 4, 12]),
+        seed,
+        kind,
+        loss=chance.choice([0.0, 0.2, 0.5]),
+        max_delay=chance.choice([1, 4, 12]),
         max_world=chance.randint(count, 6),
-    )  # fmt: skip
+    )
     for number in range(count):
         network.start(number, founders=count)
     for _ in range(chance.randint(100, 300)):

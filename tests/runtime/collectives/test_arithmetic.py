@@ -28,8 +28,10 @@ FLOAT_OPS: list[ReduceOp] = ["sum", "mean", "min", "max", "product"]
 BIT_OPS: list[ReduceOp] = ["band", "bor", "bxor"]
 OPS: list[ReduceOp] = [*FLOAT_OPS, *BIT_OPS]
 NUMPY = {"min": np.minimum, "max": np.maximum, "product": np.multiply} | {
-    "band": np.bitwise_and, "bor": np.bitwise_or, "bxor": np.bitwise_xor,
-}  # fmt: skip
+    "band": np.bitwise_and,
+    "bor": np.bitwise_or,
+    "bxor": np.bitwise_xor,
+}
 
 
 @pytest.fixture(autouse=True)

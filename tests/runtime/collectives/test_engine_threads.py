@@ -36,9 +36,15 @@ class QueueLink:
     def send(self, key: OperationKey, outgoing: OutgoingPart, finished: Finished) -> None:
         to, part, payload, signature, meta, only, written = outgoing
         frame_key = FrameKey(
-            Kind.COLLECTIVE, GROUP_ID, key.round_id, self.rank, INCARNATION + self.rank, key.call,
-            wire_name(key.name, signature, meta), part,
-        )  # fmt: skip
+            Kind.COLLECTIVE,
+            GROUP_ID,
+            key.round_id,
+            self.rank,
+            INCARNATION + self.rank,
+            key.call,
+            wire_name(key.name, signature, meta),
+            part,
+        )
         size = 0
         for head, data in frames.split(frame_key, payload, world=len(self.queues), only=only):
             for other in range(len(self.queues)) if to is None else [to]:
@@ -136,11 +142,15 @@ def test_calls_of_many_threads_at_once_all_end_with_the_right_values_and_counts(
             assert not engine.dropped
         # Each gathers 3 bytes and 1 byte, and adds up shards of 2, 2 and 1 numbers of 8 bytes.
         assert [engine.traffic.received_bytes for engine in ranks] == [
-            calls * (8 + 8 * (2 * 2 + 3)), calls * (8 + 8 * (2 * 2 + 3)), calls * (8 + 8 * (2 * 1 + 4)),
-        ]  # fmt: skip
+            calls * (8 + 8 * (2 * 2 + 3)),
+            calls * (8 + 8 * (2 * 2 + 3)),
+            calls * (8 + 8 * (2 * 1 + 4)),
+        ]
         assert [engine.traffic.sent_bytes for engine in ranks] == [
-            calls * (4 + 8 * (3 + 2)), calls * (4 + 8 * (3 + 2)), calls * (4 + 8 * (4 + 1)),
-        ]  # fmt: skip
+            calls * (4 + 8 * (3 + 2)),
+            calls * (4 + 8 * (3 + 2)),
+            calls * (4 + 8 * (4 + 1)),
+        ]
 
 
 @pytest.mark.parametrize("repetition", range(5))

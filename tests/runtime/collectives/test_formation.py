@@ -234,8 +234,15 @@ def test_the_hash_depends_on_group_world_and_every_start() -> None:
             made.hello(rank, incarnation, GroupHello(group, world, 0, False, False, OPTIONS, "h", "", []))
         return made.digest
 
-    digests = [digest("a", 2, [1, 2]), digest("b", 2, [1, 2]), digest("a", 2, [1, 3]), digest("a", 2, [2, 2]),
-               digest("a", 3, [1, 2, 3]), digest("a", 2, [11, 2]), digest("a", 2, [1, 12])]  # fmt: skip
+    digests = [
+        digest("a", 2, [1, 2]),
+        digest("b", 2, [1, 2]),
+        digest("a", 2, [1, 3]),
+        digest("a", 2, [2, 2]),
+        digest("a", 3, [1, 2, 3]),
+        digest("a", 2, [11, 2]),
+        digest("a", 2, [1, 12]),
+    ]
     assert len({*digests}) == len(digests)
     assert all(0 < value < 1 << 64 for value in digests)
     assert digest("a", 3, [1, 2]) == 0  # one is missing

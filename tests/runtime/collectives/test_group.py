@@ -181,12 +181,18 @@ def test_every_layout_in_memory_works_going_in_and_coming_out(run: Run, place: d
         matrix = vector(rank, (6, 8))
         imaginary = torch.complex(matrix, vector(rank + 10, (6, 8)))
         return {
-            "transposed": matrix.t(), "strided": matrix[::2, 1::3], "scalar": matrix[2, 3], "one": matrix[1:2, 3],
-            "none": matrix[:0], "no columns": matrix[:, :0], "imaginary": imaginary.imag, "conjugate": imaginary.conj(),
-            "negative": imaginary.conj().imag, "channels last": vector(rank, (2, 3, 4, 5)).to(
-                memory_format=torch.channels_last
-            ), "parameter": torch.nn.Parameter(matrix.clone()),
-        }  # fmt: skip
+            "transposed": matrix.t(),
+            "strided": matrix[::2, 1::3],
+            "scalar": matrix[2, 3],
+            "one": matrix[1:2, 3],
+            "none": matrix[:0],
+            "no columns": matrix[:, :0],
+            "imaginary": imaginary.imag,
+            "conjugate": imaginary.conj(),
+            "negative": imaginary.conj().imag,
+            "channels last": vector(rank, (2, 3, 4, 5)).to(memory_format=torch.channels_last),
+            "parameter": torch.nn.Parameter(matrix.clone()),
+        }
 
     async def script(group: Group) -> None:
         for name in layouts(0):

@@ -84,9 +84,7 @@ def test_a_group_that_cannot_be_opened_leaves_nothing_and_can_be_joined_later(
         raise BusError("no reader")
 
     async def main() -> None:
-        async with (
-            gradbus.connect(**place, lease_s=LEASE_S) as bus, gradbus.connect(**place, lease_s=LEASE_S) as other
-        ):  # fmt: skip
+        async with gradbus.connect(**place, lease_s=LEASE_S) as bus, gradbus.connect(**place, lease_s=LEASE_S) as other:
             with monkeypatch.context() as patch:
                 patch.setattr(RawEndpoints, "open_reader", refuse)
                 with pytest.raises(BusError, match="no reader"):
@@ -115,9 +113,10 @@ def test_a_group_that_fails_over_a_message_says_so_and_leaves_no_inbox_that_nobo
         if not can_log:
             monkeypatch.setattr(membership, "log", FullDisk())
         async with (
-            gradbus.connect(**place, lease_s=LEASE_S) as bus, gradbus.connect(**place, lease_s=LEASE_S) as other,
-            gradbus.join_group(bus, rank=0, world=1) as group
-        ):  # fmt: skip
+            gradbus.connect(**place, lease_s=LEASE_S) as bus,
+            gradbus.connect(**place, lease_s=LEASE_S) as other,
+            gradbus.join_group(bus, rank=0, world=1) as group,
+        ):
             await reads(other, Control)
             monkeypatch.setattr(Formation, "hello_now", fail)
             await other.publish(Identity(1, 77), LATE_HELLO)  # which is answered

@@ -26,7 +26,7 @@ from shared_scripts import (
     killed_while_it_sends,
     shared_of,
     sum_on_this_thread,
-)  # fmt: skip
+)
 
 import gradbus
 from gradbus.runtime.collectives import Group, chunk_sender, membership

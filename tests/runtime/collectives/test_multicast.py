@@ -66,9 +66,11 @@ def traffic(
     with group_ranks(traffic_of_collectives, len(places), size_bytes=size_bytes) as ranks:
         for rank, place in enumerate(places):
             ranks.start(
-                rank, namespace=hosts[place].name, interface=interfaces[place],
+                rank,
+                namespace=hosts[place].name,
+                interface=interfaces[place],
                 network=network | {"interface": interfaces[place]},
-            )  # fmt: skip
+            )
         nodes = ranks.nodes
         assert [node.wait(60.0) for node in nodes] == [0] * len(places)
         (sent,) = nodes[0].all("sent")

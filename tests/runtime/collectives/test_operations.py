@@ -350,10 +350,12 @@ def test_many_collectives_at_once_started_in_another_order_on_each_rank_do_not_m
 def test_what_a_rank_moves_is_what_the_algorithm_promises(algorithm: Algorithm) -> None:
     world, numel = 4, 4 * CHUNK_BYTES
     size, net = 4 * numel, MemoryNet(world)
-    net.run(*(
-        all_reduce(tensor, None, Arithmetic(torch.float32, "sum"), algorithm, rank, world)
-        for rank, tensor in enumerate(vectors(world, numel))
-    ))  # fmt: skip
+    net.run(
+        *(
+            all_reduce(tensor, None, Arithmetic(torch.float32, "sum"), algorithm, rank, world)
+            for rank, tensor in enumerate(vectors(world, numel))
+        )
+    )
     moved = [(engine.traffic.sent_bytes, engine.traffic.received_bytes) for engine in net.engines]
     if algorithm == "direct":
         assert moved == [(size, 3 * size)] * world  # what goes to all counts once going out

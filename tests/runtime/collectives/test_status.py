@@ -84,9 +84,10 @@ def test_a_plain_group_names_the_rank_that_does_not_call(log: Log, monkeypatch: 
         job, domain = f"stalls-{os.getpid()}", new_domain()
 
         async def rank(number: int) -> None:
-            async with gradbus.connect(job=job, domain=domain) as bus, gradbus.join_group(
-                bus, rank=number, world=3, stall_warning_s=0.2
-            ) as group:  # fmt: skip
+            async with (
+                gradbus.connect(job=job, domain=domain) as bus,
+                gradbus.join_group(bus, rank=number, world=3, stall_warning_s=0.2) as group,
+            ):
                 if number == 2:
                     await log.two_ranks.wait()
                 await group.all_reduce("loss/4", torch.ones(4), op="mean", round_id=4)

@@ -109,10 +109,19 @@ def test_what_has_no_values_in_plain_memory_is_refused(tensor: Tensor, why: str)
 
 @pytest.mark.parametrize(
     "payload",
-    [b"abc", bytearray(b"abc"), memoryview(b"xabcx")[1:4], np.frombuffer(b"abc", np.uint8), b"", np.empty(0),
-     np.arange(6, dtype=np.int32).reshape(2, 3), np.float64(2.5), memoryview(np.arange(4.0))],
+    [
+        b"abc",
+        bytearray(b"abc"),
+        memoryview(b"xabcx")[1:4],
+        np.frombuffer(b"abc", np.uint8),
+        b"",
+        np.empty(0),
+        np.arange(6, dtype=np.int32).reshape(2, 3),
+        np.float64(2.5),
+        memoryview(np.arange(4.0)),
+    ],
     ids=lambda payload: type(payload).__name__,
-)  # fmt: skip
+)
 def test_any_contiguous_bytes_like_object_is_a_payload(payload: object) -> None:
     assert payload_bytes(payload).tobytes() == memoryview(payload).tobytes()  # type: ignore[arg-type]
 

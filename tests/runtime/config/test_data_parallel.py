@@ -70,9 +70,11 @@ def test_what_is_wrong_is_said_in_one_line(values: dict[str, Any], text: str) ->
 def test_ranks_do_not_compare_settings_that_may_differ(tmp_path: Any) -> None:
     mine = DataParallelConfig(checkpoint={"dir": tmp_path / "a", "timeout_s": 3}, report_every_steps=5)
     theirs = DataParallelConfig(
-        checkpoint={"dir": tmp_path / "b"}, timeouts={"collective_s": 5}, profile={"window_steps": 3},
+        checkpoint={"dir": tmp_path / "b"},
+        timeouts={"collective_s": 5},
+        profile={"window_steps": 3},
         history={"dir": tmp_path},
-    )  # fmt: skip
+    )
     shared = mine.shared({"name": "dense", "wire": "fp32"})
     assert shared == theirs.shared({"name": "dense", "wire": "fp32"})
     assert {"optimizer.lr", "checkpoint.keep", "algorithm.name", "algorithm.wire", "seed"} < shared.keys()

@@ -255,13 +255,16 @@ def test_a_value_out_of_range_is_refused_with_its_key_and_what_was_found(key: st
 def test_what_a_setting_may_be_the_wire_takes() -> None:
     """A Controller with a value that it cannot send would end at its first client."""
     longest = FederatedConfig(
-        clients={"heartbeat_s": 3600.0, "dead_after_s": 1e9}, round={"timeout_s": 1e9}, evaluation={"timeout_s": 1e9},
-    )  # fmt: skip
+        clients={"heartbeat_s": 3600.0, "dead_after_s": 1e9},
+        round={"timeout_s": 1e9},
+        evaluation={"timeout_s": 1e9},
+    )
     shortest = FederatedConfig(clients={"heartbeat_s": 0.01})
     for name, values in {
         "heartbeat_s": [longest.clients.heartbeat_s, shortest.clients.heartbeat_s],
-        "round_s": [longest.round.timeout_s], "remaining_s": [longest.evaluation.timeout_s],
-    }.items():  # fmt: skip
+        "round_s": [longest.round.timeout_s],
+        "remaining_s": [longest.evaluation.timeout_s],
+    }.items():
         hints = [get_type_hints(kind, vars(control), include_extras=True) for kind in get_args(control.Body)]
         of_wire = [hint[name] for hint in hints if name in hint]
         assert of_wire, name
@@ -272,11 +275,16 @@ def test_what_a_setting_may_be_the_wire_takes() -> None:
 @pytest.mark.parametrize(
     ("metric", "set_to", "best"),
     [
-        ("eval_loss", None, "min"), ("accuracy", None, "max"), ("accuracy", "min", "min"), ("rmse", "max", "max"),
-        ("client.accuracy", None, "max"), ("client.accuracy.median", None, "max"), ("client.accuracy.std", None, "min"),
+        ("eval_loss", None, "min"),
+        ("accuracy", None, "max"),
+        ("accuracy", "min", "min"),
+        ("rmse", "max", "max"),
+        ("client.accuracy", None, "max"),
+        ("client.accuracy.median", None, "max"),
+        ("client.accuracy.std", None, "min"),
         ("client.loss.max", None, "min"),
     ],
-)  # fmt: skip
+)
 def test_the_best_of_a_metric_is_what_its_setting_says_or_else_what_is_known_of_it(
     metric: str, set_to: Any, best: str
 ) -> None:

@@ -205,11 +205,14 @@ def test_a_cut_that_is_longer_than_both_leases_loses_what_is_volatile_and_may_re
     left, right = hosts
     here, there = (
         {
-            "profile": "network", "interface": one.interface, "peers": [one.address, other.address],
-            "lease_s": SHORT_LEASE_S, "prefix": one.prefix,
+            "profile": "network",
+            "interface": one.interface,
+            "peers": [one.address, other.address],
+            "lease_s": SHORT_LEASE_S,
+            "prefix": one.prefix,
         }
         for one, other in ((left, right), (right, left))
-    )  # fmt: skip
+    )
     writer, reader = start(**here), start(**there)
     joined(writer, reader, *BOTH)
     for channel in BOTH:

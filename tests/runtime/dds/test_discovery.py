@@ -39,14 +39,25 @@ def announcement(prefix: bytes, user_data: str, *hosts: str | bytes) -> bytes:
     said = user_data.encode()
     properties = struct.pack("<I", len(hosts)) + b"".join(text("__Hostname") + text(host) for host in hosts)
     locator = struct.pack("<iI", 1, 9) + bytes(12) + socket.inet_aton("127.0.0.1")
-    body = b"".join((
-        struct.pack("<HH", 0, 16), bytes.fromhex("000100c7"), bytes.fromhex("000100c2"), struct.pack("<iI", 0, 1),
-        b"\0\3\0\0", parameter(0x15, b"\2\5\0\0"), parameter(0x16, b"\1\x10\0\0"),
-        parameter(0x50, prefix + bytes.fromhex("000001c1")), parameter(0x58, bytes(4)), parameter(0x31, locator),
-        parameter(0x32, locator), parameter(0x2C, struct.pack("<I", len(said)) + said),
-        parameter(0x59, properties + struct.pack("<I", 0)),
-        parameter(0x02, struct.pack("<iI", 600, 0)), struct.pack("<HH", 1, 0),
-    ))  # fmt: skip
+    body = b"".join(
+        (
+            struct.pack("<HH", 0, 16),
+            bytes.fromhex("000100c7"),
+            bytes.fromhex("000100c2"),
+            struct.pack("<iI", 0, 1),
+            b"\0\3\0\0",
+            parameter(0x15, b"\2\5\0\0"),
+            parameter(0x16, b"\1\x10\0\0"),
+            parameter(0x50, prefix + bytes.fromhex("000001c1")),
+            parameter(0x58, bytes(4)),
+            parameter(0x31, locator),
+            parameter(0x32, locator),
+            parameter(0x2C, struct.pack("<I", len(said)) + said),
+            parameter(0x59, properties + struct.pack("<I", 0)),
+            parameter(0x02, struct.pack("<iI", 600, 0)),
+            struct.pack("<HH", 1, 0),
+        )
+    )
     return b"RTPS\2\5\1\x10" + prefix + struct.pack("<BBH", 0x15, 5, len(body)) + body
 
 

@@ -73,8 +73,9 @@ def test_addresses_that_end_cyclone_are_none(server: NameServer, names: HostName
     server.addresses = {"blocked": ["0.0.0.0"], "mixed": ["0.0.0.0", "192.0.2.1", "255.255.255.255"], "empty": []}
     assert names.look_up(["blocked", "mixed", "empty"], PATIENT_S) == {"mixed": ("192.0.2.1",)}
     assert names.reasons(["blocked", "empty"]) == {
-        "blocked": "it is 0.0.0.0: it stands for no single machine", "empty": "it has no address",
-    }  # fmt: skip
+        "blocked": "it is 0.0.0.0: it stands for no single machine",
+        "empty": "it has no address",
+    }
 
 
 def test_a_name_server_that_does_not_answer_is_waited_for_a_bounded_time_and_what_it_says_later_counts(

@@ -19,8 +19,11 @@ def outcomes(cases: list[Case], domain: int) -> list[str]:
     """What comes of a participant with each of these settings, in a process of its own."""
     child = subprocess.run(
         [sys.executable, str(Path(__file__).with_name("hostile_child.py"))],
-        input=json.dumps({"domain": domain, "cases": cases}), capture_output=True, text=True, timeout=DEADLINE_S,
-    )  # fmt: skip
+        input=json.dumps({"domain": domain, "cases": cases}),
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+    )
     assert child.returncode == 0, child.stderr
     found: list[str] = json.loads(child.stdout)
     assert len(found) == len(cases)

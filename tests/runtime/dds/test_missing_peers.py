@@ -80,8 +80,9 @@ def test_a_line_comes_every_so_often_and_not_before(monkeypatch: pytest.MonkeyPa
         now_s[0] += 0.1
         waiting.look([0], reason="it is late", misconfiguration="it has another key")
     assert [(line["event"], line["group"], line["missing"], line["waited_s"]) for line in log.lines] == [
-        ("still waiting", "g", [0], 10), ("still waiting", "g", [0], 20),
-    ]  # fmt: skip
+        ("still waiting", "g", [0], 10),
+        ("still waiting", "g", [0], 20),
+    ]
     assert log.lines[0]["hint"].startswith("it is late. Likely reason: it has another key. Start it. ")
 
 

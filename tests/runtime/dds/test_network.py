@@ -75,9 +75,10 @@ def test_a_users_buffer_in_whatever_capitals_stands_in_place_of_ours(profile: ne
 
 
 def test_on_a_network_a_sample_fits_into_the_buffer_to_send_so_that_no_heartbeat_overtakes_it() -> None:
-    sizes = [tree.find("Domain/Internal/SocketSendBufferSize") for tree in (
-        built(NetworkConfig()), built(NetworkConfig(profile="network"))
-    )]  # fmt: skip
+    sizes = [
+        tree.find("Domain/Internal/SocketSendBufferSize")
+        for tree in (built(NetworkConfig()), built(NetworkConfig(profile="network")))
+    ]
     assert sizes[0] is None
     assert sizes[1] is not None
     assert sizes[1].get("max") == "2MiB"
@@ -206,11 +207,18 @@ def test_what_leaves_the_machine_is_known_whatever_the_capitals_of_the_users_doc
 @pytest.mark.parametrize(
     ("address", "elsewhere"),
     [
-        ("127.0.0.1", False), ("127.0.0.1:7410", False), ("localhost", False), ("localhost:7410", False),
-        ("[::1]", False), ("2001:db8::1", True), ("192.0.2.10", True), ("127.evil.example", True),
-        ("localhost.evil.example", True), ("239.255.0.1", True),
+        ("127.0.0.1", False),
+        ("127.0.0.1:7410", False),
+        ("localhost", False),
+        ("localhost:7410", False),
+        ("[::1]", False),
+        ("2001:db8::1", True),
+        ("192.0.2.10", True),
+        ("127.evil.example", True),
+        ("localhost.evil.example", True),
+        ("239.255.0.1", True),
     ],
-)  # fmt: skip
+)
 def test_a_peer_is_on_this_machine_if_its_address_is_and_not_if_it_only_begins_like_one(
     address: str, elsewhere: bool
 ) -> None:

@@ -17,12 +17,16 @@ from gradbus.runtime.errors import ConfigError
 @pytest.mark.parametrize(
     ("text", "peer"),
     [
-        ("192.0.2.7", PeerAddress("192.0.2.7")), ("192.0.2.7:7412", PeerAddress("192.0.2.7", 7412)),
-        ("robot-7", PeerAddress("robot-7")), ("robot_7.fleet.example.:1", PeerAddress("robot_7.fleet.example.", 1)),
-        ("udp/192.0.2.7:65535", PeerAddress("192.0.2.7", 65535)), ("239.255.0.1", PeerAddress("239.255.0.1")),
-        ("7up.example", PeerAddress("7up.example")), ("a" * 63, PeerAddress("a" * 63)),
+        ("192.0.2.7", PeerAddress("192.0.2.7")),
+        ("192.0.2.7:7412", PeerAddress("192.0.2.7", 7412)),
+        ("robot-7", PeerAddress("robot-7")),
+        ("robot_7.fleet.example.:1", PeerAddress("robot_7.fleet.example.", 1)),
+        ("udp/192.0.2.7:65535", PeerAddress("192.0.2.7", 65535)),
+        ("239.255.0.1", PeerAddress("239.255.0.1")),
+        ("7up.example", PeerAddress("7up.example")),
+        ("a" * 63, PeerAddress("a" * 63)),
     ],
-)  # fmt: skip
+)
 def test_addresses_and_names_may_be_peers_and_may_have_a_port(text: str, peer: PeerAddress) -> None:
     assert parse_peer(text, "peers") == peer
 
@@ -30,12 +34,43 @@ def test_addresses_and_names_may_be_peers_and_may_have_a_port(text: str, peer: P
 @pytest.mark.parametrize(
     "text",
     [
-        "", " ", ":7410", "192.0.2.7:", "192.0.2.7:0", "192.0.2.7:65536", "192.0.2.7:07410", "192.0.2.7:-1",
-        "192.0.2.7:7410x", "192.0.2.7 ", "300.1.1.1", "1.2.3", "1", "0x7f000001", "0.0.0.0", "0.0.0.0:7410",
-        "255.255.255.255", "-robot", "robot-", "a..b", "a" * 64, "a." * 127 + "a", "a" * 5_000, "robot/8", "tcp/robot",
-        "robot@1", "robot 7", "%s%n", "${HOME}", "höst", "robot\n", "robot\x00", 7, None, b"robot",
+        "",
+        " ",
+        ":7410",
+        "192.0.2.7:",
+        "192.0.2.7:0",
+        "192.0.2.7:65536",
+        "192.0.2.7:07410",
+        "192.0.2.7:-1",
+        "192.0.2.7:7410x",
+        "192.0.2.7 ",
+        "300.1.1.1",
+        "1.2.3",
+        "1",
+        "0x7f000001",
+        "0.0.0.0",
+        "0.0.0.0:7410",
+        "255.255.255.255",
+        "-robot",
+        "robot-",
+        "a..b",
+        "a" * 64,
+        "a." * 127 + "a",
+        "a" * 5_000,
+        "robot/8",
+        "tcp/robot",
+        "robot@1",
+        "robot 7",
+        "%s%n",
+        "${HOME}",
+        "höst",
+        "robot\n",
+        "robot\x00",
+        7,
+        None,
+        b"robot",
     ],
-)  # fmt: skip
+)
 def test_what_can_be_no_address_is_refused_with_the_setting_and_what_to_do(text: object) -> None:
     with pytest.raises(ConfigError, match=r"^peers \(bus\.peers\): .* Name the machine by its IP address$") as caught:
         NetworkConfig(peers=(text,))  # type: ignore[arg-type]
@@ -45,10 +80,13 @@ def test_what_can_be_no_address_is_refused_with_the_setting_and_what_to_do(text:
 @pytest.mark.parametrize(
     ("text", "peer"),
     [
-        ("::1", PeerAddress("::1")), ("[::1]", PeerAddress("::1")), ("[::1]:7410", PeerAddress("::1", 7410)),
-        ("2001:DB8:0::7", PeerAddress("2001:db8::7")), ("udp6/[2001:db8::7]:1", PeerAddress("2001:db8::7", 1)),
+        ("::1", PeerAddress("::1")),
+        ("[::1]", PeerAddress("::1")),
+        ("[::1]:7410", PeerAddress("::1", 7410)),
+        ("2001:DB8:0::7", PeerAddress("2001:db8::7")),
+        ("udp6/[2001:db8::7]:1", PeerAddress("2001:db8::7", 1)),
     ],
-)  # fmt: skip
+)
 def test_ipv6_addresses_may_be_peers_in_each_of_their_texts(text: str, peer: PeerAddress) -> None:
     assert parse_peer(text, "peers") == peer
     assert parse_peer(peer.at(peer.host), "peers") == peer
@@ -57,11 +95,17 @@ def test_ipv6_addresses_may_be_peers_in_each_of_their_texts(text: str, peer: Pee
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("fe80::1", "needs a zone"), ("fe80::1%eth0", "needs a zone"), ("::", "no single machine"),
-        ("::ffff:192.0.2.1", "the IPv4 address itself"), ("[::1]:0", "a port of 1 to 65535"), ("[::1]:", "a port of"),
-        ("[192.0.2.1]x", "expected an IP"), ("[robot-7]", "expected an IP"), ("1:2:3", "expected an IP"),
+        ("fe80::1", "needs a zone"),
+        ("fe80::1%eth0", "needs a zone"),
+        ("::", "no single machine"),
+        ("::ffff:192.0.2.1", "the IPv4 address itself"),
+        ("[::1]:0", "a port of 1 to 65535"),
+        ("[::1]:", "a port of"),
+        ("[192.0.2.1]x", "expected an IP"),
+        ("[robot-7]", "expected an IP"),
+        ("1:2:3", "expected an IP"),
     ],
-)  # fmt: skip
+)
 def test_an_ipv6_address_that_cyclone_cannot_use_is_refused_with_the_reason(text: str, why: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(why)):
         NetworkConfig(peers=(text,))
@@ -116,10 +160,14 @@ def test_names_become_numbers_in_their_place_and_those_without_one_are_left_to_t
     assert names_in(document) == {"here": [None, 7410], "late": [None, 7410, 7412]}
     known = {"here": ("192.0.2.2", "198.51.100.2")}
     assert addresses(with_addresses(document, known, "192.0.2.9:40000")) == [
-        ("192.0.2.1", ""), ("192.0.2.1:7410", "inf"),
-        ("192.0.2.2", ""), ("198.51.100.2", ""), ("192.0.2.2:7410", "inf"), ("198.51.100.2:7410", "inf"),
+        ("192.0.2.1", ""),
+        ("192.0.2.1:7410", "inf"),
+        ("192.0.2.2", ""),
+        ("198.51.100.2", ""),
+        ("192.0.2.2:7410", "inf"),
+        ("198.51.100.2:7410", "inf"),
         ("192.0.2.9:40000", "inf"),
-    ]  # fmt: skip
+    ]
 
 
 def test_a_relay_is_added_where_no_name_has_an_address() -> None:

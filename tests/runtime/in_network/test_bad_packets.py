@@ -80,8 +80,9 @@ def test_a_worker_that_sends_twice_is_added_once_whatever_it_sends_the_second_ti
     assert [packet.kind for packet in (*first, *again)] == [PacketKind.AGGREGATOR_ACK] * 2
     _, *results = node.receive(contribution(2, 7, bitmap=1), 0.0)
     assert [(packet.destination, packet.values.tolist()) for packet in results if packet.values is not None] == [
-        (1, [12] * ELEMS), (2, [12] * ELEMS),
-    ]  # fmt: skip
+        (1, [12] * ELEMS),
+        (2, [12] * ELEMS),
+    ]
 
 
 def test_a_full_sum_is_not_added_over_a_part_of_it() -> None:

@@ -17,10 +17,17 @@ ELEMS = 3
 
 def packet(kind: PacketKind, *, values: bool, **fields: int) -> Packet:
     return Packet(
-        kind, 1, 2, fields.get("group", 3), 0, -1, values=np.arange(ELEMS, dtype=np.int32) if values else None,
-        bitmap=fields.get("bitmap", 5), acked=PacketKind.GATHER if kind is PacketKind.RING_ACK else None,
+        kind,
+        1,
+        2,
+        fields.get("group", 3),
+        0,
+        -1,
+        values=np.arange(ELEMS, dtype=np.int32) if values else None,
+        bitmap=fields.get("bitmap", 5),
+        acked=PacketKind.GATHER if kind is PacketKind.RING_ACK else None,
         is_repeated=True,
-    )  # fmt: skip
+    )
 
 
 PACKETS = [

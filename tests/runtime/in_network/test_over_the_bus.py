@@ -249,10 +249,14 @@ def test_a_worker_speaks_for_itself_alone(place: dict[str, Any], run: Run, forge
 
 @pytest.mark.parametrize(
     "plan",
-    [{}, None, {"route": "ina", "block_elems": ELEMS, "window_groups": -1},
-     {"route": "ina", "block_elems": ELEMS, "window_groups": 1 << 40},
-     {"route": "other", "block_elems": ELEMS, "window_groups": 1}],
-)  # fmt: skip
+    [
+        {},
+        None,
+        {"route": "ina", "block_elems": ELEMS, "window_groups": -1},
+        {"route": "ina", "block_elems": ELEMS, "window_groups": 1 << 40},
+        {"route": "other", "block_elems": ELEMS, "window_groups": 1},
+    ],
+)
 def test_a_plan_that_makes_no_sense_is_refused_and_takes_no_slots(
     place: dict[str, Any], run: Run, plan: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -33,12 +33,15 @@ def test_ranks_that_are_missing_or_named_twice_are_refused() -> None:
 def test_a_tree_adds_by_leaves_and_a_chain_adds_on() -> None:
     by_leaf = AggregatorTopology(kind="tree", leaves=2).nodes(["a"] * 4, window_groups=2)
     assert {number: (node.covers, node.parent) for number, node in by_leaf.items()} == {
-        4: (0b0011, 6), 5: (0b1100, 6), 6: (0b1111, None),
-    }  # fmt: skip
+        4: (0b0011, 6),
+        5: (0b1100, 6),
+        6: (0b1111, None),
+    }
     in_a_row = AggregatorTopology(kind="chain", leaves=2).nodes(["a"] * 4, window_groups=2)
     assert {number: (node.covers, node.parent) for number, node in in_a_row.items()} == {
-        4: (0b0011, 5), 5: (0b1111, None),
-    }  # fmt: skip
+        4: (0b0011, 5),
+        5: (0b1111, None),
+    }
     assert in_a_row[5].result_to == (2, 3, 4)
     assert [aggregators_of(by_leaf, rank) for rank in range(4)] == [(4,), (4,), (5,), (5,)]
 
@@ -46,8 +49,12 @@ def test_a_tree_adds_by_leaves_and_a_chain_adds_on() -> None:
 def test_several_roots_share_the_groups_and_need_fewer_lanes_each() -> None:
     trees = AggregatorTopology(kind="tree", leaves=2, roots=3).nodes(["a"] * 2, window_groups=4)
     assert [(node.tree, node.parents, node.lanes) for node in trees.values()] == [
-        (None, range(4, 7), 8), (None, range(4, 7), 8), (0, range(0), 3), (1, range(0), 3), (2, range(0), 3),
-    ]  # fmt: skip
+        (None, range(4, 7), 8),
+        (None, range(4, 7), 8),
+        (0, range(0), 3),
+        (1, range(0), 3),
+        (2, range(0), 3),
+    ]
     side_by_side = AggregatorTopology(roots=2).nodes(["a"] * 2, window_groups=4)
     assert aggregators_of(side_by_side, 0) == (2, 3)
 

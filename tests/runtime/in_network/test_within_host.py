@@ -63,8 +63,9 @@ def test_the_last_rank_of_a_host_sends_for_all_of_it() -> None:
         ["a", "a", "a", "b", "c", "c"], window_groups=2
     )
     assert [dict(node.children or {}) for node in nodes.values()] == [
-        {2: 0b000111}, {6: 0b000111, 3: 0b001000, 5: 0b110000},
-    ]  # fmt: skip
+        {2: 0b000111},
+        {6: 0b000111, 3: 0b001000, 5: 0b110000},
+    ]
     assert [node.result_to for node in nodes.values()] == [(2,), (3, 5, 6)]
     assert [aggregators_of(nodes, rank) for rank in range(6)] == [(), (), (6,), (7,), (), (7,)]
     assert neighbours(nodes[6]) == [2, 7]

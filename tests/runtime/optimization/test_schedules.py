@@ -59,7 +59,7 @@ def values(optimizer: torch.optim.Optimizer) -> list[tuple[float, float]]:
         ("fixed", lambda o: None),
         ({"name": f"{__name__}:Halved", "every": 3}, lambda o: Halved(o, 3)),
     ],
-)  # fmt: skip
+)
 def test_each_step_has_the_rates_that_torch_gives_it(choice: Any, plain: Any) -> None:
     ours, theirs = sgd(), sgd()
     going, scheduler = schedule(choice, ours), plain(theirs)

@@ -198,12 +198,16 @@ def test_any_bytes_are_refused_for_a_reason_and_leave_nothing(data: bytes) -> No
 @given(
     st.builds(
         EnvelopeHeader,
-        st.integers(0, 255), st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1),
-        st.binary(min_size=16, max_size=16), st.one_of(st.just(KEY.id), st.binary(min_size=8, max_size=8)),
+        st.integers(0, 255),
+        st.integers(0, 2**32 - 1),
+        st.integers(0, 2**32 - 1),
+        st.integers(0, 2**64 - 1),
+        st.binary(min_size=16, max_size=16),
+        st.one_of(st.just(KEY.id), st.binary(min_size=8, max_size=8)),
         st.integers(0, 2**32 - 1),
     ),
     st.binary(max_size=200),
-)  # fmt: skip
+)
 def test_any_header_is_refused_before_memory_is_taken_for_it(header: EnvelopeHeader, body: bytes) -> None:
     seal = make()
     assert reason(seal.decryptor(TOPIC, ignores_own=False), envelope.pack(header) + body) != "opened"

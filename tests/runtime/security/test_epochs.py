@@ -90,9 +90,14 @@ def test_a_model_counts_only_with_the_controllers_signature_over_all_that_it_is(
     signed = key._replace(name=name)
 
     def check(
-        public: bytes = SERVER.public, session: bytes = keys.controller, newest: int = keys.epoch,
-        key: FrameKey = signed, flags: int = 1, payload: bytes = payload, job: str = JOB,
-    ) -> None:  # fmt: skip
+        public: bytes = SERVER.public,
+        session: bytes = keys.controller,
+        newest: int = keys.epoch,
+        key: FrameKey = signed,
+        flags: int = 1,
+        payload: bytes = payload,
+        job: str = JOB,
+    ) -> None:
         check_model(job, public, session, newest, key, flags, len(payload))
         check_payload(key, payload)
 
@@ -100,13 +105,23 @@ def test_a_model_counts_only_with_the_controllers_signature_over_all_that_it_is(
     changed = bytearray(payload)
     changed[500] ^= 1
     for wrong in (
-        {"payload": bytes(changed)}, {"payload": payload[:-1]}, {"flags": 0}, {"job": "other"}, {"public": ONE.public},
-        {"session": bytes(16)}, {"newest": keys.epoch - 1}, {"key": key}, {"key": signed._replace(round_id=4)},
-        {"key": signed._replace(job=6)}, {"key": signed._replace(transfer=3)}, {"key": signed._replace(incarnation=8)},
-        {"key": signed._replace(name=name[:-1])}, {"key": signed._replace(name="0" * 8 + name[8:])},
+        {"payload": bytes(changed)},
+        {"payload": payload[:-1]},
+        {"flags": 0},
+        {"job": "other"},
+        {"public": ONE.public},
+        {"session": bytes(16)},
+        {"newest": keys.epoch - 1},
+        {"key": key},
+        {"key": signed._replace(round_id=4)},
+        {"key": signed._replace(job=6)},
+        {"key": signed._replace(transfer=3)},
+        {"key": signed._replace(incarnation=8)},
+        {"key": signed._replace(name=name[:-1])},
+        {"key": signed._replace(name="0" * 8 + name[8:])},
         {"key": signed._replace(name=name[:8] + hashlib.sha256(changed).hexdigest() + name[72:]), "payload": changed},
         {"key": signed._replace(name=sign_model(JOB, ONE, hall.controller.session, keys.epoch, key, 1, payload))},
-    ):  # fmt: skip
+    ):
         with pytest.raises(FrameError) as caught:
             check(**wrong)  # type: ignore[arg-type]
         assert caught.value.reason == "signature"

@@ -345,9 +345,13 @@ def test_a_newcomer_is_not_excluded_for_what_it_sent_while_this_process_stood_st
     """It came just before; its greeting is read as soon as this process goes on. The clock is that of the test."""
     clock, guest = _Clock(), bytes(16)
     writer = Mock(
-        topic=SimpleNamespace(name="train/x"), has_new_readers=True, awaited_since_s=clock.now_s, refused_since_s=0.0,
-        throttled_s=0.0, readers=lambda known: {1: MatchedReader(guest, True)},
-    )  # fmt: skip
+        topic=SimpleNamespace(name="train/x"),
+        has_new_readers=True,
+        awaited_since_s=clock.now_s,
+        refused_since_s=0.0,
+        throttled_s=0.0,
+        readers=lambda known: {1: MatchedReader(guest, True)},
+    )
     receiver: Any = SimpleNamespace(writers=[writer], rejected=Counter[str](), add_periodic=lambda periodic: None)
     node: Any = SimpleNamespace(own_prefixes=set, claims=dict, exclusion=lambda: Mock())
     members: set[bytes] = set()
@@ -383,11 +387,16 @@ def deletes_together(monkeypatch: pytest.MonkeyPatch, needed_s: Sequence[float])
 
     writers: list[Any] = [
         Mock(
-            topic=SimpleNamespace(name=f"train/{number}"), has_new_readers=True, awaited_since_s=0.0,
-            refused_since_s=0.0, throttled_s=0.0, wait_for_acks=waiting(ack_s),
+            topic=SimpleNamespace(name=f"train/{number}"),
+            has_new_readers=True,
+            awaited_since_s=0.0,
+            refused_since_s=0.0,
+            throttled_s=0.0,
+            wait_for_acks=waiting(ack_s),
             readers=lambda known, guest=bytes([number]) * 16: {1: MatchedReader(guest, True)},
-        ) for number, ack_s in enumerate(needed_s, 101)
-    ]  # fmt: skip
+        )
+        for number, ack_s in enumerate(needed_s, 101)
+    ]
     receiver: Any = SimpleNamespace(writers=writers, rejected=Counter[str](), add_periodic=lambda periodic: None)
     node: Any = SimpleNamespace(own_prefixes=set, claims=dict, exclusion=lambda: Mock())
     monkeypatch.setattr(foreign_readers, "time", clock)

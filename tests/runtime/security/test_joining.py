@@ -82,7 +82,7 @@ def entry(key: NodeKey, role: Role = "client", ids: tuple[tuple[int, int], ...] 
         (entry(STRANGER, "controller"), "controller", SERVER, "is on the allow list as controller"),
         (entry(STRANGER), "client", TWO, "expects another key of the controller, here it is ed25519:"),
     ],
-)  # fmt: skip
+)
 def test_who_is_not_let_in_leaves_nothing_behind_and_both_sides_know_why(
     allowed: AllowList, role: Role, pinned: NodeKey, why: str
 ) -> None:
@@ -372,7 +372,7 @@ def test_a_welcome_is_taken_once_and_only_for_the_hello_that_it_answers() -> Non
     assert isinstance(message, JoinWelcome)
     forged, _ = handshake.answer(
         JOB, TWO, asked, session=message.session, start=message.start, epoch=1, nonce=bytes(32)
-    )  # fmt: skip
+    )
     with pytest.raises(FrameError, match="not made with the key"):
         one.receive(memoryview(Stamps(JOB, TWO).stamped(forged, ONE.public, asked)), hall.now_s)
     with pytest.raises(FrameError, match="not signed with the key"):  # the server stamps what it has not signed

@@ -109,9 +109,13 @@ async def strangers_stay_out(known: Identities, where: Place) -> None:
         await join(Security(**known.rank_security("host-2", 2) | {"controller_key": public_of(known, "stranger")}))
     watcher = known.security("watcher")
     settings = BusSettings(
-        job=where["job"], domain=where["domain"], security="identity", key_file=Path(watcher["key_file"]),
-        controller_key=watcher["controller_key"], lease_s=5.0,
-    )  # fmt: skip
+        job=where["job"],
+        domain=where["domain"],
+        security="identity",
+        key_file=Path(watcher["key_file"]),
+        controller_key=watcher["controller_key"],
+        lease_s=5.0,
+    )
     for listen_s in (1.2, 6.0):  # the longer one where a rank said nothing within the shorter one
         picture = await observe(settings, timeout_s=10.0, listen_s=listen_s)
         states = [rank["state"] for group in picture["groups"] if group["group"] == "world" for rank in group["ranks"]]

@@ -154,10 +154,16 @@ def test_what_is_large_is_no_letter(ranks: Ranks) -> None:
 @pytest.mark.parametrize(
     ("size", "tail"),
     [
-        (100, 8), (0xFFFF_FFF0, 64), (RING_BYTES, RING_BYTES), (0xFFFF_FFFF, RING_BYTES),
-        (16, RING_BYTES + 8), (16, 0xFFFF_FFFF), (16, 13), (0, 3),
+        (100, 8),
+        (0xFFFF_FFF0, 64),
+        (RING_BYTES, RING_BYTES),
+        (0xFFFF_FFFF, RING_BYTES),
+        (16, RING_BYTES + 8),
+        (16, 0xFFFF_FFFF),
+        (16, 13),
+        (0, 3),
     ],
-)  # fmt: skip
+)
 def test_a_ring_that_makes_no_sense_is_not_read_any_more(ranks: Ranks, size: int, tail: int) -> None:
     theirs, mine = ranks.memory(0), ranks.mailbox(1)
     ranks.layout.ring(theirs, 1)[:4].data[:] = struct.pack("<I", size)

@@ -285,10 +285,12 @@ def is_good_end(s: State) -> bool:
 @pytest.mark.parametrize(
     "start",
     [
-        State(letters=1, max_visits=1), State(letters=2, max_visits=0), State(letters=1, max_visits=0, closer="begin"),
+        State(letters=1, max_visits=1),
+        State(letters=2, max_visits=0),
+        State(letters=1, max_visits=0, closer="begin"),
         State(letters=0, max_visits=2, closer="begin"),
     ],
-)  # fmt: skip
+)
 def test_no_letter_is_left_and_nobody_sleeps_for_ever_in_any_order_of_the_steps(start: State) -> None:
     count, found = stuck(start, ALL)
     assert found[:1] == []
@@ -298,12 +300,13 @@ def test_no_letter_is_left_and_nobody_sleeps_for_ever_in_any_order_of_the_steps(
 @pytest.mark.parametrize(
     ("rule", "start"),
     [
-        ("look again", State(letters=1, max_visits=1)), ("visit wakes thread", State(letters=1, max_visits=1)),
+        ("look again", State(letters=1, max_visits=1)),
+        ("visit wakes thread", State(letters=1, max_visits=1)),
         ("sender looks after writing", State(letters=1, max_visits=0)),
         ("thread looks for stop", State(letters=0, max_visits=0, closer="begin")),
         ("close locks", State(letters=0, max_visits=0, closer="begin")),
     ],
-)  # fmt: skip
+)
 def test_each_rule_of_the_mailbox_is_needed(rule: str, start: State) -> None:
     _, found = stuck(start, ALL - {rule})
     assert found

@@ -319,7 +319,11 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
     support = Path(__file__).resolve().parents[2] / "support"
     ended = subprocess.run(
-        [sys.executable, "-c", program], env=os.environ | {"PYTHONPATH": str(support)}, capture_output=True, text=True,
-        timeout=60, check=False,
-    )  # fmt: skip
+        [sys.executable, "-c", program],
+        env=os.environ | {"PYTHONPATH": str(support)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
     assert (ended.stdout, ended.stderr) == ("0\n", "")

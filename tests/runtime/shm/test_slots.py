@@ -76,8 +76,10 @@ def test_one_frame_tells_of_some_chunks_that_follow_one_another() -> None:
     descriptors = b"".join(put(ranks, value, size=size) for value in (5, 6)) + put(ranks, 7, size=last)
     frames = ranks.shared[1].slots.get(told(descriptors, size, total=4 * size + last, seq=2))
     assert [(frame.seq, frame.offset, frame.size) for frame in frames] == [
-        (2, 2 * size, size), (3, 3 * size, size), (4, 4 * size, last),
-    ]  # fmt: skip
+        (2, 2 * size, size),
+        (3, 3 * size, size),
+        (4, 4 * size, last),
+    ]
     assert [data_of(frame) for frame in frames] == [bytes([5]) * size, bytes([6]) * size, bytes([7]) * last]
     assert ranks.shared[1].slots.get(told(descriptors, size, total=4 * size + last, seq=2)) == []
     del frames[1]
@@ -173,9 +175,16 @@ def test_generations_begin_anew_after_the_last_one() -> None:
 
 @pytest.mark.parametrize(
     ("number", "size", "sender"),
-    [(SLOTS, 100, 0), (0xFFFF_FFFF, 100, 0), (0, CHUNK_BYTES + 1, 0), (0, 8 * CHUNK_BYTES, 0), (0, 0, 0), (0, 100, 1),
-     (0, 100, 7)],
-)  # fmt: skip
+    [
+        (SLOTS, 100, 0),
+        (0xFFFF_FFFF, 100, 0),
+        (0, CHUNK_BYTES + 1, 0),
+        (0, 8 * CHUNK_BYTES, 0),
+        (0, 0, 0),
+        (0, 100, 1),
+        (0, 100, 7),
+    ],
+)
 def test_what_no_sender_of_ours_says_is_refused(number: int, size: int, sender: int) -> None:
     """A slot that is none, more than a slot holds, nothing at all, this rank itself, a rank that is none."""
     ranks = Ranks()

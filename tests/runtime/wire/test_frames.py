@@ -107,16 +107,26 @@ def by_hand(case: dict[str, Any]) -> bytes:
 
 def key_of(case: dict[str, Any]) -> FrameKey:
     return FrameKey(
-        Kind(case["kind"]), case["job"], case["round_id"], case["sender"], case["incarnation"], case["transfer"],
-        case["name"], case["part"],
-    )  # fmt: skip
+        Kind(case["kind"]),
+        case["job"],
+        case["round_id"],
+        case["sender"],
+        case["incarnation"],
+        case["transfer"],
+        case["name"],
+        case["part"],
+    )
 
 
 def made(case: dict[str, Any]) -> bytes:
     ((head, data),) = frames.split(
-        key_of(case), case["payload"], chunk_bytes=case["chunk_bytes"], flags=case["flags"], world=case["world"],
+        key_of(case),
+        case["payload"],
+        chunk_bytes=case["chunk_bytes"],
+        flags=case["flags"],
+        world=case["world"],
         only=[case["seq"]],
-    )  # fmt: skip
+    )
     return head + bytes(data)
 
 
@@ -168,9 +178,16 @@ def test_the_name_stands_between_header_and_payload() -> None:
 U16, U32, U64 = (st.integers(0, (1 << bits) - 1) for bits in (16, 32, 64))
 NAMES = st.text(st.characters(exclude_categories=["Cs"]), max_size=60)
 KEYS = st.builds(
-    FrameKey, kind=st.sampled_from(Kind), job=U64, round_id=U32, sender=U32, incarnation=U64, transfer=U32, name=NAMES,
+    FrameKey,
+    kind=st.sampled_from(Kind),
+    job=U64,
+    round_id=U32,
+    sender=U32,
+    incarnation=U64,
+    transfer=U32,
+    name=NAMES,
     part=U16,
-)  # fmt: skip
+)
 
 
 @settings(derandomize=True, deadline=None)
@@ -251,12 +268,24 @@ def test_any_bytes_are_a_frame_or_a_frame_error(data: bytes) -> None:
 @settings(derandomize=True, deadline=None, max_examples=1000)
 @given(
     fields=st.tuples(
-        st.integers(0, 6), U16, U64, U32, U32, U64, U32, U16,
-        st.integers(0, 300) | U16, U32, st.integers(0, 3) | U32, st.integers(0, 3) | U32,
-        st.integers(0, 60) | U64, st.integers(0, 60) | U64, st.integers(0, 40) | U32,
+        st.integers(0, 6),
+        U16,
+        U64,
+        U32,
+        U32,
+        U64,
+        U32,
+        U16,
+        st.integers(0, 300) | U16,
+        U32,
+        st.integers(0, 3) | U32,
+        st.integers(0, 3) | U32,
+        st.integers(0, 60) | U64,
+        st.integers(0, 60) | U64,
+        st.integers(0, 40) | U32,
     ),
     rest=st.binary(max_size=60),
-)  # fmt: skip
+)
 def test_any_header_with_a_right_crc_is_a_frame_or_a_frame_error(fields: tuple[int, ...], rest: bytes) -> None:
     head = struct.pack("<4sBBHQIIQIHHIIIQQII", b"AG2\0", 2, *fields, 0)
     check_frame_or_error(signed(head + bytes(4) + rest))

@@ -25,7 +25,7 @@ def test_consecutive_ids_take_a_few_characters() -> None:
 @pytest.mark.parametrize(
     "text",
     ["x", "1,", "01", "5-3", "3,1", "1,2", "1-3,3-5", "-1", "1--2", "99999999999", "0-2147483648", "1, 2", "٣"],
-)  # fmt: skip
+)
 def test_other_text_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="ids"):
         parse_ids(text)

@@ -108,7 +108,7 @@ def _plant_share(options: argparse.Namespace) -> int:
     found: list[planted_table.Outcome] = []
     for outcome, world in planting.search(
         chosen[share::shares], seeds, options.flavour, parse_size(options.size), ROOT
-    ):  # fmt: skip
+    ):
         found.append(outcome)
         print(outcome, flush=True)
         if world is not None and len(chosen) == 1:

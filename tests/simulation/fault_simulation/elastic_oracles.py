@@ -63,11 +63,12 @@ def _generations_begin_at_the_newest_step(world: ElasticWorld) -> None:
             world.finding(STEPS, f"generation {generation} begins at different steps: {steps}")
         newest = max(
             (
-                one.step for one in world.applied
+                one.step
+                for one in world.applied
                 if one.process.name in steps and one.job == job and one.generation < generation
             ),
             default=0,
-        )  # fmt: skip
+        )
         if newest > max(steps.values()):
             world.finding(
                 STEPS, f"generation {generation} begins at step {max(steps.values())}, one of its members had {newest}"

@@ -160,14 +160,16 @@ class ElasticWorld(World):
         self.jobs[process.name] = self.job
         config = DataParallelConfig.model_validate(
             {
-                "epochs": self.epochs, "eval_every_epochs": 0, "hash_every": 1,
+                "epochs": self.epochs,
+                "eval_every_epochs": 0,
+                "hash_every": 1,
                 "optimizer": {"name": "sgd", "lr": LR, "momentum": MOMENTUM},
                 "checkpoint": {"dir": self.folder / "shared", "every_steps": 2, "timeout_s": COLLECTIVE_S},
                 "timeouts": {"join_s": WAIT_S, "collective_s": COLLECTIVE_S},
                 "elastic": {"min_world": min(2, self.circumstances.minimum), "max_world": founders, "wait_s": WAIT_S},
                 "history": {"dir": self.folder / "history"},
             }
-        )  # fmt: skip
+        )
         task = GradientTask(DIM, pulls=True, batches=self.batches)
         async with connect("simulation", network="loopback", security="none", shared_memory=False) as bus:
             begins = number < founders and not self._has_begun

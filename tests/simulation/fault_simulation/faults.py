@@ -100,9 +100,7 @@ def _ordinal(number: int) -> str:
     return f"{number}{suffix}"
 
 
-def draw_plan(
-    rng: random.Random, roles: Sequence[str], rounds: int, *, replaces: bool = False
-) -> tuple[Fault, ...]:  # fmt: skip
+def draw_plan(rng: random.Random, roles: Sequence[str], rounds: int, *, replaces: bool = False) -> tuple[Fault, ...]:
     """Return the faults of a run: none in one of six, mostly one to four, and a storm of up to twelve in one of
     twelve. ``replaces``: the controller is replaced while it is paused, and at most two other faults happen, of which
     none cuts machines off: two controllers that do not hear each other, each with clients of its own, are two runs."""

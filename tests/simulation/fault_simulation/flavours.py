@@ -144,12 +144,17 @@ def draw_circumstances(rng: random.Random, flavour: str, roles: list[str], machi
     """Return the circumstances of a run."""
     chosen = FLAVOURS[flavour]
     return Circumstances(
-        base_s=rng.choice([1e-4, 1e-3, 0.02]), jitter_s=rng.choice([1e-4, 5e-3, 0.1]),
-        loss=rng.choice([0.0, 0.01, 0.1, 0.3]), refused=rng.choice([0.0, 0.0, 0.01]), lease_s=rng.choice([4.0, 10.0]),
+        base_s=rng.choice([1e-4, 1e-3, 0.02]),
+        jitter_s=rng.choice([1e-4, 5e-3, 0.1]),
+        loss=rng.choice([0.0, 0.01, 0.1, 0.3]),
+        refused=rng.choice([0.0, 0.0, 0.01]),
+        lease_s=rng.choice([4.0, 10.0]),
         train_s=max(chosen.least_train_s, rng.choice([0.005, 0.1, 1.0])),
-        minimum=rng.choice(chosen.minimum), quorum=rng.choice(chosen.quorum),
-        dead_after_s=rng.choice([2.0, 5.0, 30.0]), machines={role: rng.randrange(machines) for role in roles},
-    )  # fmt: skip
+        minimum=rng.choice(chosen.minimum),
+        quorum=rng.choice(chosen.quorum),
+        dead_after_s=rng.choice([2.0, 5.0, 30.0]),
+        machines={role: rng.randrange(machines) for role in roles},
+    )
 
 
 def flavour_of(seed: int) -> str:

@@ -37,9 +37,8 @@ class Clock:
 CLOCK = Clock()
 _process: contextvars.ContextVar[VirtualProcess | None] = contextvars.ContextVar("virtual_process", default=None)
 real: dict[str, Callable[..., Any]] = {
-    name: getattr(os, name)
-    for name in ("urandom", "getpid", "open", "close", "write", "fsync", "replace", "unlink")
-}  # fmt: skip
+    name: getattr(os, name) for name in ("urandom", "getpid", "open", "close", "write", "fsync", "replace", "unlink")
+}
 _real_time = {
     name: getattr(time, name)
     for name in ("monotonic", "perf_counter", "time", "monotonic_ns", "perf_counter_ns", "time_ns")

@@ -34,9 +34,7 @@ def search(
             yield _search_one(mutation, seeds, flavour_here, size)
 
 
-def _search_one(
-    mutation: Mutation, seeds: range, flavour: str, size: tuple[int, int]
-) -> tuple[Outcome, World | None]:  # fmt: skip
+def _search_one(mutation: Mutation, seeds: range, flavour: str, size: tuple[int, int]) -> tuple[Outcome, World | None]:
     number = 0
     for number, (world, _) in enumerate(sweep.run_seeds(seeds, flavour, size, mutation.name), 1):
         if world.findings:
@@ -49,7 +47,11 @@ def _test_finds(mutation: Mutation, root: Path) -> bool:
     """Return whether the test of a mutation, which is green in the suite, fails with it."""
     done = subprocess.run(
         [sys.executable, "-P", "-m", "pytest", "-x", "-n", "0", "-p", in_tests.__name__, mutation.found_by],
-        cwd=root, env={**os.environ, in_tests.ENVIRONMENT: mutation.name}, capture_output=True, text=True,
-        timeout=TEST_LIMIT_S, check=False,
-    )  # fmt: skip
+        cwd=root,
+        env={**os.environ, in_tests.ENVIRONMENT: mutation.name},
+        capture_output=True,
+        text=True,
+        timeout=TEST_LIMIT_S,
+        check=False,
+    )
     return done.returncode == 1  # others: no such test, or the plugin has failed

@@ -42,7 +42,7 @@ class Totals:
 
 def replay_command(
     seed: int, flavour: str, size: tuple[int, int] = SMALL, keep: Collection[int] | None = None, planted: str = ""
-) -> str:  # fmt: skip
+) -> str:
     """Return the command that runs one seed again."""
     kept = "" if keep is None else f" KEEP={','.join(map(str, sorted(keep))) or 'none'}"
     sized = "" if size == SMALL else f" SIZE={size[0]}x{size[1]}"

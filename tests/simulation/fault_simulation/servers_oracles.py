@@ -122,7 +122,7 @@ def judge(world: ServersWorld) -> None:
 
 def _loaded(
     world: ServersWorld, process: VirtualProcess, step: int, saved: dict[tuple[str, int], _Version]
-) -> _Version:  # fmt: skip
+) -> _Version:
     """Return the version with which a server goes on; those of later steps are removed."""
     _remove_later(saved, process.role, step)
     known = saved.get((process.role, step))

@@ -141,13 +141,19 @@ class ServersWorld(World):
         every = 2 if chosen["mode"] == "synchronous" else 0  # all meet there, and none is ahead
         config = DataParallelConfig.model_validate(
             {
-                "epochs": -(-self.rounds // STEPS_IN_EPOCH), "max_steps": self.rounds, "eval_every_epochs": 0,
+                "epochs": -(-self.rounds // STEPS_IN_EPOCH),
+                "max_steps": self.rounds,
+                "eval_every_epochs": 0,
                 "optimizer": {"name": "sgd", "lr": LR, "momentum": MOMENTUM},
-                "checkpoint": {"dir": self.disk.folder_of(process.role), "every_steps": every, "keep": 1,
-                               "timeout_s": CHECKPOINT_S},
+                "checkpoint": {
+                    "dir": self.disk.folder_of(process.role),
+                    "every_steps": every,
+                    "keep": 1,
+                    "timeout_s": CHECKPOINT_S,
+                },
                 "timeouts": {"join_s": JOIN_S, "collective_s": COLLECTIVE_S},
             }
-        )  # fmt: skip
+        )
         task = GradientTask(DIM, pulls=self.pulls)
         limits: dict[str, Any] = {"timeout_s": JOIN_S, "collective_timeout_s": COLLECTIVE_S}
         place: dict[str, Any] = {

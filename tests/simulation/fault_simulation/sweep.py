@@ -48,7 +48,7 @@ def run(world: World) -> World:
 
 def run_seeds(
     seeds: Iterable[int], flavour: str, size: tuple[int, int], planted: str = ""
-) -> Iterator[tuple[World, Totals]]:  # fmt: skip
+) -> Iterator[tuple[World, Totals]]:
     """Run seeds one after the other. Yields each world, which is over, and what to add to the totals.
 
     Args:

@@ -66,13 +66,17 @@ async def run_site(world: World, process: VirtualProcess) -> None:
     own = sum(above(role, flavour.sites) == process.role for role in world.roles)
     config = FederatedConfig.model_validate(
         {
-            "clients": {"num": own, "min": min(drawn.minimum, own), "dead_after_s": drawn.dead_after_s,
-                        "start_grace_s": 2.0},
+            "clients": {
+                "num": own,
+                "min": min(drawn.minimum, own),
+                "dead_after_s": drawn.dead_after_s,
+                "start_grace_s": 2.0,
+            },
             "round": {"quorum": drawn.quorum, "grace_s": 1.0, "max_attempts": 5},
             "checkpoint": {"dir": world.disk.folder_of(process.role)},
             "history": {"dir": world.history_of(process.role)},
         }
-    )  # fmt: skip
+    )
     upstream = UpstreamConfig(site=number_of(process.role), timeout_s=60.0, **flavour.upstream)
     async with (
         connect("simulation", network="loopback", security="none", shared_memory=False) as up,
@@ -193,9 +197,15 @@ class TreeOracle:
             with torch.no_grad():
                 model.vector.copy_(self._weights)
             self._task.train(
-                model, client_id=client_id, round_id=round_id, epochs=1, lr=0.0, seed=TRAINING_SEED, subset_size=0,
+                model,
+                client_id=client_id,
+                round_id=round_id,
+                epochs=1,
+                lr=0.0,
+                seed=TRAINING_SEED,
+                subset_size=0,
                 should_stop=lambda: False,
-            )  # fmt: skip
+            )
             change = (model.vector.detach() - self._weights).numpy().astype(np.float64)
             total += np.rint(change * _ONE).astype(np.int64)
         weights = self._weights.numpy()

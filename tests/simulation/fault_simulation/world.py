@@ -64,9 +64,16 @@ class World:
     round_limit_s = ROUND_LIMIT_S
 
     def __init__(
-        self, seed: int, flavour: str, *, size: tuple[int, int] = SMALL, keep: Collection[int] | None = None,
-        plan: Sequence[Fault] | None = None, is_calm: bool = False, keep_trace: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        seed: int,
+        flavour: str,
+        *,
+        size: tuple[int, int] = SMALL,
+        keep: Collection[int] | None = None,
+        plan: Sequence[Fault] | None = None,
+        is_calm: bool = False,
+        keep_trace: bool = False,
+    ) -> None:
         """Draw what the seed decides.
 
         Args:
@@ -482,16 +489,22 @@ class World:
         participants = sites or self.size[0]
         config = FederatedConfig.model_validate(
             {
-                "rounds": self.rounds, "seed": TRAINING_SEED, "eval_every": 0,
-                "clients": {"kind": "sites" if sites else "clients", "num": participants,
-                            "min": min(drawn.minimum, participants), "dead_after_s": drawn.dead_after_s,
-                            "start_grace_s": 2.0},
+                "rounds": self.rounds,
+                "seed": TRAINING_SEED,
+                "eval_every": 0,
+                "clients": {
+                    "kind": "sites" if sites else "clients",
+                    "num": participants,
+                    "min": min(drawn.minimum, participants),
+                    "dead_after_s": drawn.dead_after_s,
+                    "start_grace_s": 2.0,
+                },
                 "round": {"timeout_s": 30.0, "quorum": drawn.quorum, "grace_s": 1.0, "max_attempts": 5},
                 "checkpoint": {"dir": self.disk.folder_of(CONTROLLER)},
                 "history": {"dir": self.history_of(CONTROLLER), "payloads": self.rules.keeps_payloads},
                 **self.rules.settings,
             }
-        )  # fmt: skip
+        )
         security = self._security_of(process)
         async with connect("simulation", network="loopback", security=security, shared_memory=False) as bus:
             controller = Controller(bus, NoopTask(DIM, delta="seeded"), config)

@@ -113,9 +113,13 @@ def _child(
     environment = {**os.environ, "PYTHONPATH": str(TOOLS), "TMPDIR": scratch, "OMP_NUM_THREADS": "1", **(more or {})}
     try:
         done = subprocess.run(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, timeout=limit_s,
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            timeout=limit_s,
             env=environment,
-        )  # fmt: skip
+        )
     except subprocess.TimeoutExpired as expired:
         return 1, f"{_text(expired.stdout)}\nit went on for more than {limit_s:g} s and was ended"
     return done.returncode, _text(done.stdout)
@@ -137,10 +141,16 @@ def table_of(outcomes: Sequence[FuzzOutcome]) -> Table:
         table.add_column(column, justify="right")
     for outcome in outcomes:
         table.add_row(
-            outcome.name, f"{outcome.executions:,}", f"{outcome.executions / max(1e-9, outcome.seconds):,.0f}",
-            f"{outcome.corpus:,}", str(len(outcome.crashes)), size(outcome.peak_bytes), size(outcome.resident_bytes),
-            size(outcome.limit_bytes), f"{outcome.process_mb:,} MiB",
-        )  # fmt: skip
+            outcome.name,
+            f"{outcome.executions:,}",
+            f"{outcome.executions / max(1e-9, outcome.seconds):,.0f}",
+            f"{outcome.corpus:,}",
+            str(len(outcome.crashes)),
+            size(outcome.peak_bytes),
+            size(outcome.resident_bytes),
+            size(outcome.limit_bytes),
+            f"{outcome.process_mb:,} MiB",
+        )
     table.add_section()
     executions, crashes = (sum(each) for each in zip(*((o.executions, len(o.crashes)) for o in outcomes), strict=True))
     table.add_row("all", f"{executions:,}", "", "", str(crashes))

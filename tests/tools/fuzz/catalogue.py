@@ -6,8 +6,13 @@ from fuzz import codecs, files, joining, masks, sealed, wire
 from fuzz.target import Target
 
 TARGETS: dict[str, Target] = {
-    **wire.TARGETS, **sealed.TARGETS, **joining.TARGETS, **codecs.TARGETS, **masks.TARGETS, **files.TARGETS,
-}  # fmt: skip
+    **wire.TARGETS,
+    **sealed.TARGETS,
+    **joining.TARGETS,
+    **codecs.TARGETS,
+    **masks.TARGETS,
+    **files.TARGETS,
+}
 NAMES = tuple(TARGETS)
 
 

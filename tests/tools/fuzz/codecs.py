@@ -57,9 +57,12 @@ def _read_codec(name: str, data: bytes) -> None:
 def _codec_seeds(name: str) -> list[bytes]:
     seeds = []
     options: list[dict[str, float]] = (
-        [{"density": density} for density in (0.02, 0.3, 1)] if name in ("s4", "sq8")
-        else [{}] if name in ("fp32", "loco") else [{"chunk_elems": 16}]
-    )  # fmt: skip
+        [{"density": density} for density in (0.02, 0.3, 1)]
+        if name in ("s4", "sq8")
+        else [{}]
+        if name in ("fp32", "loco")
+        else [{"chunk_elems": 16}]
+    )
     for version, (at, dim), option in itertools.product(codecs.get(name).versions, enumerate(_DIMS), options):
         x = torch.randn(dim, generator=torch.Generator().manual_seed(dim))
         message = codecs.get(name, version=version, **option).encode(x)

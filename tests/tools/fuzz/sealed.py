@@ -103,11 +103,14 @@ def _envelope_seeds() -> list[bytes]:
         idl_types.ModelBlobType(1, b"octets").serialize(), idl_types.FrameType(b"octets").serialize(),  # type: ignore[arg-type]
     ]  # fmt: skip
     chosen = [
-        bytes([0x80 + number % 2]) + counter.to_bytes(8, "little") + len(sample).to_bytes(4, "little")
-        + number.to_bytes(4, "little") + sample
+        bytes([0x80 + number % 2])
+        + counter.to_bytes(8, "little")
+        + len(sample).to_bytes(4, "little")
+        + number.to_bytes(4, "little")
+        + sample
         for number, counter in enumerate((1, 2, 5000, 1, 0, 1 << 32, (1 << 32) - 1, 9 << 32))
         for sample in (samples[number % 4],)
-    ]  # fmt: skip
+    ]
     return [sealed[:-1], sealed[:HEADER_BYTES], b"", bytes(200), *samples, b"".join(chosen), b"".join(chosen[::-1])]
 
 
@@ -132,13 +135,16 @@ def _key_seeds() -> list[bytes]:
 _GREETING = reads_back(
     lambda data: parse_challenge(memoryview(data)),
     lambda greeting: bytes(pack_challenge(greeting._replace(label=""))),  # cut off, it may end within a character
-    FrameError, _check_greeting,
-)  # fmt: skip
+    FrameError,
+    _check_greeting,
+)
 # No error has the text of a key in it.
 _KEY = reads_back(
-    lambda data: parse_job_key(data.decode("ascii", "replace"), "here"), lambda key: key.text.encode(), ConfigError,
+    lambda data: parse_job_key(data.decode("ascii", "replace"), "here"),
+    lambda key: key.text.encode(),
+    ConfigError,
     max_error_chars=300,
-)  # fmt: skip
+)
 
 TARGETS = {
     "envelope": Target(_read_envelope, 8 * 4096 + _KEPT_BYTES, _envelope_seeds),

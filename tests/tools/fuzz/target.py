@@ -38,9 +38,12 @@ def must(true: bool, what: str) -> None:
 
 
 def reads_back(
-    decode: Callable[[bytes], Any], encode: Callable[[Any], Any], error: type[Exception],
-    check: Callable[[Any], None] = lambda value: None, max_error_chars: int = 20_000,
-) -> Callable[[bytes], None]:  # fmt: skip
+    decode: Callable[[bytes], Any],
+    encode: Callable[[Any], Any],
+    error: type[Exception],
+    check: Callable[[Any], None] = lambda value: None,
+    max_error_chars: int = 20_000,
+) -> Callable[[bytes], None]:
     """A reader of inputs of which each raises ``error``, or is decoded to a value that survives another round trip.
 
     Args:

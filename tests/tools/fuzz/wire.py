@@ -61,9 +61,15 @@ def _read_frame(data: bytes) -> None:
         else:
             must(len(frame.data) == frame.size, "size")
         sample = SimpleNamespace(
-            data=candidate, client_id=frame.key.sender, round_id=frame.key.round_id, num_samples=1, subset_size=0,
-            epochs=1, lr=0.1, seed=0,
-        )  # fmt: skip
+            data=candidate,
+            client_id=frame.key.sender,
+            round_id=frame.key.round_id,
+            num_samples=1,
+            subset_size=0,
+            epochs=1,
+            lr=0.1,
+            seed=0,
+        )
         for topic in _TOPICS:
             try:
                 topic.to_message(sample)

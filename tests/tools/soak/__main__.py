@@ -59,9 +59,12 @@ def main() -> int:
         try:
             _wait_for_rounds(processes)
             nemesis = Nemesis(
-                processes, seed=options.seed, far=hosts[1] if hosts else None, log=out / "nemesis.jsonl",
+                processes,
+                seed=options.seed,
+                far=hosts[1] if hosts else None,
+                log=out / "nemesis.jsonl",
                 with_long=options.minutes >= _MINUTES_FOR_LONG,
-            )  # fmt: skip
+            )
             end_s = time.monotonic() + 60.0 * options.minutes
             while (now_s := time.monotonic()) < end_s:
                 processes.keep_running()

@@ -105,9 +105,14 @@ class SoakProcess:
         except (OSError, IndexError):
             return None
         return {
-            "event": "sample", "at_s": time.monotonic(), "process": self.name, "pid": self.process.pid,
-            "rss_bytes": rss, "fds": fds, "threads": threads,
-        }  # fmt: skip
+            "event": "sample",
+            "at_s": time.monotonic(),
+            "process": self.name,
+            "pid": self.process.pid,
+            "rss_bytes": rss,
+            "fds": fds,
+            "threads": threads,
+        }
 
 
 @dataclass(slots=True)
@@ -206,21 +211,48 @@ def make_processes(path: Path, *, clients: int, ranks: int, hosts: tuple[Host, H
         host = there if number >= clients - clients // 4 else here
         config = write(
             f"client-{number}",
-            {"bus": bus(host, "f"), "task": task,
-             "client": {"history": {"dir": str(federated / "history")}, "state_dir": str(path / "clients")}},
-        )  # fmt: skip
-        members.append(SoakProcess(f"client-{number}", ("client", config, "--id", str(number), *quiet),
-                              path / f"client-{number}.log", host))  # fmt: skip
+            {
+                "bus": bus(host, "f"),
+                "task": task,
+                "client": {"history": {"dir": str(federated / "history")}, "state_dir": str(path / "clients")},
+            },
+        )
+        members.append(
+            SoakProcess(
+                f"client-{number}", ("client", config, "--id", str(number), *quiet), path / f"client-{number}.log", host
+            )
+        )
     config = write(
         "worker",
-        {"bus": {"job": f"{job}-p", "domain": DOMAIN + 1},
-         "task": {"task": "soak.task:PacedShards", "threads": 1},
-         "parallel": {"epochs": 100_000, "eval_every_epochs": 0, "hash_every": 1, "checkpoint": {"every_steps": 10},
-                      "timeouts": {"collective_s": 30.0}}},
-    )  # fmt: skip
+        {
+            "bus": {"job": f"{job}-p", "domain": DOMAIN + 1},
+            "task": {"task": "soak.task:PacedShards", "threads": 1},
+            "parallel": {
+                "epochs": 100_000,
+                "eval_every_epochs": 0,
+                "hash_every": 1,
+                "checkpoint": {"every_steps": 10},
+                "timeouts": {"collective_s": 30.0},
+            },
+        },
+    )
     workers = [
-        SoakProcess(f"rank-{rank}", ("worker", config, "--rank", str(rank), "--world", str(ranks), "--run-dir",
-                                str(parallel), "--no-live", *quiet), path / f"rank-{rank}.log")
+        SoakProcess(
+            f"rank-{rank}",
+            (
+                "worker",
+                config,
+                "--rank",
+                str(rank),
+                "--world",
+                str(ranks),
+                "--run-dir",
+                str(parallel),
+                "--no-live",
+                *quiet,
+            ),
+            path / f"rank-{rank}.log",
+        )
         for rank in range(ranks)
-    ]  # fmt: skip
+    ]
     return SoakProcesses(path, controller, members, workers)

@@ -72,12 +72,16 @@ def recoveries(run: RunHistory, ranks: RunHistory | None, faults: list[Event]) -
             others = [starts for rank, starts in ranks.ranks.items() if f"rank-{rank}" != fault["target"]]
             if all(_runs(starts, at_s) for starts in ranks.ranks.values()):  # else there was no run to die in
                 for starts in others:
-                    add("ranks: from the death of one to the knowledge of all",
-                        _after(_times(starts, "failed"), at_s, end_s))  # fmt: skip
+                    add(
+                        "ranks: from the death of one to the knowledge of all",
+                        _after(_times(starts, "failed"), at_s, end_s),
+                    )
     for starts in run.clients.values():
         for start, over_s in _with_end(starts, end_s):
-            add("client: from its new start to an update",
-                _after(_times([start], "offered"), start.opening["at_s"], over_s))  # fmt: skip
+            add(
+                "client: from its new start to an update",
+                _after(_times([start], "offered"), start.opening["at_s"], over_s),
+            )
     for start, over_s in _with_end(run.controller, end_s):
         add("controller: from its new start to a command", _after(commands, start.opening["at_s"], over_s))
     return found
@@ -118,17 +122,27 @@ def summarise(path: Path, *, minutes: float, seed: int) -> dict[str, Any]:
         event["step"] for starts in (ranks.ranks if ranks else {}).values() for s in starts for event in s.all("hash")
     ]
     return {
-        "ok": not broken and not late and not unseen, "minutes": minutes, "seed": seed, "faults": struck,
-        "rounds": len(commits), "rounds_lost": _count(findings, "I4"), "counted_twice": _count(findings, "I1"),
+        "ok": not broken and not late and not unseen,
+        "minutes": minutes,
+        "seed": seed,
+        "faults": struck,
+        "rounds": len(commits),
+        "rounds_lost": _count(findings, "I4"),
+        "counted_twice": _count(findings, "I1"),
         "hash_mismatches": sum(_count(findings, name) for name in ("I2", "I3", "I5", "I7")),
         "longest_wait_for_a_round_s": max((b - a for a, b in itertools.pairwise(commits)), default=None),
-        "steps": max(steps, default=0), "starts": {
-            "controller": len(run.controller), "clients": sum(map(len, run.clients.values())),
+        "steps": max(steps, default=0),
+        "starts": {
+            "controller": len(run.controller),
+            "clients": sum(map(len, run.clients.values())),
             "ranks": sum(map(len, ranks.ranks.values())) if ranks else 0,
         },
-        "recoveries": measured, "limits": LIMITS, "too_slow": late, "nothing_to_check": unseen,
+        "recoveries": measured,
+        "limits": LIMITS,
+        "too_slow": late,
+        "nothing_to_check": unseen,
         "invariants": {f.name: {"compared": f.checked, "violations": f.violations[:20]} for f in findings},
-    }  # fmt: skip
+    }
 
 
 def _count(findings: list[InvariantResult], name: str) -> int:

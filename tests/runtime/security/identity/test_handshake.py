@@ -39,9 +39,17 @@ class Exchange:
         self.private = X25519PrivateKey.generate()
         self.job = job
         hello = JoinHello(
-            THERE, HERE, 7, 1, os.urandom(32), self.private.public_key().public_bytes_raw(), CLIENT.public,
-            pinned or SERVER.public, 0, CLIENT.name,
-        )  # fmt: skip
+            THERE,
+            HERE,
+            7,
+            1,
+            os.urandom(32),
+            self.private.public_key().public_bytes_raw(),
+            CLIENT.public,
+            pinned or SERVER.public,
+            0,
+            CLIENT.name,
+        )
         self.hello = Stamps(job, CLIENT).stamped(handshake.signed(job, CLIENT, hello), hello.pinned)
 
     def welcome(self, hello: bytes | None = None) -> bytes:
@@ -169,9 +177,10 @@ def test_every_kind_of_message_is_read_as_it_was_written_and_no_cut_of_it_is_rea
     for message in (
         Beacon(HERE, 1 << 63, SERVER.public),
         JoinHello(THERE, HERE, 1, 2, bytes(32), bytes(32), bytes(32), bytes(32), 3, "a"),
-        JoinWelcome(THERE, HERE, 1, 2, bytes(32), bytes(32)), JoinConfirm(HERE, THERE, bytes(32)),
+        JoinWelcome(THERE, HERE, 1, 2, bytes(32), bytes(32)),
+        JoinConfirm(HERE, THERE, bytes(32)),
         JoinRefusal(THERE, HERE, bytes(32), "it is not on the allow list"),
-    ):  # fmt: skip
+    ):
         to_one = isinstance(message, JoinHello | JoinWelcome | JoinRefusal)
         data = pack(message) + bytes(64) + bytes(STAMP_BYTES if to_one else 0)
         assert parse(memoryview(data)).message == message
