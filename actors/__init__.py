@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from gradbus.actors.data_parallel.task import DataParallelTask, ShardCounts
     from gradbus.actors.data_parallel.worker import Worker
     from gradbus.actors.federated.client import Client
-    from gradbus.actors.federated.client_report import ClientReport
+    from gradbus.actors.federated.client_report import ClientReport, ClientSummary
     from gradbus.actors.federated.controller import Controller
-    from gradbus.actors.federated.report import ClientSummary, Progress, RoundReport
+    from gradbus.actors.federated.report import Progress, RoundReport
     from gradbus.actors.federated.site import Site
     from gradbus.actors.federated.task import EvalOutcome, FederatedTask, TrainOutcome
     from gradbus.actors.parameter_server.server import ParameterServer, ServerSummary

@@ -36,8 +36,9 @@ from torch import Tensor
 
 from gradbus.actors.aggregation.clipping import differences
 from gradbus.actors.aggregation.strategies import Strategy
+from gradbus.actors.federated.protocol import PAUSED
 from gradbus.actors.federated.report import RoundReport
-from gradbus.actors.federated.rounds import PAUSED, REPEATED, STALE, Outcome, Round, RoundRules
+from gradbus.actors.federated.rounds import REPEATED, STALE, Outcome, Round, RoundRules
 from gradbus.codecs import Codec, Parsed
 from gradbus.codecs.base import Block
 from gradbus.runtime.config.federated import AsynchronousSettings, FederatedConfig

@@ -22,8 +22,8 @@ from gradbus.actors.federated.chosen_codecs import check_allowed, own_codecs
 from gradbus.actors.federated.client_models import ClientModels, FrozenParameters
 from gradbus.actors.federated.client_names import MAX_CLIENT_ID
 from gradbus.actors.federated.client_observer import MAX_REPORTS, ClientObserver
-from gradbus.actors.federated.client_report import CALLED_OFF, ClientReport
-from gradbus.actors.federated.client_state import PERSONAL, ClientStateStore, part_of
+from gradbus.actors.federated.client_report import CALLED_OFF, ClientReport, ClientSummary
+from gradbus.actors.federated.client_state import ClientStateStore
 from gradbus.actors.federated.early_failures import EarlyFailures
 from gradbus.actors.federated.evaluation_answers import EvaluationAnswers
 from gradbus.actors.federated.flat_model import FlatModel
@@ -31,10 +31,10 @@ from gradbus.actors.federated.id_request import request_id
 from gradbus.actors.federated.local_evaluation import LocalEvaluation
 from gradbus.actors.federated.local_training import Allowed, LocalTraining, NothingToTrain, RoundInputs, reason_of
 from gradbus.actors.federated.named_model import NamedModel
+from gradbus.actors.federated.own_tensors import PERSONAL, part_of
 from gradbus.actors.federated.pacing import TrainingBudget
 from gradbus.actors.federated.packets_out import PacketRoute, PacketSender
-from gradbus.actors.federated.report import ClientSummary
-from gradbus.actors.federated.rounds import PAUSED, SAT_OUT
+from gradbus.actors.federated.protocol import PAUSED, REPEAT_AFTER_S, SAT_OUT
 from gradbus.actors.federated.session import (
     ClientContext,
     ClientHeartbeat,
@@ -45,7 +45,7 @@ from gradbus.actors.federated.session import (
 from gradbus.actors.federated.sharing import Shape, Sharing, check_buffers_sent, check_kept, layout_of
 from gradbus.actors.federated.task import FederatedTask
 from gradbus.actors.federated.update_masks import ClientMasking
-from gradbus.actors.federated.updates_out import ANSWERS, REPEAT_AFTER_S, EncodedUpdate, UpdateSender
+from gradbus.actors.federated.updates_out import ANSWERS, EncodedUpdate, UpdateSender
 from gradbus.actors.privacy.client import privacy_of
 from gradbus.actors.secure_aggregation.keys import Attempt
 from gradbus.actors.secure_aggregation.masked_values import TooLarge

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence, Set
 
 from gradbus.actors.federated.clients import ClientRegistry
 from gradbus.actors.federated.evaluation import ClientEvaluation, OpenEvaluation
-from gradbus.actors.federated.rounds import PAUSED
+from gradbus.actors.federated.protocol import PAUSED
 from gradbus.actors.federated.selectors.base import ClientFacts, Draw, Selector
 from gradbus.actors.federated.selectors.uniform import Uniform
 from gradbus.actors.federated.state import RunContext

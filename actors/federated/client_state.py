@@ -18,24 +18,8 @@ from gradbus.runtime.errors import CheckpointError
 
 RESIDUAL = "residual"  # of the codec
 SECTION_RESIDUAL = "section_residual."  # of the codec of the sections beside the model's, by their names
-PERSONAL = "personal."  # tensors of the model that are not shared
-OWN_MODEL = "own_model."  # of a rule that trains a second model, such as Ditto: all that training changes
 _RELEASED = "released"
 _KEPT = 3
-
-
-def part_of(kept: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """The tensors whose names begin so, by the rest of their names."""
-    return {name.removeprefix(prefix): tensor for name, tensor in kept.items() if name.startswith(prefix)}
-
-
-def own_tensors(kept: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of the model that a client has of its own, by their names there: those of the model that its rule
-    trains, else its personal ones."""
-    for part in (OWN_MODEL, PERSONAL):
-        if own := part_of(kept, part):
-            return own
-    return {}
 
 
 class SavedClient(Meta):

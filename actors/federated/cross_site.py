@@ -18,8 +18,8 @@ import numpy as np
 from gradbus.actors.federated.client_evaluation import ClientEvaluator
 from gradbus.actors.federated.clients import ClientRegistry
 from gradbus.actors.federated.evaluation import LATE, LOST, MAX_REASON_CHARS, CrossSite, CrossSiteRow
+from gradbus.actors.federated.protocol import PAUSED
 from gradbus.actors.federated.publish import ModelPublisher
-from gradbus.actors.federated.rounds import PAUSED
 from gradbus.actors.federated.state import RunContext
 from gradbus.actors.federated.uploads import REPEATED, UNEXPECTED, IncomingUpload, RequestedUpload, Uploads
 from gradbus.runtime.errors import BusError, FrameError

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from gradbus.actors.aggregation.typical import most_samples
-from gradbus.actors.federated.rounds import PAUSED
+from gradbus.actors.federated.protocol import PAUSED
 from gradbus.runtime.config.federated import OF_CLIENTS, LimitSettings
 from gradbus.runtime.wire.control import EvaluationResult
 

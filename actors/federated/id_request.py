@@ -6,8 +6,8 @@ import asyncio
 import contextlib
 from collections.abc import Callable
 
+from gradbus.actors.federated.protocol import REPEAT_AFTER_S
 from gradbus.actors.federated.session import ControllerSession
-from gradbus.actors.federated.updates_out import REPEAT_AFTER_S
 from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.errors import BusClosed, BusError, GradbusError, JoinRefused
 from gradbus.runtime.wire.control import Hello, Leave, Refused, Welcome

@@ -12,16 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradbus.actors.federated.client_state import PERSONAL, ClientStateStore, part_of
+from gradbus.actors.federated.client_state import ClientStateStore
 from gradbus.actors.federated.flat_model import FlatModel
+from gradbus.actors.federated.own_tensors import PERSONAL, part_of
 from gradbus.actors.federated.sharing import Sharing
-from gradbus.actors.federated.task import FederatedTask, implementation
+from gradbus.actors.federated.task import FederatedTask
+from gradbus.actors.federated.task_results import as_floats, unreadable
 from gradbus.actors.privacy.client import privacy_of
 from gradbus.runtime.compute_limiter import TRAINING
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.not_finite import warn_not_finite
 from gradbus.runtime.plain_text import plain_line
-from gradbus.runtime.user_errors import WrongResult, user_error
+from gradbus.runtime.user_errors import user_error
 from gradbus.runtime.wire.control import (
     CANDIDATE_ROUNDS,
     MAX_METRIC_CHARS,
@@ -142,32 +144,10 @@ def told(error: Exception, client_id: int, tells_errors: bool) -> str:
     return (text if tells_errors else type(error).__name__)[:MAX_FAILURE_CHARS]
 
 
-def as_floats(named: Mapping[str, Any] | None) -> dict[str, float]:
-    """Return the numbers that a task has found, by name, without those that are None. It may give scalars of NumPy, or
-    tensors of one value. Raises whatever reading one raises."""
-    return {str(name): float(value) for name, value in (named or {}).items() if value is not None}
-
-
 def sendable(metrics: Mapping[str, float], others: int = 0) -> dict[str, float]:
     """The first of these that are finite, as many as a message has room for beside ``others``, with names that fit."""
     finite = {name[:MAX_METRIC_CHARS]: value for name, value in metrics.items() if math.isfinite(value)}
     return dict(list(finite.items())[: MAX_METRICS - others])
-
-
-def unreadable(task: object, method: str, found: Any, error: Exception) -> WrongResult:
-    """The error for what this method of a task has returned: it says what is expected."""
-    return WrongResult(
-        f"{method} has returned {described(found)} that cannot be read ({error}): expected None, or an object with "
-        f"num_samples and loss, if there is one accuracy, and metrics, a mapping of names to single numbers, such as "
-        f"gradbus.models.EvalResult",
-        implementation(task, method),
-    )
-
-
-def described(found: Any) -> str:
-    """Describe a result in a word or two: its class, and of a mapping the first keys."""
-    keys = f" with {', '.join(map(repr, list(found)[:5]))}" if isinstance(found, Mapping) and found else ""
-    return "None" if found is None else f"{type(found).__name__}{keys}"
 
 
 def _read(task: object, found: Any) -> tuple[int, dict[str, float]]:

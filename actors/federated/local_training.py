@@ -25,21 +25,14 @@ from gradbus.actors.federated.client_optimizer import (
     steps_argument,
     takes_round,
 )
-from gradbus.actors.federated.client_state import (
-    OWN_MODEL,
-    PERSONAL,
-    RESIDUAL,
-    SECTION_RESIDUAL,
-    ClientStateStore,
-    own_tensors,
-    part_of,
-)
+from gradbus.actors.federated.client_state import RESIDUAL, SECTION_RESIDUAL, ClientStateStore
 from gradbus.actors.federated.flat_model import FlatModel
 from gradbus.actors.federated.kept_optimizer import KeptOptimizer
-from gradbus.actors.federated.local_evaluation import as_floats, described, sendable
+from gradbus.actors.federated.local_evaluation import sendable
+from gradbus.actors.federated.own_tensors import OWN_MODEL, PERSONAL, own_tensors, part_of
 from gradbus.actors.federated.pacing import PacedTraining, Pacer
 from gradbus.actors.federated.packets_out import PacketRoute, RoundPackets
-from gradbus.actors.federated.rounds import NON_FINITE_LOSS, NON_FINITE_MODEL, SAT_OUT, TRAINING_FAILED
+from gradbus.actors.federated.protocol import NON_FINITE_LOSS, NON_FINITE_MODEL, SAT_OUT, TRAINING_FAILED
 from gradbus.actors.federated.rules.base import (
     ClientRule,
     PersonalTraining,
@@ -50,6 +43,7 @@ from gradbus.actors.federated.rules.base import (
 )
 from gradbus.actors.federated.sharing import Sharing
 from gradbus.actors.federated.task import FederatedTask, TrainOutcome, implementation
+from gradbus.actors.federated.task_results import as_floats, described
 from gradbus.actors.federated.unsent_residuals import UnsentResiduals
 from gradbus.actors.federated.updates_out import EncodedUpdate, note_receipt
 from gradbus.actors.privacy.client import ClientPrivacy, privacy_of, without_privacy

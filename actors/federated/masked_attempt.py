@@ -22,9 +22,9 @@ from numpy.typing import NDArray
 from gradbus.actors.aggregation.common_grid import CommonGrid
 from gradbus.actors.aggregation.partial_sum import PartialSum
 from gradbus.actors.aggregation.sum_summary import SumSummary, ranges_of
-from gradbus.actors.federated.rounds import PAUSED, SAT_OUT, UNMASKED, Outcome, Round
+from gradbus.actors.federated.protocol import PAUSED, REPEAT_AFTER_S, SAT_OUT
+from gradbus.actors.federated.rounds import UNMASKED, Outcome, Round
 from gradbus.actors.federated.state import RunContext
-from gradbus.actors.federated.updates_out import REPEAT_AFTER_S
 from gradbus.actors.secure_aggregation.keys import SEALED_BYTES, Attempt, Dishonest, NotInProtocol, TooFewMembers
 from gradbus.actors.secure_aggregation.masked_values import SMALL_BYTES, VALUE_BYTES, MaskedValues, integers_of, zeros
 from gradbus.actors.secure_aggregation.masking_server import MaskingServer, WrongSecrets

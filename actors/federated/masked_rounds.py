@@ -15,8 +15,9 @@ from gradbus.actors.aggregation.exact_sum import OutOfRange
 from gradbus.actors.aggregation.strategies import NoRoom
 from gradbus.actors.federated.clients import ClientRegistry
 from gradbus.actors.federated.masked_attempt import BROKEN, AttemptTerms, MaskedAttempt
+from gradbus.actors.federated.protocol import SAT_OUT
 from gradbus.actors.federated.report import Progress
-from gradbus.actors.federated.rounds import SAT_OUT, Outcome, Round
+from gradbus.actors.federated.rounds import Outcome, Round
 from gradbus.actors.federated.selection import ParticipantSelection
 from gradbus.actors.federated.state import RunContext
 from gradbus.actors.federated.updates_in import UpdateReceiver

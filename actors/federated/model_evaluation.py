@@ -9,10 +9,10 @@ from gradbus.actors.federated.client_evaluation import ClientEvaluator
 from gradbus.actors.federated.early_stop import MAX_NAMED, evaluated_metric, with_nearest
 from gradbus.actors.federated.evaluation import MAX_NAMES
 from gradbus.actors.federated.flat_model import FlatModel
-from gradbus.actors.federated.local_evaluation import as_floats, unreadable
 from gradbus.actors.federated.report import Progress, RoundReport
 from gradbus.actors.federated.state import RunContext
 from gradbus.actors.federated.task import FederatedTask
+from gradbus.actors.federated.task_results import as_floats, unreadable
 from gradbus.runtime.config.federated import OF_CLIENTS, FederatedConfig, split_metric
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.logs import get_logger

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from gradbus.actors.federated.rounds import PAUSED
+from gradbus.actors.federated.protocol import PAUSED
 
 FOR_GOOD = 0x7FFF_FFFF  # no round has this number
 MAX_TEXT = 300  # characters of a reason that are kept: part of it comes from the wire

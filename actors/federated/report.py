@@ -419,19 +419,3 @@ class Progress:
             self.accuracy = report.accuracy
         if report.metrics:
             self.metrics = report.metrics
-
-
-@dataclass(frozen=True, slots=True)
-class ClientSummary:
-    """A client's part in a run.
-
-    Attributes:
-        rounds: in which its update counted. refused: updates that did not.
-        bytes_up: payload of updates sent, those that did not count and repairs included, headers left out.
-        train_s: seconds of training in all.
-    """
-
-    rounds: int
-    refused: int
-    bytes_up: int
-    train_s: float

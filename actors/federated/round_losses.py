@@ -13,16 +13,8 @@ from collections.abc import Collection, Sequence
 from gradbus.actors.federated.client_names import ClientNames
 from gradbus.actors.federated.clients import ClientRegistry
 from gradbus.actors.federated.participation import MAX_KNOWN, NO_UPDATE, PREPARING_FAILED
-from gradbus.actors.federated.rounds import (
-    CLIENT_LOST,
-    CLIENT_SILENT,
-    FAILURES,
-    PAUSED,
-    SAT_OUT,
-    SURPLUS,
-    TRAINING_FAILED,
-    Round,
-)
+from gradbus.actors.federated.protocol import FAILURES, PAUSED, SAT_OUT, TRAINING_FAILED
+from gradbus.actors.federated.rounds import CLIENT_LOST, CLIENT_SILENT, SURPLUS, Round
 from gradbus.actors.federated.updates_in import UNCOMPARED, UpdateReceiver
 from gradbus.runtime.errors import GradbusError, RoundTimeout, TrainingFailed
 from gradbus.runtime.logs import get_logger

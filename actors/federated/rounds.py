@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from gradbus.actors.aggregation.sum_summary import SumSummary, exact_parts, merged, ranges_of
+from gradbus.actors.federated.protocol import FAILURES, PAUSED, SAT_OUT, TRAINING_FAILED
 from gradbus.runtime.wire.control import MAX_METRICS, UploadRequest
 
 CLIENT_LOST = "client lost"
@@ -16,12 +17,6 @@ REPEATED = "repeated"  # why an update of a client that counts already does not
 UNMASKED = "not unmasked"  # why nothing of an attempt counts, with secure aggregation
 SURPLUS = "not needed any more"  # enough others were faster
 STALE = "stale"  # its model is too old, or the round is not open
-TRAINING_FAILED = "training failed"
-NON_FINITE_LOSS = "non-finite loss"
-NON_FINITE_MODEL = "non-finite model"
-SAT_OUT = "nothing to train"  # as the client itself reports; not a failure
-PAUSED = "paused"  # the same of a client whose program wants no training for now; it may be back at any time
-FAILURES = (TRAINING_FAILED, NON_FINITE_LOSS, NON_FINITE_MODEL)  # as the clients themselves report
 
 
 class Outcome(Enum):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from gradbus.actors.federated.client_state import own_tensors
 from gradbus.actors.federated.flat_model import hash_of
+from gradbus.actors.federated.own_tensors import own_tensors
 from gradbus.actors.federated.state import NOTHING, Load, SavedRun, load_integers
 from gradbus.runtime.checkpoint import Checkpoint, tensor_of
 from gradbus.runtime.complex_pairs import restored, shape_in_floats

@@ -23,13 +23,13 @@ import torch
 from torch import Tensor, nn
 
 from gradbus.actors.federated.client import checked_id
+from gradbus.actors.federated.client_report import ClientSummary
 from gradbus.actors.federated.handover import RoundHandover, ScriptResult, TrainingRound
 from gradbus.actors.federated.handover_client import HandoverClient, HandoverTask
-from gradbus.actors.federated.local_evaluation import as_floats
 from gradbus.actors.federated.module_structure import misfit
 from gradbus.actors.federated.pacing import ScriptBudget
-from gradbus.actors.federated.report import ClientSummary
 from gradbus.actors.federated.sharing import TensorSpec, specs_of
+from gradbus.actors.federated.task_results import as_floats
 from gradbus.runtime import forks
 from gradbus.runtime.bus.bus import Bus, connect
 from gradbus.runtime.config.federated import ClientConfig

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
-from gradbus.actors.federated.updates_out import REPEAT_AFTER_S
+from gradbus.actors.federated.protocol import REPEAT_AFTER_S
 from gradbus.runtime.bus.bus import Bus, Subscription
 from gradbus.runtime.compute import ComputeThread
 from gradbus.runtime.config.federated import ClientConfig

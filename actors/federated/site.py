@@ -25,6 +25,7 @@ from gradbus.actors.federated.client import Client
 from gradbus.actors.federated.combinations import check_choices
 from gradbus.actors.federated.controller import Controller
 from gradbus.actors.federated.model_evaluation import check_controller_task
+from gradbus.actors.federated.protocol import REPEAT_AFTER_S
 from gradbus.actors.federated.report import Progress, RoundReport
 from gradbus.actors.federated.session import NO_START, ControllerSession, ControllerStart
 from gradbus.actors.federated.sharing import REST, Sharing, layout_of, specs_of
@@ -38,7 +39,7 @@ from gradbus.actors.federated.site_controller import (
 )
 from gradbus.actors.federated.state import SavedRun
 from gradbus.actors.federated.task import FederatedTask
-from gradbus.actors.federated.updates_out import REPEAT_AFTER_S, EncodedUpdate
+from gradbus.actors.federated.updates_out import EncodedUpdate
 from gradbus.runtime.bus.bus import Bus, check_bus
 from gradbus.runtime.checkpoint import Checkpoint, CheckpointStore
 from gradbus.runtime.choices import SELECTORS

@@ -15,7 +15,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from gradbus.actors.aggregation.common_grid import CommonGrid
 from gradbus.actors.aggregation.grid_steps import shape_of
 from gradbus.actors.federated.chosen_codecs import codec_of
-from gradbus.actors.federated.updates_out import REPEAT_AFTER_S
+from gradbus.actors.federated.protocol import REPEAT_AFTER_S
 from gradbus.actors.secure_aggregation.answered_sets import AnsweredSets
 from gradbus.actors.secure_aggregation.keys import MIN_MEMBERS, SEALED_BYTES, Attempt, NotInProtocol, NotMember, Roster
 from gradbus.actors.secure_aggregation.masked_values import UpdateMasks, zeros

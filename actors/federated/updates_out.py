@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from gradbus.actors.federated.protocol import REPEAT_AFTER_S
 from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.errors import BusError
 from gradbus.runtime.logs import get_logger
@@ -28,8 +29,7 @@ from gradbus.runtime.wire.messages import Identity
 if TYPE_CHECKING:  # loading torch takes a second and 500 MB, which the nodes of an app without it are spared
     from torch import Tensor
 
-REPEAT_AFTER_S = 0.5  # without an answer, request again
-HELD_REPEAT_AFTER_S = 4.0  # the same, where the controller holds updates
+HELD_REPEAT_AFTER_S = 4.0  # without an answer, where the controller holds updates
 MAX_REPEAT_AFTER_S = 8.0  # most, below the time after which a controller gives up an upload that stands still
 ANSWERS = (Grant, RetransmitRequest, Receipt)
 

@@ -31,7 +31,7 @@ from gradbus.actors.federated.local_training import (
     RoundInputs,
     reason_of,
 )
-from gradbus.actors.federated.rounds import SAT_OUT
+from gradbus.actors.federated.protocol import SAT_OUT
 from gradbus.actors.federated.sharing import Sharing
 from gradbus.actors.federated.task import FederatedTask
 from gradbus.actors.privacy.client import privacy_of

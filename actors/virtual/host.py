@@ -22,12 +22,12 @@ from torch import Tensor
 from gradbus.actors.federated.chosen_codecs import codec_of
 from gradbus.actors.federated.client import Client
 from gradbus.actors.federated.client_optimizer import split_terms
+from gradbus.actors.federated.client_report import ClientSummary
 from gradbus.actors.federated.clients import FIRST_HOST
 from gradbus.actors.federated.flat_model import FlatModel
 from gradbus.actors.federated.local_evaluation import DECLINED, HOSTED
 from gradbus.actors.federated.local_training import RoundInputs
-from gradbus.actors.federated.report import ClientSummary
-from gradbus.actors.federated.rounds import SAT_OUT, TRAINING_FAILED
+from gradbus.actors.federated.protocol import SAT_OUT, TRAINING_FAILED
 from gradbus.actors.federated.session import ControllerSession
 from gradbus.actors.federated.sharing import Sharing, layout_of
 from gradbus.actors.federated.task import FederatedTask

@@ -25,7 +25,7 @@ import torch
 from safetensors.torch import save
 
 from gradbus.actors.federated.client_state import ClientStateStore
-from gradbus.actors.federated.rounds import TRAINING_FAILED
+from gradbus.actors.federated.protocol import TRAINING_FAILED
 from gradbus.actors.federated.task import FederatedTask
 from gradbus.actors.federated.updates_out import EncodedUpdate
 from gradbus.actors.virtual.channel import Parcel

@@ -16,7 +16,8 @@ from typing import Any
 from gradbus.actors.data_parallel.saved_state import saved_state as state_of_ranks
 from gradbus.actors.data_parallel.state import SavedRank
 from gradbus.actors.federated.best_model import FOLDER, SavedBest
-from gradbus.actors.federated.client_state import SavedClient, own_tensors
+from gradbus.actors.federated.client_state import SavedClient
+from gradbus.actors.federated.own_tensors import own_tensors
 from gradbus.actors.federated.saved_state import saved_state as state_of_rounds
 from gradbus.actors.federated.state import SavedRun
 from gradbus.actors.parameter_server.saved_state import saved_state as state_of_servers

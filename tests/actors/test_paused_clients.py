@@ -23,7 +23,8 @@ from trees import rules, site_of, tree
 
 import gradbus
 from gradbus.actors.federated.client import Client
-from gradbus.actors.federated.rounds import PAUSED, SAT_OUT, Outcome, Round, RoundRules
+from gradbus.actors.federated.protocol import PAUSED, SAT_OUT
+from gradbus.actors.federated.rounds import Outcome, Round, RoundRules
 from gradbus.actors.federated.selection import StartCondition
 from gradbus.actors.federated.session import ClientStatus
 from gradbus.commands.history.invariants import check

@@ -15,7 +15,7 @@ from structlog.testing import capture_logs
 
 import gradbus
 from gradbus.actors.federated.client import Client
-from gradbus.actors.federated.rounds import SAT_OUT
+from gradbus.actors.federated.protocol import SAT_OUT
 from gradbus.actors.federated.update_masks import ClientMasking
 from gradbus.models.task import TrainResult
 from gradbus.runtime.errors import RoundTimeout
