@@ -84,7 +84,7 @@ NOTHING_OWN = Allowed()
 
 
 class NonFiniteResult(ValueError):
-    """Training returned a loss or a model that is not finite. ``reason``: one of :data:`.rounds.FAILURES`."""
+    """Training returned a loss or a model that is not finite. ``reason``: one of :data:`.protocol.FAILURES`."""
 
     def __init__(self, reason: str, text: str) -> None:
         super().__init__(text)
