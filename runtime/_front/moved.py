@@ -18,6 +18,8 @@ from types import CodeType, ModuleType
 from typing import Any
 
 MOVED = {
+    "gradbus.actors.federated.rules": "gradbus.actors.federated.client.rules",
+    "gradbus.actors.federated.selectors": "gradbus.actors.federated.controller.selectors",
     "gradbus.experiments.amounts": "gradbus.commands.amounts",
     "gradbus.experiments.buses": "gradbus.commands.buses",
     "gradbus.experiments.cli": "gradbus.commands.cli",

@@ -19,7 +19,7 @@ from structlog.testing import capture_logs
 from torch import nn
 
 import gradbus
-from gradbus.actors.federated.client import Client
+from gradbus.actors.federated.client.client import Client
 from gradbus.actors.federated.protocol import SAT_OUT
 from gradbus.models import TrainResult
 from gradbus.models.local_sgd import local_sgd

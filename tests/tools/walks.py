@@ -216,7 +216,9 @@ def client(domain: int) -> list[Walk]:
 
 def controller(domain: int) -> list[Walk]:
     """The rounds of a controller with one client: from the request of the update until the next model is computed."""
-    from gradbus.actors.federated.updates_in import UpdateReceiver  # a rank loads nothing of federated learning
+    from gradbus.actors.federated.controller.updates_in import (
+        UpdateReceiver,  # a rank loads nothing of federated learning
+    )
 
     job, tracer = f"walks-{os.getpid()}", Tracer()
     with _beside(_run_client, job, domain), moments((UpdateReceiver, "on_request", tracer.begin)), tracer:
@@ -276,7 +278,7 @@ def _run_client(job: str, domain: int, tracer: Tracer | None = None) -> None:
 def command(domain: int) -> list[Walk]:
     """From the command ``gradbus controller FILE`` until its first round opens."""
     from gradbus.__main__ import main as gradbus_command
-    from gradbus.actors.federated.updates_in import UpdateReceiver
+    from gradbus.actors.federated.controller.updates_in import UpdateReceiver
 
     job, tracer = f"walks-{os.getpid()}", Tracer()
     with tempfile.TemporaryDirectory(prefix="gradbus-walks-") as folder:
