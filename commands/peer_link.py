@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from gradbus.runtime.bus.bus import Bus, Subscription
 from gradbus.runtime.wire.control import Leave
 from gradbus.runtime.wire.frames import CONTROLLER, FrameKey, Kind
-from gradbus.runtime.wire.messages import Control, Identity, Message, ModelBlob, new_incarnation
+from gradbus.runtime.wire.messages import Control, Identity, Message, new_incarnation
 
 ROOT, PEER = 0, 1  # who measures, and the first that answers
 HERE, PING, GOT, END = "here", "ping", "got", "end"
@@ -65,20 +65,3 @@ class Link:
         key = FrameKey(Kind.MODEL, 1, 0, CONTROLLER, self.identity.incarnation, self._transfers, name)
         await self._bus.send_model(key, payload)
         return self._transfers
-
-
-class Arrivals:
-    """Counts the bytes of each transfer; ``done`` is called with the last frame of one."""
-
-    def __init__(self, done: Callable[[ModelBlob], None]) -> None:
-        self._done = done
-        self._received: dict[int, int] = {}
-
-    def __call__(self, message: Message) -> None:
-        if isinstance(message, ModelBlob):
-            frame = message.frame
-            transfer = frame.key.transfer
-            self._received[transfer] = self._received.get(transfer, 0) + len(frame.data)
-            if self._received[transfer] == frame.total_bytes:
-                del self._received[transfer]
-                self._done(message)

@@ -13,6 +13,7 @@ docs/strategies.md has all strategies.
 from __future__ import annotations
 
 import dataclasses
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
@@ -208,8 +209,21 @@ class Strategy(ABC):
         """Restore what :meth:`state` gave. Raises CheckpointError: it does not fit."""
 
 
+def _asks_inner(kind: type[WrappedStrategy]) -> type[WrappedStrategy]:
+    """Give it all properties and methods of :class:`Strategy` that it lacks: they are those of the inner strategy."""
+    for name, member in vars(Strategy).items():
+        is_asked = isinstance(member, property) or (callable(member) and name[0] != "_" and name != "Options")
+        if is_asked and name not in vars(kind):
+            setattr(kind, name, property(operator.attrgetter(f"_inner.{name}")))
+    return kind
+
+
+@_asks_inner
 class WrappedStrategy(Strategy):
     """A strategy in front of another one, which does all that it does not do itself."""
+
+    add_sum = Strategy.add_sum  # it refuses: what changes single updates has none of them in a sum
+    epsilon = property(operator.attrgetter("_inner.epsilon"))
 
     def __init__(self, inner: Strategy) -> None:
         self._inner = inner
@@ -217,76 +231,14 @@ class WrappedStrategy(Strategy):
         self.takes_repeats, self.uses_steps = inner.takes_repeats, inner.uses_steps
         self.epsilon_budget = inner.epsilon_budget
 
-    @property
-    def epsilon(self) -> float | None:  # type: ignore[override]
-        return self._inner.epsilon
-
-    @property
-    def name(self) -> str:
-        return self._inner.name
-
-    @property
-    def masked_grid(self) -> CommonGrid:
-        return self._inner.masked_grid
-
-    @property
-    def sections(self) -> Mapping[str, int]:
-        return self._inner.sections
-
-    def broadcast(self) -> Tensor | None:
-        return self._inner.broadcast()
-
-    def lay_out(self, shapes: Sequence[Sequence[int]]) -> None:
-        self._inner.lay_out(shapes)
-
-    def check(self, config: FederatedConfig) -> None:
-        self._inner.check(config)
-
     def begin(self, round_id: int, base: Tensor) -> None:
         self._inner.begin(round_id, base)
-
-    def weights(self, facts: Facts) -> tuple[float, ...]:
-        return self._inner.weights(facts)
-
-    def believed(self, facts: Facts, most: tuple[float, ...]) -> Facts:
-        return self._inner.believed(facts, most)
 
     def add(self, update: Update, facts: Facts) -> None:
         self._inner.add(update, facts)
 
-    def add_masked(self, partial: PartialSum, facts: Sequence[Facts]) -> None:
-        self._inner.add_masked(partial, facts)
-
-    def add_noise(self, draw: Callable[[int], Tensor]) -> None:
-        self._inner.add_noise(draw)
-
-    def terms(self) -> Mapping[str, Any]:
-        return self._inner.terms()
-
-    def order(self, round_id: int, clients: Sequence[int]) -> RoundOrder | None:
-        return self._inner.order(round_id, clients)
-
-    @property
-    def gives_orders(self) -> bool:
-        return self._inner.gives_orders
-
-    def undone(self, rounds: int) -> None:
-        self._inner.undone(rounds)
-
-    def end_reason(self) -> str:
-        return self._inner.end_reason()
-
     def finish(self, weights: Tensor) -> None:
         self._inner.finish(weights)
-
-    def marks(self) -> Mapping[str, tuple[int, ...]]:
-        return self._inner.marks()
-
-    def state(self) -> Mapping[str, Tensor]:
-        return self._inner.state()
-
-    def load_state(self, state: Mapping[str, Tensor]) -> None:
-        self._inner.load_state(state)
 
 
 class FedAvg(Strategy):

@@ -8,17 +8,13 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 from gradbus.commands.report import figures as draw
 from gradbus.commands.report import parallel, style
 from gradbus.commands.report.federated import client_figures, cross_site_figures
 from gradbus.commands.report.metric_parts import quality_name
-from gradbus.commands.report.page import PageFigure, image_of
+from gradbus.commands.report.page import PageFigure
 from gradbus.commands.rundir.reading import RunFiles
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 REST = 8.0  # a figure is drawn again after so many times the time that drawing took, a ninth of a core at most
 _MIN_REST_S = 1.0
@@ -76,14 +72,6 @@ def _of_epochs(run: RunFiles) -> list[PageFigure]:
     return [figure for figure in shown if there[figure.name]]
 
 
-@dataclass(frozen=True, slots=True)
-class Image:
-    """A drawing, as it is sent. ``kind``: its media type; b"" and "" where there was nothing to draw."""
-
-    kind: str
-    data: bytes
-
-
 @dataclass(slots=True)
 class _Pace:
     version: int
@@ -97,7 +85,7 @@ class Drawings:
         self._clock = clock
         self._drawing = threading.Lock()
         self._lock = threading.Lock()
-        self._kept: OrderedDict[tuple[str, str, str, int], Image] = OrderedDict()
+        self._kept: OrderedDict[tuple[str, str, str, int], style.Image] = OrderedDict()
         self._paces: dict[str, _Pace] = {}
 
     def version_to_show(self, name: str, version: int) -> int:
@@ -108,8 +96,8 @@ class Drawings:
                 self._paces[name] = pace = _Pace(version, self._clock() + _MIN_REST_S)
             return pace.version
 
-    def image(self, run: RunFiles, figure: str, theme: style.Theme, version: int) -> Image | None:
-        """The figure of this name. None: the run has none of that name."""
+    def image(self, run: RunFiles, figure: str, theme: style.Theme, version: int) -> style.Image | None:
+        """The figure of this name; no data: there is nothing to draw. None: the run has none of that name."""
         key = (run.name, figure, theme, version)
         with self._drawing:
             if key in self._kept:
@@ -119,7 +107,7 @@ class Drawings:
             if found is None:
                 return None
             began_s = self._clock()
-            image = _drawn(found.draw, theme)
+            image = style.image_of(found.draw, theme) or style.Image("", b"", (0, 0))
             with self._lock:
                 rest_s = REST * (self._clock() - began_s)
                 if pace := self._paces.get(run.name):
@@ -128,9 +116,3 @@ class Drawings:
             if len(self._kept) > _MAX_KEPT:
                 self._kept.popitem(last=False)
             return image
-
-
-def _drawn(figure: Callable[[], Figure | None], theme: style.Theme) -> Image:
-    with style.drawing(theme):
-        drawing = figure()
-        return Image("", b"") if drawing is None else Image(*image_of(drawing))

@@ -79,11 +79,11 @@ class Tail:
         """Whether the last lines hold one."""
         return any(map(_begins_traceback, self._lines))
 
-    def excerpt(self, *, with_traceback: int = 100, without: int = 15) -> list[bytes]:
-        """At most so many lines, from the first traceback in them on; the last few lines where there is none."""
-        lines = list(self._lines)[-with_traceback:]
+    def excerpt(self) -> list[bytes]:
+        """At most 100 lines, from the first traceback in them on; the last 15 lines where there is none."""
+        lines = list(self._lines)[-100:]
         begins = next((number for number, line in enumerate(lines) if _begins_traceback(line)), None)
-        return lines[-without:] if begins is None else lines[max(0, begins - 1) :]
+        return lines[-15:] if begins is None else lines[max(0, begins - 1) :]
 
 
 def _begins_traceback(line: bytes) -> bool:

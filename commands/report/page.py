@@ -7,7 +7,6 @@ for a light and for a dark page, and the browser takes the one that fits. jinja2
 from __future__ import annotations
 
 import base64
-import io
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
 
 THEMES: tuple[style.Theme, ...] = ("light", "dark")
-MAX_SVG_BYTES = 150_000  # of one figure in one theme; a larger one becomes a PNG
 MAX_ROWS = 400  # of one table
 
 
@@ -160,31 +158,11 @@ def template(name: str, *packages: str) -> Template:
 
 def images_of(figure: PageFigure) -> Images | None:
     """The figure in both themes; None where there is nothing to draw."""
-    addresses = []
-    for theme in THEMES:
-        with style.drawing(theme):
-            drawing = figure.draw()
-            if drawing is None:
-                return None
-            kind, data = image_of(drawing)
-            addresses.append(f"data:{kind};base64,{base64.b64encode(data).decode('ascii')}")
-            width, height = (round(96 * inches) for inches in drawing.get_size_inches())
-    return Images(addresses[0], addresses[-1], width, height)
-
-
-def image_of(drawing: Drawing) -> tuple[str, bytes]:
-    """The media type and the bytes of a drawing: SVG with its text as text, PNG where that would be large."""
-    import matplotlib
-
-    matplotlib.rcParams["svg.fonttype"] = "none"
-    buffer = io.BytesIO()
-    nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
-    drawing.savefig(buffer, format="svg", transparent=True, metadata=nothing)
-    kind = "svg+xml"
-    if len(buffer.getvalue()) > MAX_SVG_BYTES:
-        kind, buffer = "png", io.BytesIO()
-        drawing.savefig(buffer, format="png", transparent=True, metadata={"Software": None})
-    return f"image/{kind}", buffer.getvalue()
+    drawn = [image for theme in THEMES if (image := style.image_of(figure.draw, theme)) is not None]
+    if len(drawn) < len(THEMES):
+        return None
+    addresses = [f"data:{image.kind};base64,{base64.b64encode(image.data).decode('ascii')}" for image in drawn]
+    return Images(addresses[0], addresses[-1], *drawn[-1].size)
 
 
 # -- tables ------------------------------------------------------------------------------------------------------------

@@ -5,7 +5,8 @@ tell apart; a marker or a hatch repeats the distinction for print in black and w
 marker in every figure, a phase of a round has one colour.
 
 Colours are named by their place in the colour cycle of the style sheet (``figures.mplstyle``), which ``dark.mplstyle``
-replaces by lighter ones: one drawing function serves both themes. Draw and save within :func:`drawing`.
+replaces by lighter ones: one drawing function serves both themes. Every drawing of a report, of the dashboard, of a run
+directory and of an experiment becomes an image here: by :func:`image_of`, or by :func:`save` within :func:`drawing`.
 
 matplotlib is an extra and is imported inside functions. Nothing here touches pyplot, which keeps global state.
 """
@@ -13,9 +14,10 @@ matplotlib is an extra and is imported inside functions. Nothing here touches py
 from __future__ import annotations
 
 import contextlib
+import io
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.resources import as_file, files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -38,6 +40,7 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 _SETTINGS, _MAX_SETTINGS_BYTES = "matplotlibrc", 1 << 20
 
 WIDTH_IN, HEIGHT_IN = 7.2, 3.6  # at half of this size the smallest text is 7 px high
+MAX_SVG_BYTES = 150_000  # of one figure of a page in one theme; a larger one becomes a PNG
 
 
 class Look(NamedTuple):
@@ -104,6 +107,14 @@ def look_of(codec: str) -> Look:
 def nth_look(index: int, label: str) -> Look:
     """The look of the n-th series of a figure whose series are no codecs. Looks repeat after seven."""
     return Look(SERIES[index % len(SERIES)], MARKERS[index % len(MARKERS)], plain(label))
+
+
+class Image(NamedTuple):
+    """A drawing as a page has it. ``kind``: its media type. ``size``: width and height in CSS pixels."""
+
+    kind: str
+    data: bytes
+    size: tuple[int, int]
 
 
 class Unit(NamedTuple):
@@ -261,3 +272,24 @@ def save(figure: Figure, *paths: Path) -> None:
     for path in paths:
         figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else {"Software": None})
         figure.set_layout_engine("none")  # to arrange it anew for each file takes a third of the time
+
+
+def image_of(draw: Callable[[], Figure | None], theme: Theme) -> Image | None:
+    """The drawing in this theme, for a page: SVG with its text as text, PNG where that would be large. None: there is
+    nothing to draw. Raises ConfigError: matplotlib is not installed."""
+    with drawing(theme):
+        figure = draw()
+        if figure is None:
+            return None
+        import matplotlib
+
+        matplotlib.rcParams["svg.fonttype"] = "none"
+        buffer = io.BytesIO()
+        nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+        figure.savefig(buffer, format="svg", transparent=True, metadata=nothing)
+        kind = "svg+xml"
+        if len(buffer.getvalue()) > MAX_SVG_BYTES:
+            kind, buffer = "png", io.BytesIO()
+            figure.savefig(buffer, format="png", transparent=True, metadata={"Software": None})
+        width, height = (round(96 * inches) for inches in figure.get_size_inches())
+        return Image(f"image/{kind}", buffer.getvalue(), (width, height))

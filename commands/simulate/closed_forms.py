@@ -10,7 +10,7 @@ rank to rank: the smallest rate of it and the sum of its latencies.
 Aggregation by switches is a pipeline: a block is on one link while the block behind it is on the link before. So there
 is one formula for all of it, :func:`pipeline_s`, and a list of links for each topology. The proposal of
 RA-INA, CINA and MTINA that this project follows has formulas of its own; where they are wrong the docstrings say
-how, and ``tests/commands/simulate/test_closed_forms.py`` has them as printed, with what they get wrong.
+how, and ``experiments/studies/printed_forms.py`` has them as printed.
 """
 
 from __future__ import annotations
@@ -68,16 +68,6 @@ def pipeline_s(gradient_bytes: float, blocks: int, links: Sequence[LinkSpec]) ->
     return sum(on_link_s) + sum(link.latency_s for link in links) + (blocks - 1) * max(on_link_s, default=0.0)
 
 
-def best_blocks(gradient_bytes: float, hops: int, link: LinkSpec) -> int:
-    """The number of blocks for which a pipeline of equal links is fastest: ``sqrt((hops - 1) K / (B o))``.
-
-    Without overhead there is none: more blocks are always faster. Raises ValueError then.
-    """
-    if link.overhead_s <= 0:
-        raise ValueError("without overhead of a message more blocks are always faster: set overhead_s")
-    return max(1, round(math.sqrt((hops - 1) * gradient_bytes / (link.rate_bytes_s * link.overhead_s))))
-
-
 # Among ranks
 
 
@@ -93,12 +83,6 @@ def star_s(gradient_bytes: float, world: int, path: LinkSpec) -> float:
     return 2 * ((world - 1) * (gradient_bytes / path.rate_bytes_s + path.overhead_s) + path.latency_s)
 
 
-def recursive_doubling_s(gradient_bytes: float, world: int, path: LinkSpec) -> float:
-    """Whole vectors, ``ceil(log2 N) (K / B + a + o)``: Thakur et al., IJHPCA 2005. For small K."""
-    steps = math.ceil(math.log2(world))
-    return steps * (gradient_bytes / path.rate_bytes_s + path.latency_s + path.overhead_s)
-
-
 def halving_doubling_s(gradient_bytes: float, world: int, path: LinkSpec) -> float:
     """``2 log2 N (a + o) + 2 (N - 1) / N K / B`` for powers of two (Rabenseifner; Thakur et al., IJHPCA 2005, 4.4).
 
@@ -109,30 +93,6 @@ def halving_doubling_s(gradient_bytes: float, world: int, path: LinkSpec) -> flo
     fold_s = 2 * (gradient_bytes / path.rate_bytes_s + path.latency_s + path.overhead_s) if world > power else 0.0
     on_path_s = 2 * (power - 1) / power * gradient_bytes / path.rate_bytes_s
     return 2 * math.log2(power) * (path.latency_s + path.overhead_s) + on_path_s + fold_s
-
-
-def binomial_tree_s(gradient_bytes: float, world: int, path: LinkSpec) -> float:
-    """Reduce and broadcast, not cut in blocks: twice :func:`recursive_doubling_s`."""
-    return 2 * recursive_doubling_s(gradient_bytes, world, path)
-
-
-def torus_s(gradient_bytes: float, columns: int, rows: int, path: LinkSpec) -> float:
-    """Reduce-scatter in rows of X, all-reduce in columns of Y, gather in rows:
-    ``2 (X - 1) (K / (X B) + a) + 2 (Y - 1) (K / (X Y B) + a)``."""
-    return ring_s(gradient_bytes, columns, path) + ring_s(gradient_bytes / columns, rows, path)
-
-
-def hierarchical_ring_s(gradient_bytes: float, fabric: Fabric, *, rails: bool) -> float:
-    """A ring in each host, then one between hosts:
-    ``2 (n - 1) (K / (n B_local) + a_local) + 2 (M - 1) (K / (M n B) + a)``.
-
-    Args:
-        rails: each rank of a host has a network interface of its own, so that n rings go at once, each with K / n; else
-            one interface carries K, and the n in the second term is 1.
-    """
-    ranks, hosts = fabric.ranks_per_host, fabric.world // fabric.ranks_per_host
-    within_s = ring_s(gradient_bytes, ranks, fabric.local) if ranks > 1 and fabric.local else 0.0
-    return within_s + ring_s(gradient_bytes / (ranks if rails else 1), hosts, fabric.network)
 
 
 # Parameter servers
@@ -167,17 +127,6 @@ def chain_in_host_s(gradient_bytes: float, blocks: int, fabric: Fabric) -> float
     rank. The text beside it describes a reduce-scatter, after which each rank has another part.
     """
     return pipeline_s(gradient_bytes, blocks, fabric.within_host)
-
-
-def chain_overlap_s(gradient_bytes: float, blocks: int, fabric: Fabric) -> float:
-    """Return how much of :func:`chain_in_host_s` can be hidden behind the network, where the network is slower: all but
-    the time until the first block has gone through the host.
-
-    The proposal subtracts this time on the link of the host, not on the links within it, and so gets less than 0 where
-    those within it are much faster.
-    """
-    first_s = pipeline_s(gradient_bytes / blocks, 1, fabric.within_host)
-    return chain_in_host_s(gradient_bytes, blocks, fabric) - first_s
 
 
 def ina_s(gradient_bytes: float, blocks: int, fabric: Fabric) -> float:
@@ -240,15 +189,6 @@ def ring_factor(world: int) -> float:
     return 2 * (world - 1) / world
 
 
-def static_memory_s(gradient_bytes: float, link: LinkSpec, *, memory: float) -> float:
-    """A switch with fixed slots, SwitchML: ``K / (B min(m, 1))``.
-
-    Args:
-        memory: m, the slots that a job has, as a share of those that keep its link busy.
-    """
-    return gradient_bytes / (link.rate_bytes_s * min(memory, 1.0))
-
-
 def ring_assisted_s(gradient_bytes: float, world: int, link: LinkSpec, *, memory: float) -> float:
     """RA-INA: what finds no slot goes around the ring, ``(K / B) c / (1 + m (c - 1))``, with m up to 1.
 
@@ -266,22 +206,3 @@ def speed_up(exchange_share: float, factor: float) -> float:
         exchange_share: r = (K / B) / T_compute. factor: c, of a ring :func:`ring_factor`.
     """
     return (1 + exchange_share * factor) / (1 + exchange_share)
-
-
-def exchange_share_for(wanted: float, factor: float) -> float:
-    """The r from which on :func:`speed_up` is at least ``wanted``: ``(s - 1) / (c - s)``.
-
-    Infinity where none is enough: no speed-up reaches c.
-    """
-    if wanted <= 1:
-        return 0.0
-    return (wanted - 1) / (factor - wanted) if factor > wanted else math.inf
-
-
-def aggregator_rate_for(world: int, rate_bytes_s: float, *, aggregators: int = 1) -> float:
-    """The rate, in and out, that an aggregator needs to be as fast as a ring: ``N B / (A c)``, but never less than
-    ``B / c``.
-
-    It takes ``N K / A`` in and sends as much, which is to be done in the ``c K / B`` that a ring takes.
-    """
-    return max(world / aggregators, 1.0) * rate_bytes_s / ring_factor(world)

@@ -1,4 +1,4 @@
-"""What aggregation by switches takes: how many hosts so many ports carry, switches that add, and their memory."""
+"""What aggregation by switches takes: switches that add, by the ports that they have, and their memory."""
 
 from __future__ import annotations
 
@@ -10,28 +10,6 @@ from gradbus.commands.simulate.closed_forms import Fabric, cina_links, hina_link
 from gradbus.commands.simulate.topology import LinkSpec
 
 Way = Literal["ina", "hina", "mtina", "cina"]
-
-
-def tree_hosts(ports: int, layers: int = 3) -> int:
-    """Hosts below a tree of switches: the root has p children, every other switch one port up and p - 1 down.
-
-    ``p (p - 1)^(layers - 1)``: 3,600 for 16 ports and three layers, as in the document.
-    """
-    return int(ports * (ports - 1) ** (layers - 1))
-
-
-def fat_tree_leaves(ports: int) -> int:
-    """Places at the edge of a fat tree of three layers, ``p^3 / 4``: 1,024 for 16 ports (Al-Fares et al., 2008)."""
-    return ports**3 // 4
-
-
-def chain_hosts(ports: int, leaves: int) -> int:
-    """Hosts at a chain of leaves: each leaf has two ports for its neighbours, the two ends have one.
-
-    ``L (p - 2) + 2``, and p for one leaf. With 16 ports and a leaf at each place of a fat tree 14,338, as in the
-    document: the number counts ports and says nothing about time.
-    """
-    return ports if leaves == 1 else leaves * (ports - 2) + 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

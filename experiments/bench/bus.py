@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import gradbus
-from gradbus.commands.peer_link import END, GOT, HERE, PING, ROOT, Arrivals, Link
+from gradbus.commands.peer_link import END, GOT, HERE, PING, ROOT, Link
 from gradbus.experiments.bench.bare_dds import DdsEcho
 from gradbus.experiments.bench.processes import LEASE_S, Processes
 from gradbus.experiments.bench.results import Measurement, measurement
@@ -27,7 +27,7 @@ from gradbus.experiments.bench.timing import KIB, MIB, in_turns, percentile, siz
 from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.wire.control import Leave
 from gradbus.runtime.wire.frames import FrameKey, Kind
-from gradbus.runtime.wire.messages import ClientUpdate, Control, ModelBlob
+from gradbus.runtime.wire.messages import ClientUpdate, Control, Message, ModelBlob
 
 _DOMAINS = {"unicast": 23, "multicast": 24}  # a domain has one network configuration in a process
 _WATCH, _LATE = "watch", "late"
@@ -77,6 +77,23 @@ async def _measure(plan: BusPlan) -> list[Measurement]:
 def _connect(name: str, job: str) -> AbstractAsyncContextManager[Bus]:
     network = gradbus.NetworkConfig(multicast=name == "multicast", lease_s=LEASE_S)
     return gradbus.connect(job, domain=_DOMAINS[name], network=network)
+
+
+class Arrivals:
+    """Counts the bytes of each transfer; ``done`` is called with the last frame of one."""
+
+    def __init__(self, done: Callable[[ModelBlob], None]) -> None:
+        self._done = done
+        self._received: dict[int, int] = {}
+
+    def __call__(self, message: Message) -> None:
+        if isinstance(message, ModelBlob):
+            frame = message.frame
+            transfer = frame.key.transfer
+            self._received[transfer] = self._received.get(transfer, 0) + len(frame.data)
+            if self._received[transfer] == frame.total_bytes:
+                del self._received[transfer]
+                self._done(message)
 
 
 class _End(Link):

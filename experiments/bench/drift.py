@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import gradbus
 from gradbus import models
 from gradbus.experiments.bench.compression import KeptResults
-from gradbus.experiments.bench.processes import DOMAIN, Processes
+from gradbus.experiments.bench.processes import DOMAIN, run_alone
 from gradbus.experiments.bench.results import Measurement, commit, measurement
 from gradbus.experiments.bench.training import Data
 
@@ -153,9 +153,7 @@ class _Runs:
         key = json.dumps({**asdict(setting), **method._asdict(), "seed": seed, "held_out": held_out}, sort_keys=True)
         if (found := self._kept.get(key)) is None:
             began_s = time.perf_counter()
-            with Processes() as running:
-                running.start(name, train, setting, method, seed, held_out)
-                accuracies: list[float] = running.results(_RUN_S)[0]
+            accuracies: list[float] = run_alone(name, train, setting, method, seed, held_out, timeout_s=_RUN_S)
             found = self._kept.add(
                 key,
                 {

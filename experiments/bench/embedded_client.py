@@ -10,7 +10,6 @@ import argparse
 import asyncio
 import contextlib
 import itertools
-import multiprocessing
 import os
 import sys
 import tempfile
@@ -27,8 +26,8 @@ import gradbus
 from gradbus.actors.federated.client.client_report import ClientReport
 from gradbus.experiments.bench.command import Benchmark, Part, add_effort
 from gradbus.experiments.bench.federated import MODEL_4_8_MB
-from gradbus.experiments.bench.federation import note_rounds, take_part
-from gradbus.experiments.bench.processes import DOMAIN, end_with_benchmark
+from gradbus.experiments.bench.federation import RoleWork, note_rounds, run_federation, take_part
+from gradbus.experiments.bench.processes import DOMAIN
 from gradbus.experiments.bench.results import Measurement, measurement
 from gradbus.models import NoopTask, TrainResult
 from gradbus.models.local_sgd import local_sgd
@@ -81,14 +80,11 @@ class Swapping:
         self.done_s[round_id] = time.time()
 
 
-def _client(job: str, client_id: int, dim: int, seconds: float, pipe: Any) -> None:
-    """Entry of a process with one client."""
-    end_with_benchmark()
-    torch.set_num_threads(1)
+async def _client(job: str, client_id: int, dim: int, seconds: float) -> dict[int, float]:
+    """Return when the client's program used the model of each round."""
     swapping = Swapping(dim)
-    bus = gradbus.connect(job, domain=DOMAIN)
-    asyncio.run(take_part(bus, Busy(dim, seconds), client_id, callbacks=[swapping]))
-    pipe.send(swapping.done_s)
+    await take_part(gradbus.connect(job, domain=DOMAIN), Busy(dim, seconds), client_id, callbacks=[swapping])
+    return swapping.done_s
 
 
 async def _committed(job: str, dim: int, rounds: int, directory: Path, rules: dict[str, Any]) -> dict[int, float]:
@@ -109,22 +105,13 @@ def swaps_ms(dim: int, rounds: int, *, train_s: Sequence[float], **rules: Any) -
     Args:
         train_s: how long each of the two clients trains in a round. rules: of the controller.
     """
-    job, context = f"swap-{os.getpid()}-{next(_jobs)}", multiprocessing.get_context("spawn")
-    pipes, processes = [], []
-    for client_id, seconds in enumerate(train_s):
-        ours, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=_client, args=(job, client_id, dim, seconds, theirs), daemon=True)
-        process.start()
-        pipes.append(ours)
-        processes.append(process)
-    try:
-        with tempfile.TemporaryDirectory(prefix="gradbus-swap-") as directory:
-            committed = asyncio.run(_committed(job, dim, rounds, Path(directory), rules))
-        used = [pipe.recv() if pipe.poll(30.0) else {} for pipe in pipes][1]
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
+    job = f"swap-{os.getpid()}-{next(_jobs)}"
+    clients = {
+        f"client {number}": RoleWork(_client, (job, number, dim, seconds)) for number, seconds in enumerate(train_s)
+    }
+    with tempfile.TemporaryDirectory(prefix="gradbus-swap-") as directory:
+        controller = RoleWork(_committed, (job, dim, rounds, Path(directory), rules))
+        committed, (_, used) = run_federation(controller, clients, 300.0)
     if rounds not in used:
         raise RuntimeError(f"client 1 has not used the model of the last round, {rounds}: it has used {sorted(used)}")
     return [1e3 * (used[number] - committed[number]) for number in sorted(committed.keys() & used.keys())]

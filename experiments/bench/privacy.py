@@ -28,7 +28,7 @@ from gradbus.actors.privacy.accountant import epsilon_of
 from gradbus.actors.privacy.discrete_gaussian import discrete_gaussian
 from gradbus.experiments.bench.command import Benchmark, Part
 from gradbus.experiments.bench.compression import KeptResults
-from gradbus.experiments.bench.processes import DOMAIN, Processes
+from gradbus.experiments.bench.processes import DOMAIN, run_alone
 from gradbus.experiments.bench.results import Measurement, commit, measurement
 from gradbus.experiments.bench.rounds import run_rounds
 from gradbus.experiments.bench.timing import by_turns
@@ -186,9 +186,8 @@ def measure_accuracy(chosen: argparse.Namespace, seeds: int = SEEDS, **smaller: 
         options = {"clients": CLIENTS, "rounds": ROUNDS, "data": "mnist", "seed": seed, "private": private, **smaller}
         key = json.dumps({**options, "epsilon": EPSILON, "delta": DELTA, "clip_norm": CLIP_NORM}, sort_keys=True)
         if (one := kept.get(key)) is None:
-            with Processes() as running:
-                running.start("training", train, options)
-                one = kept.add(key, {"rounds": running.results(580.0)[0], "commit": commit()})
+            trained = run_alone("training", train, options, timeout_s=580.0)
+            one = kept.add(key, {"rounds": trained, "commit": commit()})
             print(f"seed {seed}, {'private' if private else 'plain'}: {one['rounds'][-1]}", file=sys.stderr, flush=True)
         for round_id, (accuracy, epsilon) in enumerate(one["rounds"], 1):
             if accuracy is not None:

@@ -1,7 +1,8 @@
 """The processes of a benchmark: forked from a server that has imported everything, and ended with the benchmark.
 
 Imports are no part of any figure and take seconds: so eight processes start in one. Each has one torch thread.
-:class:`Processes` starts any work; :func:`run_ranks` starts the ranks of one group, each with its :class:`BenchRank`.
+:class:`Processes` starts any work, :func:`run_alone` one process; :func:`run_ranks` starts the ranks of one group, each
+with its :class:`BenchRank`.
 """
 
 from __future__ import annotations
@@ -123,6 +124,13 @@ class Processes:
             if failures:
                 raise ProcessFailed(min(failures)[1])  # those that fail later mostly fail because of it
         return [found[pipe] for pipe in self._pipes]
+
+
+def run_alone(name: str, work: Callable[..., Any], *arguments: Any, timeout_s: float) -> Any:
+    """Return what ``work(*arguments)`` finds in a process of its own. Raises ProcessFailed."""
+    with Processes() as running:
+        running.start(name, work, *arguments)
+        return running.results(timeout_s)[0]
 
 
 def end_with_benchmark() -> None:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import gradbus
 from gradbus import models
 from gradbus.experiments.bench.federation import controller_of, take_part
-from gradbus.experiments.bench.processes import DOMAIN, LEASE_S, Processes
+from gradbus.experiments.bench.processes import DOMAIN, LEASE_S, run_alone
 from gradbus.experiments.bench.results import Measurement, measurement
 from gradbus.experiments.bench.rounds import Rounds, run_rounds
 from gradbus.experiments.bench.timing import by_turns
@@ -101,10 +101,7 @@ TRAINING = MaskedTraining()
 
 def accuracy(setting: MaskedTraining, codec: Any, seed: int, *, secure: bool) -> float:
     """Test accuracy in percent after one run, with all of its actors in a process of their own."""
-    with Processes() as running:
-        running.start("training", _train, setting, codec, seed, secure)
-        (found,) = running.results(600.0)
-    return float(found)
+    return float(run_alone("training", _train, setting, codec, seed, secure, timeout_s=600.0))
 
 
 async def _train(setting: MaskedTraining, codec: Any, seed: int, secure: bool) -> float:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from gradbus.commands.report import style
 from gradbus.commands.report.style import Look
-from gradbus.commands.simulate.closed_forms import aggregator_rate_for, ring_factor, speed_up
+from gradbus.commands.simulate.closed_forms import ring_factor, speed_up
 from gradbus.experiments.figures import canvas
 from gradbus.experiments.figures.plan import Scale
 from gradbus.experiments.figures.tables import DeploymentRow, SimulationRow
@@ -37,6 +37,15 @@ SHARED = ("ring", "switchml", "ra-ina", "atp", "esa")
 LOSSY = ("ina", "ra-ina", "ring-packets", "ps-1")
 _DASHED = {"mtina": (0, (4, 4))}  # where it lies on the line of HINA both are seen
 _Point = tuple[float, float]
+
+
+def aggregator_rate_for(world: int, rate_bytes_s: float, *, aggregators: int = 1) -> float:
+    """The rate, in and out, that an aggregator needs to be as fast as a ring: ``N B / (A c)``, but never less than
+    ``B / c``.
+
+    It takes ``N K / A`` in and sends as much, which is to be done in the ``c K / B`` that a ring takes.
+    """
+    return max(world / aggregators, 1.0) * rate_bytes_s / ring_factor(world)
 
 
 def draw_scaling(rows: Sequence[SimulationRow], scale: Scale, *, trace: str, model: str) -> Figure:

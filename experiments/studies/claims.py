@@ -179,13 +179,32 @@ Times = Callable[[float, float], dict[str, float]]
 """Completion times of RA-INA, SwitchML and the ring, in K / B, given m and r."""
 
 
+def static_memory_s(gradient_bytes: float, link: LinkSpec, *, memory: float) -> float:
+    """A switch with fixed slots, SwitchML: ``K / (B min(m, 1))``.
+
+    Args:
+        memory: m, the slots that a job has, as a share of those that keep its link busy.
+    """
+    return gradient_bytes / (link.rate_bytes_s * min(memory, 1.0))
+
+
+def exchange_share_for(wanted: float, factor: float) -> float:
+    """The r from which on :func:`.speed_up` is at least ``wanted``: ``(s - 1) / (c - s)``.
+
+    Infinity where none is enough: no speed-up reaches c.
+    """
+    if wanted <= 1:
+        return 0.0
+    return (wanted - 1) / (factor - wanted) if factor > wanted else math.inf
+
+
 def times_by_formula(world: int) -> Times:
     """Return the times of one iteration, without overlap: K / (B r) of computing, then the exchange by its closed
     form."""
 
     def times(memory: float, share: float) -> dict[str, float]:
         assisted_s = forms.ring_assisted_s(RESNET50, world, WIRE, memory=memory)
-        static_s = forms.static_memory_s(RESNET50, WIRE, memory=memory)
+        static_s = static_memory_s(RESNET50, WIRE, memory=memory)
         ring_s = FULL_S * forms.ring_factor(world)
         exchanges = {"RA-INA": assisted_s, "SwitchML": static_s, "the ring": ring_s}
         return {name: 1 / share + seconds / FULL_S for name, seconds in exchanges.items()}

@@ -136,11 +136,17 @@ def local_rank() -> int:
     Raises:
         RuntimeError: nothing says so.
     """
-    text = os.environ.get("LOCAL_RANK", "")
-    if not text.isdecimal():
+    return place("local_rank", "LOCAL_RANK", 0, "the number of this process on its machine")
+
+
+def place(what: str, variable: str, least: int, meaning: str) -> int:
+    """Return the number in an environment variable. Raises RuntimeError: ``what`` needs it, and it is not there, no
+    number, or below ``least``."""
+    text = os.environ.get(variable, "")
+    if not text.isdecimal() or int(text) < least:
         raise RuntimeError(
-            f"local_rank: the environment variable LOCAL_RANK is {text!r}, expected the number of this process on its "
-            f"machine: start with torchrun, which sets it, or set it for each process"
+            f"{what}: the environment variable {variable} is {text!r}, expected {meaning}: start with torchrun, which "
+            f"sets it, or set it for each process"
         )
     return int(text)
 

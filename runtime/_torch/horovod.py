@@ -10,7 +10,7 @@ import os
 
 import torch.distributed as dist
 
-from gradbus.torch.functions import current, local_rank
+from gradbus.torch.functions import current, local_rank, place
 
 # The operations of an allreduce. They are the texts that `op` takes.
 Average = "mean"
@@ -40,13 +40,7 @@ def local_size() -> int:
     Raises:
         RuntimeError: LOCAL_WORLD_SIZE does not say so.
     """
-    text = os.environ.get("LOCAL_WORLD_SIZE", "")
-    if not text.isdecimal() or int(text) < 1:
-        raise RuntimeError(
-            f"local_size: the environment variable LOCAL_WORLD_SIZE is {text!r}, expected the number of processes of "
-            f"this job on this machine: start with torchrun, which sets it, or set it for each process"
-        )
-    return int(text)
+    return place("local_size", "LOCAL_WORLD_SIZE", 1, "the number of processes of this job on this machine")
 
 
 def cross_rank() -> int:

@@ -140,11 +140,11 @@ class Aggregator:
                 return list(self._reduce(packet, key, held, state, now_s))
             case PacketKind.GATHER:
                 return [packet] if held is None else list(self._take(packet, key, held, now_s))
-            case PacketKind.CONTRIBUTION:
+            case PacketKind.CONTRIBUTION if held is not None:
+                return list(self._take(packet, key, held, now_s))
+            case PacketKind.CONTRIBUTION | PacketKind.PROBE:
                 # Only a group that has had slots gets contributions. It gave them back when all workers knew its sums.
-                return [_acknowledgement(packet)] if held is None else list(self._take(packet, key, held, now_s))
-            case PacketKind.PROBE:
-                return [_acknowledgement(packet)]
+                return [packet.acknowledgement(PacketKind.AGGREGATOR_ACK, AGGREGATOR)]
             case PacketKind.RESERVE:
                 return self._reserve(packet, key, state, now_s) if held is None else []
             case PacketKind.RESULT_ACK:
@@ -260,7 +260,7 @@ class Aggregator:
             held.overflowed |= (overflows or packet.has_overflowed) << block
             held.contributors[block] |= bitmap
             self._has_progressed(held, now_s)
-        yield _acknowledgement(packet)
+        yield packet.acknowledgement(PacketKind.AGGREGATOR_ACK, AGGREGATOR)
         if is_new and held.contributors[block] == full:
             yield self._sum(key, packet.epoch, held, block, WORKERS)
 
@@ -309,18 +309,3 @@ class Aggregator:
             values=self._slots[held.base + block],
             has_overflowed=bool(held.overflowed >> block & 1),
         )
-
-
-def _acknowledgement(packet: Packet) -> Packet:
-    return Packet(
-        PacketKind.AGGREGATOR_ACK,
-        packet.job,
-        packet.epoch,
-        packet.group,
-        AGGREGATOR,
-        packet.source,
-        packet.block,
-        packet.step,
-        packet.bitmap,
-        acked=packet.kind,
-    )

@@ -90,6 +90,11 @@ class Packet:
         one block on their way, its own, and a partial sum that came around the ring."""
         return (self.acked or self.kind, self.group, self.block, self.step, self.bitmap)
 
+    def acknowledgement(self, kind: PacketKind, source: int) -> Packet:
+        """Return the packet of this kind by which ``source`` tells the sender that it has got this one."""
+        way = self.job, self.epoch, self.group, source, self.source, self.block, self.step
+        return Packet(kind, *way, bitmap=self.bitmap, acked=self.kind)
+
 
 class Sum(NamedTuple):
     """A sum of blocks, full or not. ``has_overflowed``: an entry has left the range of int32, and means nothing."""

@@ -97,25 +97,18 @@ class AggregatorTopology(BaseModel):
                     together.setdefault((number, hosts[rank]), []).append(rank)
         return [sorted(ranks) for ranks in together.values()]
 
-    def nodes(self, hosts: Sequence[str], *, window_groups: int, lanes: int | None = None, **options: Any) -> Nodes:
+    def nodes(self, hosts: Sequence[str], *, window_groups: int, **options: Any) -> Nodes:
         """All nodes, by number.
 
         Args:
-            hosts: as :meth:`ranks_of_leaves`. window_groups: groups that workers have under way.
-            lanes: of each node that gets all groups; None: as many as the window needs.
+            hosts: as :meth:`ranks_of_leaves`. window_groups: groups that workers have under way, at least 1.
             options: of :class:`NodeConfig`, the same on all nodes.
 
         Raises:
-            ValueError: there are too few lanes for the window; or ranks are missing, or named twice.
+            ValueError: ranks are missing, or named twice.
         """
-        world, needed = len(hosts), 2 * window_groups
-        lanes = needed if lanes is None else lanes
         # A window of groups is being summed, and the results of one more may not be acknowledged by all.
-        if window_groups < 1 or lanes < needed:
-            raise ValueError(
-                f"lanes: a window of {window_groups} groups needs {needed} lanes, {world} slots each, on every node; "
-                f"there are {lanes}. Give the nodes more memory, or make the window or the blocks smaller"
-            )
+        world, lanes = len(hosts), 2 * window_groups
         # By the rank that sends: bits of the ranks whose blocks it sends.
         senders = {ranks[-1]: sum(1 << rank for rank in ranks) for ranks in self.host_chains(hosts)}
         if self.kind == "single":

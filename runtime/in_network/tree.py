@@ -206,7 +206,7 @@ class TreeNode:
             self.violations += 1
             return []
         if not config.parents:
-            return [_acknowledgement(packet, config.node)]
+            return [packet.acknowledgement(PacketKind.AGGREGATOR_ACK, config.node)]
         self._probes[packet.source] = packet
         self._asked = self._asked or set(config.parents)
         return [replace(packet, source=config.node, destination=parent) for parent in self._asked]
@@ -215,7 +215,9 @@ class TreeNode:
         self._asked.discard(parent)
         if self._asked:
             return []
-        answers = [_acknowledgement(packet, self._config.node) for packet in self._probes.values()]
+        answers = [
+            packet.acknowledgement(PacketKind.AGGREGATOR_ACK, self._config.node) for packet in self._probes.values()
+        ]
         self._probes.clear()
         return answers
 
@@ -225,7 +227,9 @@ class TreeNode:
         config, block, bitmap = self._config, packet.block, packet.bitmap
         assert packet.values is not None
         if packet.group <= lane.finished:
-            yield _acknowledgement(packet, config.node)  # its result has been acknowledged by all
+            yield packet.acknowledgement(
+                PacketKind.AGGREGATOR_ACK, config.node
+            )  # its result has been acknowledged by all
             return
         if not bitmap or bitmap & ~config.covers:
             self.violations += 1
@@ -250,7 +254,7 @@ class TreeNode:
             lane.overflowed |= (overflows or packet.has_overflowed) << block
             lane.contributors[block] |= bitmap
             self._has_progressed(lane, now_s)
-        yield _acknowledgement(packet, config.node)
+        yield packet.acknowledgement(PacketKind.AGGREGATOR_ACK, config.node)
         if not bitmap & present and lane.contributors[block] == config.covers:
             yield from self._covered(lane, block, now_s)
 
@@ -352,21 +356,6 @@ class TreeNode:
         return Packet(
             PacketKind.RESULT_ACK, config.job, config.epoch, packet.group, config.node, packet.source, bitmap=blocks
         )
-
-
-def _acknowledgement(packet: Packet, node: int) -> Packet:
-    return Packet(
-        PacketKind.AGGREGATOR_ACK,
-        packet.job,
-        packet.epoch,
-        packet.group,
-        node,
-        packet.source,
-        packet.block,
-        packet.step,
-        packet.bitmap,
-        acked=packet.kind,
-    )
 
 
 def _bits(number: int) -> list[int]:

@@ -276,7 +276,7 @@ class RingWorker:
     def _dispatch(self, packet: Packet, group: _Group, now_s: float) -> Iterator[Packet]:
         match packet.kind:
             case PacketKind.REDUCE:
-                yield self._ring_ack(packet)
+                yield packet.acknowledgement(PacketKind.RING_ACK, self._config.rank)
                 if not group.seen >> packet.block & 1 and packet.block not in group.sums:
                     group.seen |= 1 << packet.block
                     if group.is_started:
@@ -284,7 +284,7 @@ class RingWorker:
                     else:
                         group.early.append(packet)
             case PacketKind.GATHER:
-                yield self._ring_ack(packet)
+                yield packet.acknowledgement(PacketKind.RING_ACK, self._config.rank)
                 if packet.block not in group.sums and group.is_started:
                     yield from self._gathered(packet, group, now_s)
             case PacketKind.START:
@@ -356,7 +356,7 @@ class RingWorker:
     def _answer_for_finished(self, packet: Packet) -> Iterator[Packet]:
         """All sums of the group have been known here for long, and so everywhere."""
         if packet.kind in RING_KINDS:
-            yield self._ring_ack(packet)
+            yield packet.acknowledgement(PacketKind.RING_ACK, self._config.rank)
         elif packet.kind in (PacketKind.START, PacketKind.RESULT):
             yield self._plain(PacketKind.RESULT_ACK, packet.group, AGGREGATOR, bitmap=self._all_blocks)
         elif packet.kind in (PacketKind.RING_ACK, PacketKind.AGGREGATOR_ACK):
@@ -389,21 +389,6 @@ class RingWorker:
     def _plain(self, kind: PacketKind, group: int, to: int, *, bitmap: int = 0) -> Packet:
         config = self._config
         return Packet(kind, config.job, config.epoch, group, config.rank, to, bitmap=bitmap)
-
-    def _ring_ack(self, packet: Packet) -> Packet:
-        config = self._config
-        return Packet(
-            PacketKind.RING_ACK,
-            config.job,
-            config.epoch,
-            packet.group,
-            config.rank,
-            packet.source,
-            packet.block,
-            packet.step,
-            packet.bitmap,
-            acked=packet.kind,
-        )
 
     def _result_ack(self, number: int, group: _Group) -> Packet:
         return self._plain(PacketKind.RESULT_ACK, number, AGGREGATOR, bitmap=group.known)

@@ -249,38 +249,6 @@ def test_a_client_whose_loop_stands_still_does_not_hold_up_the_others() -> None:
     assert sum(report["seconds"] for report in reports) < 50.0
 
 
-def test_the_only_client_killed_in_a_round_comes_back_and_the_round_is_done(federation: Federation) -> None:
-    controller = federation.controller(rounds=2, clients__num=1, clients__dead_after_s=DEAD_AFTER_S)
-    victim = federation.client(0, hold={"1": NEVER}, network=MORTAL)
-    victim.wait_for("training", round=1)
-    victim.signal(signal.SIGKILL)
-    again = federation.client(0)
-    reports = finish(controller, again)
-    assert [report["clients"] for report in reports] == [[0], [0]]
-    assert reports[0]["attempt"] > 1
-
-
-def test_what_counted_in_an_attempt_counts_in_the_next_and_nobody_trains_twice(
-    federation: Federation, tmp_path: Path
-) -> None:
-    gate = tmp_path / "gate"
-    controller = federation.controller(
-        rounds=1,
-        clients__num=2,
-        clients__min=2,
-        round__timeout_s=1.5,
-        round__max_attempts=20,
-        clients__start_timeout_s=30.0,
-    )
-    quick, slow = federation.client(0), federation.client(1, hold={"1": str(gate)})
-    slow.wait_for("training", round=1)
-    controller.wait_for("attempt", number=2)
-    gate.touch()
-    (report,) = finish(controller, quick, slow)
-    assert report["clients"] == [0, 1]
-    assert len(quick.all("training")) == 1
-
-
 def test_a_client_gives_up_when_its_controller_is_gone_while_it_offers_an_update(
     federation: Federation, tmp_path: Path
 ) -> None:

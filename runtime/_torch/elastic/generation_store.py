@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, cast
 
@@ -13,7 +13,7 @@ from gradbus.runtime.bus.background import JOB_KEY
 from gradbus.runtime.collectives.group import Group
 from gradbus.torch.groups import HeldGroup, Watch
 from gradbus.torch.store.address import Address
-from gradbus.torch.store.messages import Op, StoreAnswer
+from gradbus.torch.store.link import StoreLink
 from gradbus.torch.store.rendezvous import open_store
 from gradbus.torch.store.store import DdsStore
 
@@ -38,26 +38,13 @@ class GenerationStore(DdsStore):
         self._opened: DdsStore | None = None
         self._is_closed = False
 
-    def _call(
-        self,
-        op: Op,
-        keys: Sequence[str],
-        values: Sequence[bytes] = (),
-        number: int = 0,
-        *,
-        waits: bool = False,
-        timeout: timedelta | float | None = None,
-    ) -> StoreAnswer:
-        limit_s = self._limit_s(timeout)
-        return self._open()._call(op, keys, values, number, waits=waits, timeout=limit_s)  # noqa: SLF001 - of its class
+    @property
+    def _link(self) -> StoreLink:  # type: ignore[override] - which the others get when they are made
+        return self._open()._link  # noqa: SLF001 - of its class
 
     def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
         """Return the number of the bus for its key, without the store. Any other key is set as in any store."""
         return self._bus_number.encode() if key == JOB_KEY else super().compare_set(key, expected_value, desired_value)
-
-    def clone(self) -> DdsStore:
-        """Return another handle on the same store."""
-        return self._open().clone()
 
     def close(self) -> None:
         """Leave the store, if it was opened. Waits for a thread that is opening it, for at most its timeout."""

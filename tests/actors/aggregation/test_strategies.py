@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -13,7 +14,8 @@ from torch import Tensor
 
 from gradbus import codecs
 from gradbus.actors.aggregation.adaptive import FedAdam
-from gradbus.actors.aggregation.strategies import FedAvg, FedAvgM, Strategy
+from gradbus.actors.aggregation.partial_sum import PartialSum
+from gradbus.actors.aggregation.strategies import FedAvg, FedAvgM, Strategy, WrappedStrategy
 from gradbus.actors.aggregation.updates import Facts, Update
 from gradbus.runtime.choices import STRATEGIES, Choice
 from gradbus.runtime.config.federated import FederatedConfig
@@ -226,3 +228,19 @@ def test_the_configuration_names_the_strategy_and_its_constants(
         "fedadam": sum(0.5 * m_ / (v_**0.5 + 0.1) for m_, v_ in zip(m, v, strict=True)),
     }
     assert weights.item() == pytest.approx(expected[name], rel=1e-6)
+
+
+def test_a_wrapped_strategy_has_all_of_the_inner_one_but_its_sums_of_updates() -> None:
+    members = {name: one for name, one in vars(Strategy).items() if callable(one) or isinstance(one, property)}
+    own = ("Options", "add_sum", "begin", "add", "finish")
+    names = [name for name in members if name[0] != "_" and name not in own]
+    inner = SimpleNamespace(**{name: object() for name in (*names, *Strategy.__annotations__)})
+    inner.weighs_samples = inner.adds_sums = inner.takes_repeats = inner.uses_steps = inner.metrics = None
+
+    wrapped = WrappedStrategy(cast(Strategy, inner))
+
+    assert len(names) >= 15
+    assert [name for name in (*names, "epsilon") if getattr(wrapped, name) is not getattr(inner, name)] == []
+    inner.name = "fedavg"
+    with pytest.raises(NotImplementedError, match="fedavg needs the updates one by one"):
+        wrapped.add_sum(cast(PartialSum, None))

@@ -50,25 +50,6 @@ def plain_checksums(rounds: list[list[int]]) -> list[int]:
     return found
 
 
-def test_a_client_killed_in_a_round_is_not_in_its_sum_and_started_again_in_the_next(tmp_path: Path) -> None:
-    gate = tmp_path / "gate"
-    with Federation(domain=new_domain(), dim=DIM, silence_s=NOBODY_DIES_S) as federation:
-        controller = federation.controller(rounds=3, clients__num=4, clients__dead_after_s=5.0, **SECURE)
-        others = [federation.client(0, hold={"2": str(gate)}), federation.client(1), federation.client(2)]
-        victim = federation.client(3, hold={"2": NEVER}, network={"lease_s": 3.0})
-        victim.wait_for("training", round=2)
-        victim.signal(signal.SIGKILL)
-        again = federation.client(3)
-        controller.wait_for("takes part", client=3, from_round=3)
-        gate.touch()
-        done = controller.wait_for("done", timeout_s=60.0)
-        assert [node.wait() for node in (controller, *others, again)] == [0] * 5
-    reports = done["reports"]
-    took_part = [[0, 1, 2, 3], [0, 1, 2], [0, 1, 2, 3]]
-    assert [report["clients"] for report in reports] == took_part
-    assert [report["weights_crc32"] for report in reports] == plain_checksums(took_part)
-
-
 def test_a_controller_killed_with_the_sum_in_its_hands_comes_to_the_same_bits_with_new_keys(tmp_path: Path) -> None:
     with Federation(domain=new_domain(), dim=DIM, silence_s=NOBODY_DIES_S) as federation:
         rules = {**SECURE, "rounds": 2, "clients__num": 3, "clients__min": 3, "checkpoint__dir": str(tmp_path)}

@@ -11,9 +11,11 @@ from doc_pages import rows, section
 
 from gradbus.commands.simulate import closed_forms as forms
 from gradbus.commands.simulate.closed_forms import Fabric
-from gradbus.commands.simulate.deployment import chain_hosts, deployment, fat_tree_leaves, slot_bytes, tree_hosts
+from gradbus.commands.simulate.deployment import deployment, slot_bytes
 from gradbus.commands.simulate.topology import LinkSpec
+from gradbus.experiments.figures.aggregation import aggregator_rate_for
 from gradbus.experiments.studies import printed_forms
+from gradbus.experiments.studies.claims import exchange_share_for, static_memory_s
 
 VGG19, RESNET50 = 574.8e6, 102.4e6
 BLOCKS = 4096
@@ -39,31 +41,13 @@ def slow_fabric_of(world: int) -> Fabric:
     )
 
 
-def torus_s(size: float, fabric: Fabric) -> float:
-    columns = 2 ** math.ceil(math.log2(fabric.world) / 2)
-    return forms.torus_s(size, columns, fabric.world // columns, fabric.network)
-
-
-def racks_s(size: float, fabric: Fabric) -> float:
-    """One rank on a host: a ring in each rack, and between racks one for each part."""
-    racks = Fabric(
-        world=fabric.world, network=fabric.network, local=fabric.network, ranks_per_host=min(16, fabric.world)
-    )
-    return forms.hierarchical_ring_s(size, racks, rails=True)
-
-
 def one_switch(fabric: Fabric) -> Fabric:
     return Fabric(world=fabric.world, network=fabric.network)
 
 
 FORMS: dict[str, Callable[[float, Fabric], float]] = {
     "ring": lambda size, at: forms.ring_s(size, at.world, at.network),
-    "doubling": lambda size, at: forms.recursive_doubling_s(size, at.world, at.network),
     "halving": lambda size, at: forms.halving_doubling_s(size, at.world, at.network),
-    "torus": torus_s,
-    "rails": lambda size, at: forms.hierarchical_ring_s(size, at, rails=True),
-    "one nic": lambda size, at: forms.hierarchical_ring_s(size, at, rails=False),
-    "racks": racks_s,
     "ps 1": lambda size, at: forms.parameter_server_s(size, at.world, at.network, servers=1, blocks=BLOCKS),
     "ps n": lambda size, at: forms.parameter_server_s(size, at.world, at.network, servers=at.world, blocks=BLOCKS),
     "ina": lambda size, at: forms.ina_s(size, BLOCKS, one_switch(at)),
@@ -72,65 +56,62 @@ FORMS: dict[str, Callable[[float, Fabric], float]] = {
 }
 
 # Milliseconds for N = 8 to 1,024, as the design of the simulator has them.
-FAST = ("ring", "doubling", "halving", "torus", "rails", "one nic", "ps 1", "ps n", "ina", "hina", "cina")
-SLOW = ("ring", "halving", "racks", "ps 1", "ps n", "ina", "hina", "cina")
+WAYS = ("ring", "halving", "ps 1", "ps n", "ina", "hina", "cina")
 TABLES = {
-    (VGG19, fabric_of, FAST): """
-        80.50 137.96 80.48 80.49 6.72 6.72 367.97 46.00 46.00 46.03 46.03
-        86.28 183.94 86.24 86.24 12.47 52.71 735.93 46.00 46.00 46.03 46.03
-        89.22 229.93 89.11 89.13 15.35 75.71 1471.85 46.00 46.00 46.03 46.03
-        90.78 275.92 90.55 90.59 16.81 87.22 2943.70 46.00 46.00 46.03 46.03
-        91.76 321.90 91.28 91.34 17.56 93.00 5887.39 46.00 46.00 46.03 46.03
-        92.63 367.89 91.64 91.73 17.98 95.94 11774.78 46.00 46.00 46.05 46.05
-        93.83 413.87 91.82 91.97 18.29 97.50 23549.56 46.00 46.00 46.05 46.08
-        95.97 459.86 91.92 92.13 18.63 98.48 47099.12 46.00 46.00 46.05 46.13""",
-    (RESNET50, fabric_of, FAST): """
-        14.36 24.58 14.35 14.35 1.21 1.21 65.56 8.20 8.20 8.21 8.21
-        15.42 32.78 15.38 15.38 2.24 9.40 131.11 8.20 8.20 8.21 8.21
-        16.00 40.97 15.89 15.91 2.76 13.51 262.21 8.20 8.20 8.21 8.21
-        16.38 49.16 16.15 16.18 3.03 15.57 524.42 8.20 8.20 8.21 8.21
-        16.76 57.36 16.28 16.34 3.19 16.63 1048.84 8.20 8.20 8.21 8.21
-        17.34 65.55 16.35 16.44 3.32 17.20 2097.67 8.20 8.20 8.22 8.22
-        18.40 73.75 16.39 16.54 3.48 17.59 4195.33 8.20 8.20 8.22 8.23
-        20.46 81.94 16.41 16.62 3.75 17.97 8390.66 8.20 8.20 8.22 8.25""",
-    (VGG19, slow_fabric_of, SLOW): """
-        805.0 804.8 805.0 3679.7 460.0 460.0 460.0 460.0
-        862.8 862.4 862.8 7359.3 460.0 460.0 460.0 460.0
-        892.2 891.1 891.6 14718.5 460.0 460.0 460.1 460.1
-        907.8 905.5 906.0 29437.0 460.0 460.0 460.1 460.1
-        917.6 912.8 913.4 58873.9 460.0 460.0 460.1 460.2
-        926.3 916.4 917.3 117747.8 460.0 460.0 460.1 460.5
-        938.3 918.2 919.7 235495.6 460.0 460.0 460.1 461.0
-        959.7 919.2 921.9 470991.2 460.0 460.0 460.1 462.0""",
-    (RESNET50, slow_fabric_of, SLOW): """
-        143.6 143.5 143.6 655.6 82.0 82.0 82.0 82.0
-        154.2 153.8 154.2 1311.1 82.0 82.0 82.0 82.0
-        160.0 158.9 159.4 2622.1 82.0 82.0 82.0 82.0
-        163.8 161.5 162.0 5244.2 82.0 82.0 82.0 82.0
-        167.6 162.8 163.4 10488.4 82.0 82.0 82.0 82.1
-        173.4 163.5 164.4 20976.7 82.0 82.0 82.0 82.1
-        184.0 163.9 165.4 41953.3 82.0 82.0 82.0 82.3
-        204.6 164.1 166.8 83906.6 82.0 82.0 82.0 82.6""",
+    (VGG19, fabric_of): """
+        80.50 80.48 367.97 46.00 46.00 46.03 46.03
+        86.28 86.24 735.93 46.00 46.00 46.03 46.03
+        89.22 89.11 1471.85 46.00 46.00 46.03 46.03
+        90.78 90.55 2943.70 46.00 46.00 46.03 46.03
+        91.76 91.28 5887.39 46.00 46.00 46.03 46.03
+        92.63 91.64 11774.78 46.00 46.00 46.05 46.05
+        93.83 91.82 23549.56 46.00 46.00 46.05 46.08
+        95.97 91.92 47099.12 46.00 46.00 46.05 46.13""",
+    (RESNET50, fabric_of): """
+        14.36 14.35 65.56 8.20 8.20 8.21 8.21
+        15.42 15.38 131.11 8.20 8.20 8.21 8.21
+        16.00 15.89 262.21 8.20 8.20 8.21 8.21
+        16.38 16.15 524.42 8.20 8.20 8.21 8.21
+        16.76 16.28 1048.84 8.20 8.20 8.21 8.21
+        17.34 16.35 2097.67 8.20 8.20 8.22 8.22
+        18.40 16.39 4195.33 8.20 8.20 8.22 8.23
+        20.46 16.41 8390.66 8.20 8.20 8.22 8.25""",
+    (VGG19, slow_fabric_of): """
+        805.0 804.8 3679.7 460.0 460.0 460.0 460.0
+        862.8 862.4 7359.3 460.0 460.0 460.0 460.0
+        892.2 891.1 14718.5 460.0 460.0 460.1 460.1
+        907.8 905.5 29437.0 460.0 460.0 460.1 460.1
+        917.6 912.8 58873.9 460.0 460.0 460.1 460.2
+        926.3 916.4 117747.8 460.0 460.0 460.1 460.5
+        938.3 918.2 235495.6 460.0 460.0 460.1 461.0
+        959.7 919.2 470991.2 460.0 460.0 460.1 462.0""",
+    (RESNET50, slow_fabric_of): """
+        143.6 143.5 655.6 82.0 82.0 82.0 82.0
+        154.2 153.8 1311.1 82.0 82.0 82.0 82.0
+        160.0 158.9 2622.1 82.0 82.0 82.0 82.0
+        163.8 161.5 5244.2 82.0 82.0 82.0 82.0
+        167.6 162.8 10488.4 82.0 82.0 82.0 82.1
+        173.4 163.5 20976.7 82.0 82.0 82.0 82.1
+        184.0 163.9 41953.3 82.0 82.0 82.0 82.3
+        204.6 164.1 83906.6 82.0 82.0 82.0 82.6""",
 }
 
 
 @pytest.mark.parametrize(("given", "text"), TABLES.items(), ids=["vgg19", "resnet50", "vgg19 slow", "resnet50 slow"])
-def test_times_are_those_of_the_tables(
-    given: tuple[float, Callable[[int], Fabric], tuple[str, ...]], text: str
-) -> None:
-    size, fabric, names = given
+def test_times_are_those_of_the_tables(given: tuple[float, Callable[[int], Fabric]], text: str) -> None:
+    size, fabric = given
     for world, row in zip(WORLDS, text.split("\n")[1:], strict=True):
         digits = len(row.split()[0].split(".")[1])
-        for name, expected in zip(names, row.split(), strict=True):
+        for name, expected in zip(WAYS, row.split(), strict=True):
             found_ms = 1e3 * FORMS[name](size, fabric(world))
             assert found_ms == pytest.approx(float(expected), abs=0.51 * 10**-digits), (world, name)
 
 
 def test_one_rank_sends_nothing_to_itself() -> None:
     alone = fabric_of(1, ranks_per_host=1)
-    for name in ("ring", "doubling", "halving", "torus", "rails", "one nic"):
+    for name in ("ring", "halving"):
         assert FORMS[name](VGG19, alone) == 0, name
-    for form in (forms.star_s, forms.shards_s, forms.binomial_tree_s):
+    for form in (forms.star_s, forms.shards_s):
         assert form(VGG19, 1, alone.network) == 0
     assert forms.chain_in_host_s(VGG19, BLOCKS, alone) == 0
 
@@ -149,15 +130,6 @@ def test_with_many_blocks_there_remain_the_slowest_link_and_the_latencies() -> N
     assert forms.hina_s(VGG19, many, at) == pytest.approx(slowest_s + 2 * (7 * 1e-6 + 2e-6) + 2e-6, abs=1e-9)
     assert forms.cina_s(VGG19, many, at) == pytest.approx(slowest_s + 2 * (7 * 1e-6 + 2e-6) + 8 * 2e-6, abs=1e-9)
     assert forms.pipeline_s(VGG19, 1, [at.network] * 3) == pytest.approx(3 * (slowest_s + 2e-6))  # store and forward
-
-
-def test_overhead_of_messages_makes_one_number_of_blocks_the_best() -> None:
-    link = LinkSpec(rate_bytes_s=12.5e9, latency_s=2e-6, overhead_s=1e-6)
-    best = forms.best_blocks(VGG19, 4, link)
-    times = [forms.pipeline_s(VGG19, blocks, [link] * 4) for blocks in (best // 2, best - 1, best, best + 1, 2 * best)]
-    assert min(times) == times[2]
-    with pytest.raises(ValueError, match="set overhead_s"):
-        forms.best_blocks(VGG19, 4, LinkSpec(rate_bytes_s=1e9))
 
 
 def test_more_trees_help_only_where_the_uplink_is_the_slowest_link() -> None:
@@ -189,9 +161,9 @@ def test_the_printed_overlap_is_negative_for_fast_links_in_the_host() -> None:
     at = fabric_of(8)
     for blocks, expected_ms in ((4096, 7.85), (64, -0.8), (8, -33.5)):
         assert 1e3 * printed_forms.overlap_s(VGG19, blocks, at) == pytest.approx(expected_ms, abs=0.05)
-        assert forms.chain_overlap_s(VGG19, blocks, at) > 0
+        assert printed_forms.chain_overlap_s(VGG19, blocks, at) > 0
     # What cannot be hidden goes in front of the network's time, as the general formula has it.
-    chain_s = forms.chain_in_host_s(VGG19, BLOCKS, at) - forms.chain_overlap_s(VGG19, BLOCKS, at)
+    chain_s = forms.chain_in_host_s(VGG19, BLOCKS, at) - printed_forms.chain_overlap_s(VGG19, BLOCKS, at)
     without = Fabric(world=1, network=at.network)
     assert forms.hina_s(VGG19, BLOCKS, at) == pytest.approx(2 * chain_s + forms.ina_s(VGG19, BLOCKS, without))
 
@@ -229,10 +201,10 @@ def test_ring_assistance_lies_between_ring_and_switch() -> None:
     link = LinkSpec(rate_bytes_s=1.0)
     ring_assisted = [forms.ring_assisted_s(1.0, 8, link, memory=m) for m in (0, 0.1, 0.25, 0.5, 0.75, 1)]
     assert ring_assisted == pytest.approx([1.75, 1.63, 1.47, 1.27, 1.12, 1.0], abs=0.005)
-    static = [forms.static_memory_s(1.0, link, memory=m) for m in (0.1, 0.25, 0.5, 0.75, 1, 2)]
+    static = [static_memory_s(1.0, link, memory=m) for m in (0.1, 0.25, 0.5, 0.75, 1, 2)]
     assert static == pytest.approx([10, 4, 2, 1.33, 1, 1], abs=0.005)
     crossing = 1 / forms.ring_factor(8)
-    assert forms.static_memory_s(1.0, link, memory=crossing) == pytest.approx(ring_assisted[0])
+    assert static_memory_s(1.0, link, memory=crossing) == pytest.approx(ring_assisted[0])
 
 
 @pytest.mark.parametrize(("world", "share"), [(4, math.inf), (6, 5.9), (8, 3.2), (16, 1.9)])
@@ -240,30 +212,21 @@ def test_57_percent_over_a_ring_take_a_large_share_of_exchange_and_more_than_fou
     world: int, share: float
 ) -> None:
     factor = forms.ring_factor(world)
-    found = forms.exchange_share_for(1.57, factor)
+    found = exchange_share_for(1.57, factor)
     assert found == pytest.approx(share, rel=0.05)
     if math.isfinite(found):
         assert forms.speed_up(found, factor) == pytest.approx(1.57)
 
 
 def test_an_aggregator_needs_about_half_the_rate_of_all_workers_together() -> None:
-    assert [forms.aggregator_rate_for(n, 1.0) for n in (2, 4, 8, 16)] == pytest.approx(
-        [2, 2.667, 4.571, 8.533], rel=1e-3
-    )
-    assert forms.aggregator_rate_for(16, 1.0, aggregators=16) == pytest.approx(16 / 30)
-    assert forms.exchange_share_for(1.0, forms.ring_factor(2)) == 0
-
-
-def test_ports_of_16_carry_3600_hosts_of_a_tree_and_14338_of_a_chain() -> None:
-    assert tree_hosts(16) == 3600
-    assert fat_tree_leaves(16) == 1024
-    assert chain_hosts(16, fat_tree_leaves(16)) == 14_338
-    assert (tree_hosts(32), chain_hosts(32, fat_tree_leaves(32))) == (30_752, 245_762)
+    assert [aggregator_rate_for(n, 1.0) for n in (2, 4, 8, 16)] == pytest.approx([2, 2.667, 4.571, 8.533], rel=1e-3)
+    assert aggregator_rate_for(16, 1.0, aggregators=16) == pytest.approx(16 / 30)
+    assert exchange_share_for(1.0, forms.ring_factor(2)) == 0
 
 
 def test_deployments_have_ports_for_all_hosts_and_no_switch_too_many() -> None:
     chain = deployment("cina", 1024, 16)
-    assert chain_hosts(16, chain.adding) >= 1024 > chain_hosts(16, chain.adding - 1)
+    assert chain.adding * 14 + 2 >= 1024 > (chain.adding - 1) * 14 + 2  # two ports of each for its neighbours
     assert chain.ports == 1024 + 2 * (chain.adding - 1) <= 16 * chain.adding
     assert deployment("hina", 3600, 16).adding == 1 + 16 + 16 * 15
     assert deployment("hina", 3600, 16).ports == 16 * (1 + 16 + 16 * 15)

@@ -13,6 +13,7 @@ from gradbus.commands.simulate.in_network import simulate_aggregation
 from gradbus.commands.simulate.lockstep import Deadlock
 from gradbus.commands.simulate.scenario import AggregationOutcome, Scenario
 from gradbus.commands.simulate.topology import LinkSpec
+from gradbus.experiments.studies.claims import static_memory_s
 
 RESNET50 = 102_400_000
 WIRE = LinkSpec(rate_bytes_s=12.5e9, latency_s=2e-6)
@@ -109,7 +110,7 @@ def test_fixed_slots_for_a_part_of_the_round_trip_slow_a_switch_down_as_much() -
     for memory in (0.25, 0.5, 0.75):
         pool = round(memory * round_trip)
         found = simulated("switchml", fabric_of(4, network=wire), blocks, slots=2 * pool)
-        expected = forms.static_memory_s(RESNET50, wire, memory=pool / round_trip)
+        expected = static_memory_s(RESNET50, wire, memory=pool / round_trip)
         assert found.time_s == pytest.approx(expected, rel=0.05)
 
 

@@ -92,7 +92,7 @@ MUTATIONS = {
         worker, "if not group.seen >> packet.block & 1 and", "if",
     ),
     "a contribution that comes late is not acknowledged": (
-        aggregator, "[_acknowledgement(packet)] if held is None", "[] if held is None",
+        aggregator, "case PacketKind.CONTRIBUTION | PacketKind.PROBE:", "case PacketKind.PROBE:",
     ),
     "a worker keeps what it knows to itself when the aggregator takes over": (
         worker, "if config.rank == (block - 1) % config.world:", "if False:",

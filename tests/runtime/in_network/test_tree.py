@@ -18,12 +18,6 @@ def test_all_workers_get_the_exact_sum_and_all_lanes_come_free(first: int) -> No
         TreeNetwork(conditions, seed).run()
 
 
-def test_a_plan_with_too_few_lanes_is_refused_with_the_numbers() -> None:
-    for kind in ("single", "tree", "chain"):
-        with pytest.raises(ValueError, match=r"a window of 4 groups needs 8 lanes, 3 slots each.*there are 7"):
-            AggregatorTopology(kind=kind).nodes(["a"] * 3, lanes=7, window_groups=4)
-
-
 def test_ranks_that_are_missing_or_named_twice_are_refused() -> None:
     for leaves in ([[0, 2]], [[0, 1], [1]], [[0, 1], []], [[0]]):
         with pytest.raises(ValueError, match="expected each rank"):
