@@ -14,7 +14,7 @@ from gradbus.runtime.algorithms.base import TensorBucket
 @dataclass(slots=True, eq=False)
 class TrainingStep:
     """A step from its forward pass until it is applied. What is exchanged for it is in an object of its own: a
-    :class:`~.exchange.GradientExchange`, or a :class:`~.parameter_exchange.ParameterExchange`.
+    :class:`~.stepping.GradientExchange`, or a :class:`~.parameter_exchange.ParameterExchange`.
 
     Attributes:
         number, epoch: count from 0. active: ranks with data. batches: of this rank. memory: which set of it is used.
