@@ -616,8 +616,8 @@ class ElasticWorker(Worker):
         await self._close_copies()
         await self._compute.run(self._note_place)
         copies = self._of_generation
-        if copies is not None and copies.held is not None:  # the copy has not come: what this rank has is of there
-            self._position, copies.held = copies.held, None
+        if copies is not None and (held := copies.take_held()) is not None:
+            self._position = held
             await self._compute.run(self._training.stop_following)
 
     # Checkpoints

@@ -165,6 +165,11 @@ class StateCopies:
         """Take note that these ranks have their copies, and get data."""
         self.follows -= ready
 
+    def take_held(self) -> Position | None:
+        """Return ``held``, once, where the copy will not come: what this rank has is of there."""
+        held, self.held = self.held, None
+        return held
+
     def note_equal(self) -> None:
         """Take note that all that have the state have compared their parameters."""
         self.joined &= self.follows

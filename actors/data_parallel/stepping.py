@@ -114,8 +114,6 @@ class Stepper(ABC):
         loss: the mean over the ranks, as far as the algorithm needs it.
         ended_exchanges: exchanges of weights so far whose results were applied, or dropped by all ranks.
         skipped_exchanges: those of them that were dropped.
-        is_diverged: whether a rank has announced with an exchange of weights that it had skipped as many steps in a row
-            as it may; equal on all ranks.
         wait_s: seconds that this rank waited for others, so far.
     """
 
@@ -132,7 +130,7 @@ class Stepper(ABC):
         self.loss = MeanLoss(position.mean_loss, is_needed=self._algorithm.needs_loss)
         self.ended_exchanges = position.ended_exchanges
         self.skipped_exchanges = 0
-        self.is_diverged = False
+        self._is_diverged = False
         self.wait_s = 0.0
 
     @abstractmethod
@@ -147,6 +145,12 @@ class Stepper(ABC):
         """Cancel what is on its way; buffers are given back."""
         for exchange in self._exchanges:
             exchange.cancel()
+
+    def take_diverged(self) -> bool:
+        """Return, once, whether a rank has announced with an exchange of weights that it had skipped as many steps in a
+        row as it may; equal on all ranks."""
+        is_diverged, self._is_diverged = self._is_diverged, False
+        return is_diverged
 
     def _open_exchange(self, number: int) -> ProgramRuns:
         """For programs of a step, with nothing started."""
