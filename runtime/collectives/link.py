@@ -176,7 +176,8 @@ class GroupLink(ProgressEngine):
         mailbox = self.mailbox
         if mailbox is not None:
             mailbox.wake_thread()
-        self.port.wait_loop.wake_io_thread()
+        if self.port.wait_loop.is_relieved:
+            self.port.wait_loop.wake_io_thread()
 
     # Through shared memory
 
