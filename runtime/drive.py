@@ -43,8 +43,10 @@ class Driver(Protocol):
     def start(self) -> None:
         """Begin to call the steps."""
 
-    def step_due(self) -> None:
-        """Take note, on any thread, that a step is due at once."""
+    @property
+    def step_due(self) -> Callable[[], None] | None:
+        """Return what is to be called, on any thread, when a step is due at once. None: the worker's own loop waits for
+        that itself."""
 
     def join(self, timeout_s: float) -> None:
         """Wait until the worker has finished, for at most ``timeout_s``."""
@@ -60,6 +62,8 @@ class ThreadDriver:
     attributes with Python's own, which change from release to release.
     """
 
+    step_due = None
+
     def __init__(self, run: Callable[[], object], name: str) -> None:
         self._thread = threading.Thread(target=run, name=name, daemon=True)
 
@@ -71,9 +75,6 @@ class ThreadDriver:
     def start(self) -> None:
         """Start the thread."""
         self._thread.start()
-
-    def step_due(self) -> None:
-        """Do nothing: the worker wakes its thread itself."""
 
     def join(self, timeout_s: float) -> None:
         """Wait until the thread has ended, for at most ``timeout_s``."""

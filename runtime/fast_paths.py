@@ -25,6 +25,9 @@ PORTABLE = os.environ.get(SWITCH, "0") not in ("", "0")
 IS_LINUX = sys.platform == "linux" and not PORTABLE
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"  # the interface that leads to this machine alone
 
+no_fence: Callable[[], object] = bool
+"""The fence of processors that need none. It does nothing, and is not in Python: it is in the way of every frame."""
+
 _X86_64 = ("x86_64", "AMD64")
 _ARM_64 = ("aarch64", "arm64")
 _SEQ_CST = 5  # memory_order_seq_cst of stdatomic.h, in GCC and Clang
@@ -94,10 +97,6 @@ def memory_fence() -> Callable[[], object] | None:
         return None
     fence.argtypes, fence.restype = (ct.c_int,), None
     return functools.partial(fence, _SEQ_CST)
-
-
-def no_fence() -> None:
-    """The fence of processors that need none. It does nothing."""
 
 
 def shares_memory() -> bool:

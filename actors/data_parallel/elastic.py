@@ -36,15 +36,12 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, cast
 
-from torch import Tensor
-
 from gradbus.actors.data_parallel.algorithm import MakeAlgorithm, place_in
 from gradbus.actors.data_parallel.callbacks import StopVotes
+from gradbus.actors.data_parallel.elastic_checkpoints import ElasticCheckpoints, elastic_position
 from gradbus.actors.data_parallel.elastic_plan import ElasticPlan
-from gradbus.actors.data_parallel.elastic_start import elastic_position, newest_checkpoint, steps_of_run
 from gradbus.actors.data_parallel.epoch_plan import EpochPlan
 from gradbus.actors.data_parallel.joining import BrokenCopy
-from gradbus.actors.data_parallel.joint_checkpoints import HeldDirectory
 from gradbus.actors.data_parallel.replicas import (
     Replicas,
     check_equal,
@@ -54,9 +51,7 @@ from gradbus.actors.data_parallel.replicas import (
 from gradbus.actors.data_parallel.report import EpochReport
 from gradbus.actors.data_parallel.state import (
     Position,
-    RunTensors,
     SavedRank,
-    WorkerState,
     position_of,
 )
 from gradbus.actors.data_parallel.state_copies import StateCopies, assign_donors
@@ -64,7 +59,6 @@ from gradbus.actors.data_parallel.task import DataParallelTask
 from gradbus.actors.data_parallel.worker import GroupPart, Worker
 from gradbus.runtime.algorithms.base import Place, Step
 from gradbus.runtime.bus.bus import Bus, check_bus
-from gradbus.runtime.checkpoint import Checkpoint
 from gradbus.runtime.collectives import Group
 from gradbus.runtime.collectives.generations import (
     LOST,
@@ -76,7 +70,7 @@ from gradbus.runtime.collectives.generations import (
 )
 from gradbus.runtime.config.data_parallel import DataParallelConfig
 from gradbus.runtime.config.timeouts import ELASTIC_LEASE_S, log_timeouts, parallel_timeouts
-from gradbus.runtime.errors import CheckpointError, CollectiveError, ConfigError, ReplicasDiverged
+from gradbus.runtime.errors import CollectiveError, ConfigError, ReplicasDiverged
 from gradbus.runtime.misuse import check_instance
 from gradbus.runtime.wire.control import PROTOCOL
 from gradbus.runtime.wire.frames import VERSION
@@ -164,15 +158,10 @@ class ElasticWorker(Worker):
         self._is_leaving = False
         self._has_opened = self._has_ended = False
         self._synced = -1  # the generation whose state this rank has; -1: none but that of its own model
-        self._schedule_steps = 0
         self._data: dict[str, Any] = {}  # what must be equal of the data
-        self._saved: Checkpoint | None = None
-        self._unsaved: CheckpointError | None = None  # why this rank could not write the newest one
+        self._checkpoints = ElasticCheckpoints(config)
         self._plan: ElasticPlan | None = None
-        self._directory = HeldDirectory(config.checkpoint.dir)
         self._of_generation: StateCopies | None = None
-        self._generation = 0  # that this rank is in
-        self._numbers: list[int] = []  # of its members
         self._broken: list[int] = []  # numbers of the processes that have sent a broken copy
         self._generations: Generations | None = None
 
@@ -240,7 +229,7 @@ class ElasticWorker(Worker):
         """
         async with contextlib.AsyncExitStack() as stack:
             await stack.enter_async_context(self._running())
-            stack.enter_context(self._directory)
+            stack.enter_context(self._checkpoints)
             traits = await self._prepare()
             elastic, timeouts = self._config.elastic, self._config.timeouts
             limits = ElasticLimits(
@@ -263,15 +252,16 @@ class ElasticWorker(Worker):
                 except NoGeneration as error:
                     self._log.info("no more generations", reason=str(error), step=self.step)
                 await self._call_at_end()
-                if self._has_ended and self._unsaved is not None:
-                    raise self._unsaved
+                if self._has_ended and self._checkpoints.fault is not None:
+                    raise self._checkpoints.fault
 
     async def _one_generation(self, generations: Generations) -> AsyncGenerator[EpochReport, None]:
         """Train as a rank of the next generation, until that is over."""
+        numbers: list[int] = []  # of the members
         try:
             async with generations.next_group() as group:
-                self._numbers = [member.number for member in generations.members]
-                await self._begin(group, generations.number)
+                numbers = [member.number for member in generations.members]
+                await self._begin(group, generations.number, numbers)
                 if self._is_done:  # who was to write the last checkpoint may have been lost, or a rank in the last step
                     await self._drain_all()
                     await self._save()
@@ -298,7 +288,7 @@ class ElasticWorker(Worker):
             await self._give_up_step()
             generations.suspect(error)
         except BrokenCopy as error:
-            number = self._numbers[error.source]
+            number = numbers[error.source]
             self._broken.append(number)
             if len(self._broken) >= MAX_BROKEN_COPIES:
                 raise
@@ -323,8 +313,7 @@ class ElasticWorker(Worker):
             )
         training = await self._load(Place(self._place.number, self._place.number + 1))
         if config.checkpoint.dir is not None and self._place.number == 0 and self._place.founders:
-            await self._compute.run(self._directory.hold, begins=True)
-            self._saved = await self._compute.run(newest_checkpoint, config, training)
+            await self._compute.run(self._checkpoints.find, training)
         self._data = await self._compute.run(training.data_facts)
         return {
             "model": _hash(describe_layout(self.model)),
@@ -337,20 +326,22 @@ class ElasticWorker(Worker):
 
     # The beginning of a generation
 
-    async def _begin(self, group: Group, generation: int) -> None:
-        """Become a rank of this group, and have the newest state that one of its ranks has."""
+    async def _begin(self, group: Group, generation: int, numbers: Sequence[int]) -> None:
+        """Become a rank of this group, and have the newest state that one of its ranks has. ``numbers``: of its
+        processes, by rank."""
         config, compute, training = self._config, self._compute, self._training
-        self._group, self._generation = group, generation
+        self._group = group
         self._is_resting, self._in_group = False, None
         timeout_s = config.timeouts.collective_s
         replicas = Replicas(group, compute, self.model, timeout_s=timeout_s, probe=self._probe)
         await compute.run(training.regroup, place_in(group))
-        stands = self._position if self._saved is None else position_of(self._saved)
+        found = self._checkpoints.found
+        stands = self._position if found is None else position_of(found)
         hello = {
             "settings": config.shared({"name": training.label.name, **training.label.options}),
             "synced": self._synced, "broken": self._broken, "is_stopped": self._is_stopped,
             "step": stands.step, "ended_exchanges": stands.ended_exchanges, "epoch": stands.epoch,
-            "schedule_steps": self._schedule_steps, "data": self._data,
+            "schedule_steps": training.optimizer.schedule_steps, "data": self._data,
             "begins": self._generations is not None and self._generations.has_been_in_all and not self._place.number,
             "callbacks": bool(self._callbacks), "layout": describe_layout(self.model) if generation == 1 else [],
         }  # fmt: skip
@@ -374,9 +365,9 @@ class ElasticWorker(Worker):
         if newest[0] < 0 or any(place != newest for place in places):
             await self._share_position(source)
         behind = [rank for rank, place in enumerate(places) if place[:-1] != newest[:-1]] if newest[0] >= 0 else []
-        sends_to = assign_donors(group.world, behind, [hello["broken"] for hello in hellos], self._numbers)
+        sends_to = assign_donors(group.world, behind, [hello["broken"] for hello in hellos], numbers)
         copies = self._of_generation = StateCopies(
-            group, compute, training, timeout_s=timeout_s, sends_to=sends_to, stood=before
+            group, compute, training, generation, timeout_s=timeout_s, sends_to=sends_to, stood=before
         )
         if copies.source is not None and training.algorithm.shared:
             self._synced = -1  # what is left of its state is not of one step
@@ -415,8 +406,7 @@ class ElasticWorker(Worker):
             await self._catch_up()  # it trains by itself from there on; the others meet it in their next exchange
         if not self._are_equal:
             copies.start_data(set(copies.follows))
-        with contextlib.suppress(CheckpointError):  # it is said when a checkpoint cannot be written
-            await compute.run(self._directory.hold, begins=False)
+        await compute.run(self._checkpoints.hold)
         votes.begin_at(self.step)
         if not self._has_opened:
             self._has_opened = True
@@ -424,20 +414,17 @@ class ElasticWorker(Worker):
 
     def _start(self, schedule_steps: int, world: int) -> None:
         """Begin the schedule, and restore what was saved. On the compute thread, once."""
-        if self._schedule_steps:
-            return
         config, training = self._config, self._training
-        if not schedule_steps:
-            schedule_steps = steps_of_run(config, training, world)
-        self._schedule_steps = schedule_steps
-        training.optimizer.start_schedule(schedule_steps)
-        if self._saved is not None:
-            saved = SavedRank.of(self._saved)
-            training.state.restore(self._saved, self._group.rank)
-            self._position = elastic_position(self._saved, config, training)
+        if training.optimizer.schedule_steps:
+            return
+        steps = schedule_steps or ElasticPlan.steps_of_run(config, training.num_batches(0), world)
+        training.optimizer.start_schedule(steps)
+        if (found := self._checkpoints.take_found()) is not None:
+            saved = SavedRank.of(found)
+            training.state.restore(found, self._group.rank)
+            self._position = elastic_position(found, config, training)
             self._run_id = int(saved.run_id, 16)
             self._report = saved.report
-            self._saved = None
 
     async def _share_position(self, source: int) -> None:
         """All ranks stand where rank ``source`` does."""
@@ -463,7 +450,7 @@ class ElasticWorker(Worker):
         """Wait for the copy of the state, and apply to it what the others have applied since."""
         step, waited_s = self.step, await self._copies.load()
         if waited_s is not None:
-            self._synced = self._generation
+            self._synced = self._copies.generation
             self._log.info("state is there", step=step, waited_s=round(waited_s, 3))
 
     # Steps
@@ -629,8 +616,8 @@ class ElasticWorker(Worker):
         await self._close_copies()
         await self._compute.run(self._note_place)
         copies = self._of_generation
-        if copies is not None and copies.held is not None:  # the copy has not come: what this rank has is of there
-            self._position, copies.held = copies.held, None
+        if copies is not None and (held := copies.take_held()) is not None:
+            self._position = held
             await self._compute.run(self._training.stop_following)
 
     # Checkpoints
@@ -639,7 +626,7 @@ class ElasticWorker(Worker):
         """Rank 0 saves what is equal on all ranks: what each keeps for itself is lost with its process anyway."""
         if self._config.checkpoint.dir is None:
             return
-        position = self._position
+        position, checkpoints = self._position, self._checkpoints
         await self._drain_all()
         plan = self._plan
         await self._compute.run(self._note_place)
@@ -647,36 +634,18 @@ class ElasticWorker(Worker):
         model = await self._model_to_save()
         self._probe.reached("before_save", position.step)
         if self._group.rank == 0:
-            try:
-                size = await self._compute.run(self._write, model)
-            except CheckpointError as error:  # a full disk, for one: the run is in the memory of the ranks, and goes on
-                self._unsaved = error
-                self._log.warning("no checkpoint: training goes on without", step=position.step, error=str(error))
+            size = await self._compute.run(
+                checkpoints.save, self._run_id, position, self._training, model, self._report
+            )
+            if size is None:  # a full disk, for one
+                fault = str(checkpoints.fault)
+                self._log.warning("no checkpoint: training goes on without", step=position.step, error=fault)
             else:
-                self._unsaved = None
                 self._log.info("checkpoint", step=position.step, bytes=size)
         self._probe.reached("after_save", position.step)
         await self._barrier("worker/saved")
         if self._group.rank != 0:
-            self._unsaved = None  # as rank 0 of an earlier generation: a later one is rank 0's to write, or to fault
-
-    def _write(self, model: Mapping[str, Tensor]) -> int:
-        training, position = self._training, self._position
-        # It is held for this checkpoint only: another process is rank 0 as soon as this one is stopped, cut off or
-        # leaves. What is there is of this run.
-        config = self._config.replaced("checkpoint.resume", True)
-        with contextlib.closing(WorkerState(config, 0, 1, label=training.label)) as state:
-            size = state.save(
-                self._run_id,
-                position,
-                self.model,
-                RunTensors({} if self._are_equal else training.state.own(), training.state.shared(), model),
-                # Between two epochs it means nothing, and there may be no next one.
-                num_batches=training.num_batches(position.epoch) if position.epoch_step else 0,
-                report=self._report,
-            )
-            state.prune()
-        return size
+            checkpoints.leave_to_another()
 
 
 def _check_equal_hellos(hellos: Sequence[Mapping[str, Any]]) -> None:

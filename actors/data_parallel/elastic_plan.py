@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gradbus.actors.data_parallel.epoch_plan import EpochPlan
+from gradbus.runtime.config.data_parallel import DataParallelConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,12 @@ class ElasticPlan(EpochPlan):
         steps = range(first_step, blank.steps)
         counts = (sum(blank.batches_in(rank, step) for step in steps) for rank in range(world))
         return replace(blank, batches=tuple(counts))
+
+    @classmethod
+    def steps_of_run(cls, config: DataParallelConfig, batches: int, world: int) -> int:
+        """Return the steps of a whole run with so many batches in an epoch, if so many ranks make all of it."""
+        in_epoch = cls.rest_of(batches, world, config.accumulation_steps, done=0, first_step=0).steps
+        return min(in_epoch * config.epochs, config.max_steps or in_epoch * config.epochs)
 
     @property
     def steps(self) -> int:

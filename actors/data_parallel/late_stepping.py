@@ -18,10 +18,10 @@ from collections.abc import Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 from gradbus.actors.data_parallel.epoch_plan import EpochPlan
-from gradbus.actors.data_parallel.exchange import GradientExchange, StepExchange
 from gradbus.actors.data_parallel.state import Position
 from gradbus.actors.data_parallel.step import TrainingStep
-from gradbus.actors.data_parallel.stepping import Stepper, StepperParts
+from gradbus.actors.data_parallel.stepping import GradientExchange, Stepper, StepperParts
+from gradbus.runtime.collectives.programs import ProgramRuns
 from gradbus.runtime.compute import ComputeThread
 from gradbus.runtime.profiling.profile import Profile, StepProfile
 
@@ -34,7 +34,7 @@ class LateExchange(Protocol):
         """Return the step it is of."""
 
     @property
-    def programs(self) -> StepExchange:
+    def programs(self) -> ProgramRuns:
         """Return its programs."""
 
     def start(self) -> bool:

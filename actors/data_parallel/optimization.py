@@ -25,6 +25,7 @@ class RunOptimizer:
     Attributes:
         optimizer: of torch. clip_norm: largest norm of the gradient of a step; None: any.
         source: what it is from: a choice of the configuration, ``task``, or the name of the algorithm.
+        schedule_steps: steps of the run that its schedule is for; 0: none has begun.
     """
 
     def __init__(
@@ -34,9 +35,14 @@ class RunOptimizer:
         model: nn.Module,
         trained: Mapping[str, Tensor],
         algorithm: Algorithm,
+        *,
+        clips: bool = True,
     ) -> None:
         """Make the optimizer: the algorithm's, where it brings one; the task's, where it has ``make_optimizer`` and the
         configuration names none; else the configuration's.
+
+        Args:
+            clips: False: whoever computes the gradients has clipped them, and ``clip_norm`` is None.
 
         Raises:
             ConfigError: they do not fit together, with the reason.
@@ -47,10 +53,11 @@ class RunOptimizer:
         self._algorithm = algorithm
         options: Any = OPTIMIZERS.checked(config.optimizer)
         self.source = ""
+        self.schedule_steps = 0
         self._makes_schedule = getattr(task, "make_schedule", None)
         self._schedule: Schedule | None = None
         self._own_schedule: LRScheduler | None = None
-        self.clip_norm: float | None = options.clip_norm
+        self.clip_norm: float | None = options.clip_norm if clips else None
         if algorithm.makes_steps and self.clip_norm is not None:
             raise ConfigError(
                 f"{algorithm.called} makes steps, not gradients: optimizer.clip_norm has nothing to limit"
@@ -61,7 +68,7 @@ class RunOptimizer:
 
     def _make(self, task: Any, model: nn.Module, algorithm: Algorithm, options: Any) -> Optimizer:
         choice, own = self._config.optimizer, getattr(task, "make_optimizer", None)
-        is_named = "optimizer" in self._config.model_fields_set and choice.name != "task"
+        is_named = _is_named(self._config)
         if _brings_optimizer(algorithm):
             if choice.name != "sgd" or (own is not None and not is_named):
                 raise ConfigError(
@@ -102,6 +109,7 @@ class RunOptimizer:
         Raises:
             ConfigError: it does not take these options, or fit the optimizer or the algorithm.
         """
+        self.schedule_steps = steps
         config, before = self._config, _momenta(self.optimizer)
         if self._makes_schedule is not None and "schedule" not in config.model_fields_set:
             self._own_schedule = self._makes_schedule(self.optimizer)
@@ -157,6 +165,16 @@ class RunOptimizer:
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """The inverse. Raises CheckpointError: it does not fit; ConfigError: it is of another optimizer."""
         load_state(self.optimizer, self._trained, tensors, self._own_schedule, origin=self._origin)
+
+
+def is_made_by_task(config: DataParallelConfig, task: Any) -> bool:
+    """Return whether the task makes the optimizer, unless the algorithm brings one."""
+    return getattr(task, "make_optimizer", None) is not None and not _is_named(config)
+
+
+def _is_named(config: DataParallelConfig) -> bool:
+    """Whether the configuration names an optimizer, which is then made rather than the task's."""
+    return "optimizer" in config.model_fields_set and config.optimizer.name != "task"
 
 
 def _brings_optimizer(algorithm: Algorithm) -> bool:

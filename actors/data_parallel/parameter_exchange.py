@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradbus.actors.data_parallel.exchange import StepExchange
 from gradbus.actors.data_parallel.mean_loss import MeanLoss, summed
 from gradbus.actors.data_parallel.step import TrainingStep
 from gradbus.codecs.base import are_finite
 from gradbus.runtime.algorithms.base import Algorithm, Step, TensorBucket
 from gradbus.runtime.algorithms.live_weights import apply_result, take_back
 from gradbus.runtime.algorithms.requests import Program
+from gradbus.runtime.collectives.programs import ProgramRuns
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class ParameterExchange:
     def __init__(
         self,
         step: TrainingStep,
-        programs: StepExchange,
+        programs: ProgramRuns,
         rules: ExchangeRules,
         copy: WeightCopy,
         *,

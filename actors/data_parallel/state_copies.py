@@ -41,6 +41,7 @@ class StateCopies:
     """The copies of one generation, as one of its ranks sees them.
 
     Attributes:
+        generation: its number.
         follows: ranks whose copy is on its way: they get no data.
         joined: ranks that began without the state, until all have compared their parameters.
         source: the rank whose copy this rank gets; None: it has the state.
@@ -52,6 +53,7 @@ class StateCopies:
         group: Group,
         compute: ComputeThread,
         training: ShardTraining,
+        generation: int,
         *,
         timeout_s: float,
         sends_to: Mapping[int, Sequence[int]],
@@ -66,6 +68,7 @@ class StateCopies:
         self._group = group
         self._compute = compute
         self._training = training
+        self.generation = generation
         self._limits: dict[str, Any] = {"timeout_s": timeout_s, "max_bytes": max_state_bytes(training.model)}
         self._to = sends_to.get(group.rank, ())
         self._transfer = StateTransfer(group, **self._limits) if sends_to else None
@@ -161,6 +164,11 @@ class StateCopies:
     def start_data(self, ready: set[int]) -> None:
         """Take note that these ranks have their copies, and get data."""
         self.follows -= ready
+
+    def take_held(self) -> Position | None:
+        """Return ``held``, once, where the copy will not come: what this rank has is of there."""
+        held, self.held = self.held, None
+        return held
 
     def note_equal(self) -> None:
         """Take note that all that have the state have compared their parameters."""

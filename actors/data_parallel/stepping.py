@@ -11,15 +11,81 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
+from gradbus.actors.data_parallel.buckets import gradients_are_finite
 from gradbus.actors.data_parallel.epoch_plan import EpochPlan
-from gradbus.actors.data_parallel.exchange import GradientExchange, StepExchange
-from gradbus.actors.data_parallel.mean_loss import MeanLoss
+from gradbus.actors.data_parallel.mean_loss import MeanLoss, summed
 from gradbus.actors.data_parallel.state import Position
 from gradbus.actors.data_parallel.step import TrainingStep
 from gradbus.actors.data_parallel.training import ShardTraining
+from gradbus.runtime.algorithms.base import Algorithm, TensorBucket
 from gradbus.runtime.collectives import Group
+from gradbus.runtime.collectives.programs import ProgramRuns
+from gradbus.runtime.collectives.staging import exchange_of
 from gradbus.runtime.compute import ComputeThread
 from gradbus.runtime.profiling.profile import Profile, StepProfile
+
+
+class GradientExchange:
+    """The exchange of a step's gradients, from its first bucket until the step counts, or is skipped by all ranks.
+
+    Attributes:
+        step: whose gradients they are. programs: those of its buckets, and of the loss.
+    """
+
+    __slots__ = ("_algorithm", "_as_begun", "_loss", "_status", "programs", "step")
+
+    def __init__(self, step: TrainingStep, programs: ProgramRuns, algorithm: Algorithm, loss: MeanLoss) -> None:
+        """``loss``: of the steps before, which this one replaces if it counts."""
+        self.step = step
+        self.programs = programs
+        self._algorithm = algorithm
+        self._loss = loss
+        self._as_begun = loss.step_with(step)
+        self._status: Tensor | None = None
+
+    def start_bucket(self, bucket: TensorBucket) -> None:
+        """Start the exchange of a bucket. A hook may call this, in the midst of the backward pass."""
+        algorithm, step = self._algorithm, self._as_begun
+        is_here = bucket.flat.is_cpu  # else perhaps in a copy on the CPU
+        program = algorithm.exchange(bucket, step) if is_here else exchange_of(algorithm, bucket, step)
+        self.programs.start(f"grad/{bucket.index}", program)
+
+    def all_started(self) -> None:
+        """All buckets are on their way: the loss follows, if the algorithm needs it, and nothing is left to compute."""
+        if self._loss.is_needed:
+            self._status = self._loss.status_of(self.step)
+            self.programs.start("loss", summed(self._status))
+        self.programs.all_sent()
+
+    def start(self) -> bool:
+        """Start the exchange of all buckets at once, with the loss as it is by now. Returns whether it goes on."""
+        self._as_begun = self._loss.step_with(self.step)
+        for bucket in self.step.gradients:
+            self.start_bucket(bucket)
+        self.all_started()
+        return self._goes_on(self.programs.goes_on)
+
+    def resume(self, results: Sequence[Any]) -> bool:
+        """Go on to the next phase. Returns whether there is one. ``results``: of the handles of ``programs``."""
+        return self._goes_on(self.programs.resume(results))
+
+    def _goes_on(self, goes_on: bool) -> bool:
+        if not goes_on:
+            self.conclude()
+        return goes_on
+
+    def conclude(self) -> None:
+        """End the exchange, all of whose programs have ended: the step counts, or not, as follows from gradients that
+        are equal on all ranks."""
+        if gradients_are_finite(self.step.gradients):
+            self._algorithm.commit()
+            if self._status is not None:
+                self._loss.note(self._status)
+        else:
+            self._algorithm.roll_back()
+            self.step.skipped_by = self._algorithm.not_finite
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +114,6 @@ class Stepper(ABC):
         loss: the mean over the ranks, as far as the algorithm needs it.
         ended_exchanges: exchanges of weights so far whose results were applied, or dropped by all ranks.
         skipped_exchanges: those of them that were dropped.
-        is_diverged: whether a rank has announced with an exchange of weights that it had skipped as many steps in a row
-            as it may; equal on all ranks.
         wait_s: seconds that this rank waited for others, so far.
     """
 
@@ -62,11 +126,11 @@ class Stepper(ABC):
         self._compute = parts.compute
         self._profile = parts.profile
         self._on_sent = parts.on_sent or (lambda number: None)
-        self._exchanges: list[StepExchange] = []  # that have not ended
+        self._exchanges: list[ProgramRuns] = []  # that have not ended
         self.loss = MeanLoss(position.mean_loss, is_needed=self._algorithm.needs_loss)
         self.ended_exchanges = position.ended_exchanges
         self.skipped_exchanges = 0
-        self.is_diverged = False
+        self._is_diverged = False
         self.wait_s = 0.0
 
     @abstractmethod
@@ -82,18 +146,24 @@ class Stepper(ABC):
         for exchange in self._exchanges:
             exchange.cancel()
 
-    def _open_exchange(self, number: int) -> StepExchange:
+    def take_diverged(self) -> bool:
+        """Return, once, whether a rank has announced with an exchange of weights that it had skipped as many steps in a
+        row as it may; equal on all ranks."""
+        is_diverged, self._is_diverged = self._is_diverged, False
+        return is_diverged
+
+    def _open_exchange(self, number: int) -> ProgramRuns:
         """For programs of a step, with nothing started."""
-        exchange = StepExchange(self._group, round_id=number, timeout_s=self._timeout_s)
+        exchange = ProgramRuns(self._group, round_id=number, timeout_s=self._timeout_s)
         self._exchanges.append(exchange)
         return exchange
 
-    def _ended(self, exchange: StepExchange) -> None:
+    def _ended(self, exchange: ProgramRuns) -> None:
         """An exchange is over."""
         self._exchanges.remove(exchange)
         self._add_spans(exchange)
 
-    def _add_spans(self, exchange: StepExchange) -> None:
+    def _add_spans(self, exchange: ProgramRuns) -> None:
         """Add the phases that have ended since the last call to the trace."""
         for handle in exchange.take_ended():
             if handle.finished_s is not None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,15 +15,14 @@ from gradbus.actors.data_parallel.algorithm import MakeAlgorithm, start_algorith
 from gradbus.actors.data_parallel.buckets import GradientBuckets, Launch, assign_buckets
 from gradbus.actors.data_parallel.callbacks import StepReport
 from gradbus.actors.data_parallel.epoch_plan import EpochPlan
-from gradbus.actors.data_parallel.metrics import MetricSums, combined
+from gradbus.actors.data_parallel.metrics import combined
 from gradbus.actors.data_parallel.module_buffers import ModuleBuffers
 from gradbus.actors.data_parallel.optimization import RunOptimizer
 from gradbus.actors.data_parallel.recorded_steps import RecordedSteps
 from gradbus.actors.data_parallel.state import Position
-from gradbus.actors.data_parallel.step import TrainingStep
+from gradbus.actors.data_parallel.step import EpochSums, TrainingStep
 from gradbus.actors.data_parallel.task import DataParallelTask, ShardCounts
 from gradbus.actors.data_parallel.training_state import TrainingState
-from gradbus.codecs.base import are_finite
 from gradbus.runtime.algorithms.base import Place, TensorBucket, bucket_of
 from gradbus.runtime.algorithms.prediction import check_prediction, weights_ahead
 from gradbus.runtime.built_model import build_model
@@ -37,21 +35,6 @@ _NO_MORE: Any = object()  # batches() ended; None may be a batch
 
 class StepCancelled(Exception):
     """The worker was cancelled, so the step gives up."""
-
-
-@dataclass(frozen=True, slots=True)
-class _EpochSums:
-    """Sums over this rank's batches of an epoch, without those of steps that were skipped.
-
-    Attributes:
-        loss: float64, shape (), on the device of the model: reading it would wait for the step.
-    """
-
-    loss: Tensor
-    metrics: MetricSums
-
-    def with_step(self, step: TrainingStep) -> _EpochSums:
-        return _EpochSums(self.loss + step.loss, self.metrics.merged(step.metrics))
 
 
 class ShardTraining:
@@ -100,11 +83,6 @@ class ShardTraining:
         if config.predicts_weights:
             check_prediction(self.optimizer.optimizer, self.algorithm, self.delay_steps)
         self.state = TrainingState(self.model, self.trained, self.optimizer, self.algorithm, self.label)
-        self._finite_names = [f"parameter/{name}" for name in self.trained] + [
-            f"buffer/{name}"
-            for name, buffer in self.model.named_buffers()
-            if buffer.is_floating_point() and are_finite([buffer])
-        ]
         sets = 1 if self.algorithm.scope == "weights" else self.delay_steps + 1
         self._gradients = GradientBuckets(self.trained, sets=sets, assignment=self._assignment())
         self._buffers = [ModuleBuffers(self.model) for _ in range(sets)]
@@ -113,8 +91,7 @@ class ShardTraining:
             nullcontext if config.autocast is None else partial(torch.autocast, device.type, dtype=torch.bfloat16)
         )
         self._batches: Iterator[Any] = iter(())
-        self._sums = _EpochSums(torch.zeros((), dtype=torch.float64, device=device), MetricSums())
-        self._sums_before: tuple[int, _EpochSums] | None = None  # the step counted last, and the sums without it
+        self._sums = EpochSums(device)
         self._unfinished: TrainingStep | None = None  # computed, but not applied yet
         self._recorded: RecordedSteps | None = None  # of a rank that has not the state of the run yet
         self._looks = False  # at the own gradients, before they are exchanged: from the first step on that was skipped
@@ -147,8 +124,7 @@ class ShardTraining:
         """Step ``number``, which has not ended, is made again: what of it was computed and not applied leaves no trace,
         nor does it count in the sums where the optimizer had stepped before the exchange of its weights."""
         self.algorithm.give_up()
-        if self._sums_before is not None and self._sums_before[0] == number:
-            _, self._sums = self._sums_before
+        self._sums.undo(number)
         if self._unfinished is not None:
             self._buffers[self._unfinished.memory].put_back()
             self._unfinished = None
@@ -172,9 +148,7 @@ class ShardTraining:
             return self._task.batches(rank=rank, world=world, epoch=position.epoch, seed=self._config.seed)
 
         self._batches = plan.pick(batches, self._place.rank, position.epoch_step)
-        self._sums_before = None
-        loss = torch.full_like(self._sums.loss, position.loss_sum)
-        self._sums = _EpochSums(loss, MetricSums(position.metrics))
+        self._sums.start(position.loss_sum, position.metrics)
         self.model.train()
 
     def new_step(self, plan: EpochPlan, position: Position) -> TrainingStep:
@@ -185,7 +159,7 @@ class ShardTraining:
             active=plan.active(position.epoch_step),
             batches=plan.batches_in(self._place.rank, position.epoch_step),
             memory=position.step % len(self._buffers),
-            loss=torch.zeros_like(self._sums.loss),
+            loss=self._sums.new_loss(),
             weight=plan.weight(self._place.rank, position.epoch_step),
         )
 
@@ -264,9 +238,8 @@ class ShardTraining:
     def count(self, step: TrainingStep) -> None:
         """Add its losses and metrics to those of the epoch; of one that is skipped put back what it has changed."""
         self._unfinished = None
-        self._sums_before = step.number, self._sums
+        self._sums.add(step)
         if step.skipped_by is None:
-            self._sums = self._sums.with_step(step)
             return
         self._looks = True
         self._buffers[step.memory].put_back()
@@ -321,17 +294,13 @@ class ShardTraining:
         """Drop what was recorded: it is of no use any more."""
         self._recorded = None
 
-    def model_is_finite(self, tensors: Mapping[str, Tensor]) -> bool:
-        """Return whether all that was finite in the model at the start is so in these tensors, by name."""
-        return are_finite([tensors[name] for name in self._finite_names])
-
     def loss_sum(self) -> float:
         """Return the sum over this rank's batches of this epoch, without those of steps that were skipped."""
-        return self._sums.loss.item()
+        return self._sums.loss
 
     def note_sums(self, position: Position) -> None:
         """Put the losses and metrics of this rank's batches of this epoch there, without those of skipped steps."""
-        position.loss_sum, position.metrics = self.loss_sum(), self._sums.metrics.plain()
+        position.loss_sum, position.metrics = self._sums.loss, self._sums.metrics
 
     def evaluate(self) -> ShardCounts | None:
         """On this rank's part of the test set."""

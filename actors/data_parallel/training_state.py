@@ -10,6 +10,7 @@ from gradbus.actors.data_parallel.algorithm import AlgorithmLabel
 from gradbus.actors.data_parallel.optimization import RunOptimizer
 from gradbus.actors.data_parallel.replicas import model_tensors
 from gradbus.actors.data_parallel.state import restore_model, tensors_below
+from gradbus.codecs.base import are_finite
 from gradbus.runtime.algorithms.base import Algorithm, bucket_of
 from gradbus.runtime.algorithms.live_weights import write_weights
 from gradbus.runtime.checkpoint import Checkpoint, restore_random_numbers
@@ -34,6 +35,15 @@ class TrainingState:
         self._optimizer = optimizer
         self._algorithm = algorithm
         self._label = label
+        self._finite_names = [f"parameter/{name}" for name in trained] + [
+            f"buffer/{name}"
+            for name, buffer in model.named_buffers()
+            if buffer.is_floating_point() and are_finite([buffer])
+        ]
+
+    def is_finite(self, tensors: Mapping[str, Tensor]) -> bool:
+        """Return whether all that was finite in the model at the start is so in these tensors of it, by name."""
+        return are_finite([tensors[name] for name in self._finite_names])
 
     def own(self) -> dict[str, Tensor]:
         """Return what is this rank's alone, by name, not copied: with replicas that differ also model and optimizer."""

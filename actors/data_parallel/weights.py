@@ -56,7 +56,7 @@ class WeightStepper(LateStepper[ParameterExchange]):
         Args:
             waits_for_all: apply no result before all ranks have agreed that it counts.
             max_nonfinite_steps: a rank that has skipped so many steps in a row announces it to all ranks with its next
-                exchange, see ``is_diverged``; 0: never.
+                exchange, see :meth:`take_diverged`; 0: never.
         """
         super().__init__(parts, position)
         algorithm = self._algorithm
@@ -184,7 +184,7 @@ class WeightStepper(LateStepper[ParameterExchange]):
             self._unsettled.popleft()
             self._waited(started_s, time.perf_counter(), profile)
             self._ended(exchange.programs)
-            self.is_diverged |= exchange.is_diverged
+            self._is_diverged |= exchange.is_diverged
             if not exchange.counts:
                 await self._compute.run(self._take_back, exchange)
 

@@ -441,8 +441,7 @@ class Worker(Rank):
                 self._position.skipped_in_row = 0
             else:
                 await self._note_skipped(step, step.skipped_by)
-        if self._part.stepper.is_diverged:
-            self._part.stepper.is_diverged = False
+        if self._part.stepper.take_diverged():
             of_ranks = await self._group.all_gather_object(
                 "worker/skipped",
                 self._position.skipped_in_row,
@@ -517,7 +516,7 @@ class Worker(Rank):
     async def _check_model(self, tensors: Mapping[str, Tensor]) -> None:
         """Nothing that is not finite is reported as a model, or saved. ``tensors``: equal on all ranks, so that all
         raise TrainingDiverged, or none."""
-        if not await self._compute.run(self._training.model_is_finite, tensors):
+        if not await self._compute.run(self._training.state.is_finite, tensors):
             raise TrainingDiverged(
                 self.step,
                 "the parameters or buffers have NaN or infinity",

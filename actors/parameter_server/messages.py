@@ -27,6 +27,7 @@ from gradbus.actors.parameter_server.clocks import Kind
 from gradbus.runtime.collectives.objects import MAX_OBJECT_BYTES, pack, unpack
 from gradbus.runtime.errors import CollectiveError
 
+REQUEST, REPLY = "parameter_server/request", "parameter_server/reply"  # names of their collectives
 HEADER_BYTES = 64
 PROTOCOL = 1
 _HEADER = struct.Struct("<4sBBHIQQdIQQ")  # 56 bytes; the rest is zero

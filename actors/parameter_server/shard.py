@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradbus.actors.data_parallel.optimization import RunOptimizer
+from gradbus.actors.data_parallel.optimization import RunOptimizer, is_made_by_task
 from gradbus.actors.parameter_server.assignment import TensorPart
-from gradbus.actors.parameter_server.messages import split
+from gradbus.actors.parameter_server.messages import largest, split
 from gradbus.codecs.base import are_finite
 from gradbus.runtime.algorithms.base import Place, make_algorithm
 from gradbus.runtime.checkpoint import Checkpoint, tensor_of
@@ -19,6 +19,12 @@ from gradbus.runtime.errors import CollectiveError, ConfigError
 
 WEIGHTS = "weights/"  # before the names of tensors in a checkpoint
 _OWN = "own/"
+
+
+def state_bytes_of(model: nn.Module) -> int:
+    """Return the bytes of the tensors that go beside the weights: buffers, and parameters that are not trained."""
+    frozen = sum(parameter.nbytes for parameter in model.parameters() if not parameter.requires_grad)
+    return frozen + sum(buffer.nbytes for buffer in model.buffers())
 
 
 def check_config(config: DataParallelConfig) -> None:
@@ -39,7 +45,8 @@ class Shard:
     """The pieces of one server. All methods are for one thread, off the event loop.
 
     Attributes:
-        pieces: what it holds, in the order of messages. nbytes: their size. optimizer: changes them.
+        pieces: what it holds, in the order of messages. nbytes: their size. optimizer: changes them; it clips
+            nothing, as no server sees all of a gradient. max_message_bytes: of the largest request or answer.
     """
 
     def __init__(self, config: DataParallelConfig, task: Any, model: nn.Module, pieces: Sequence[TensorPart]) -> None:
@@ -55,9 +62,8 @@ class Shard:
         self.nbytes = sum(piece.nbytes for piece in self.pieces)
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         dense = make_algorithm("dense", Place(0, 1), {})
-        self.optimizer = RunOptimizer(config, task, model, trained, dense)
-        self._clipped_by_workers()
-        if self.optimizer.source == "task":
+        if is_made_by_task(config, task):
+            self.optimizer = RunOptimizer(config, task, model, trained, dense, clips=False)
             if cut := [piece.name for piece in self.pieces if not piece.is_whole]:
                 raise ConfigError(
                     f"the task makes the optimizer, for whole tensors, but {cut[0]} is cut: leave "
@@ -75,11 +81,9 @@ class Shard:
                 piece.name: nn.Parameter(_as_held(piece, trained[piece.tensor].detach())) for piece in self.pieces
             }
             holder = nn.ParameterList(self._parameters.values())
-            self.optimizer = RunOptimizer(config, task, holder, self._parameters, dense)
-            self._clipped_by_workers()
-
-    def _clipped_by_workers(self) -> None:
-        self.optimizer.clip_norm = None  # no server sees all of a gradient
+            self.optimizer = RunOptimizer(config, task, holder, self._parameters, dense, clips=False)
+            dense.check(trained, self.optimizer.optimizer)  # also what other servers hold: all end with one error
+        self.max_message_bytes = largest(self.nbytes, state_bytes_of(model))
 
     def check(self, rank: int, packed: Tensor) -> None:
         """Whether this is a gradient for these pieces, and finite. Raises CollectiveError: it names the worker."""

@@ -151,12 +151,6 @@ class ServerState(JointCheckpoints):
         return {"cut_bytes": self._cut_bytes, **{key: getattr(self._config, key) for key in _KEPT}}
 
 
-def state_bytes_of(model: nn.Module) -> int:
-    """Return the bytes of the tensors that go beside the weights: buffers, and parameters that are not trained."""
-    frozen = sum(parameter.nbytes for parameter in model.parameters() if not parameter.requires_grad)
-    return frozen + sum(buffer.nbytes for buffer in model.buffers())
-
-
 def own_tensors(checkpoint: Checkpoint, rank: int) -> dict[str, Tensor]:
     """The tensors that a worker has kept in a checkpoint of server 0; {} if it has none."""
     return tensors_below(f"worker-{rank}/", checkpoint.tensors)

@@ -32,15 +32,14 @@ from gradbus.actors.data_parallel.state import Position
 from gradbus.actors.data_parallel.step import TrainingStep
 from gradbus.actors.data_parallel.task import DataParallelTask
 from gradbus.actors.parameter_server.agreement import Introduction, Roles, agree, find_version
-from gradbus.actors.parameter_server.assignment import TensorPart, assign, put
-from gradbus.actors.parameter_server.clocks import Kind
-from gradbus.actors.parameter_server.messages import Flag, Message, decode, encode, largest, meta_of, split
-from gradbus.actors.parameter_server.server import REPLY, REQUEST
+from gradbus.actors.parameter_server.assignment import put
+from gradbus.actors.parameter_server.messages import Flag, Message, meta_of, split
+from gradbus.actors.parameter_server.requests import ServerRequests
 from gradbus.actors.parameter_server.shard import check_config
-from gradbus.actors.parameter_server.state import FROZEN, state_bytes_of
+from gradbus.actors.parameter_server.state import FROZEN
 from gradbus.runtime.algorithms.replicas import fingerprint
 from gradbus.runtime.checkpoint import Checkpoint, restore_random_numbers
-from gradbus.runtime.collectives import CollectiveHandle, Group, check_group
+from gradbus.runtime.collectives import Group, check_group
 from gradbus.runtime.config.data_parallel import DataParallelConfig
 from gradbus.runtime.config.parameter_server import ParameterServerSettings
 from gradbus.runtime.errors import CollectiveError, PeerLost, ReplicasDiverged, TrainingDiverged
@@ -48,7 +47,12 @@ from gradbus.runtime.misuse import check_instance
 from gradbus.runtime.profiling.profile import StepProfile
 from gradbus.runtime.profiling.summary import ProfileSummary
 
-GRACE_S = 5.0  # for the servers to find out first which worker is silent
+
+class _Served(NamedTuple):
+    """Gradients so far at server 0: those that were applied, by their staleness, and how many were refused."""
+
+    staleness: Counter[int]
+    refused: int
 
 
 class _Before(NamedTuple):
@@ -58,8 +62,7 @@ class _Before(NamedTuple):
     step: int
     wait_s: float
     sent_bytes: int
-    staleness: Counter[int]
-    refused: int
+    served: _Served
 
 
 class ParameterServerWorker(Rank):
@@ -103,18 +106,13 @@ class ParameterServerWorker(Rank):
         self._settings = settings
         self._on_open = on_open
         self._roles = Roles.of(network, settings)
-        self._rank = network.rank
+        self._requests: ServerRequests | None = None
         self._votes = False  # some worker has callbacks
-        self._met_at = 0  # the step at which all stood together last
         self.profiles: list[ProfileSummary] = []
-        self._wait_s = 0.0
         self._sent_bytes = 0  # in steps
-        self._before = _Before(0.0, 0, 0.0, 0, Counter(), 0)
+        self._served = _Served(Counter(), 0)
+        self._before = _Before(0.0, 0, 0.0, 0, self._served)
         self._num_batches = 0  # of this worker in this epoch
-        self._pieces: list[tuple[TensorPart, ...]] = []  # by server
-        self._max_bytes = 0
-        self._staleness: Counter[int] = Counter()  # of gradients so far, at server 0
-        self._refused = 0
 
     @property
     def algorithm(self) -> str:
@@ -146,7 +144,7 @@ class ParameterServerWorker(Rank):
                 yield report
             self._params_hash = await self._compute.run(lambda: fingerprint(self.model.parameters()))
             await self._call_at_end()
-            ends = await self._ask("end", meta=self.profile.summary().to_json())
+            ends = await self._servers.ask("end", self._position, meta=self.profile.summary().to_json())
             found = meta_of(ends[0], "all", dict)
             profiles = [ProfileSummary.from_json(found[key]) for key in sorted(found, key=int)]
             own = self.profile.summary()  # with the bytes of this last request
@@ -166,9 +164,9 @@ class ParameterServerWorker(Rank):
         config, settings = self._config, self._settings
         check_config(config)
         training = await self._load(self._place)
-        self._pieces = assign(training.trained, self._roles.servers, settings.cut_bytes)
-        held = max(sum(piece.nbytes for piece in own) for own in self._pieces)
-        self._max_bytes = largest(held, state_bytes_of(self.model))
+        self._requests = servers = ServerRequests(
+            self._network, self._roles, config, settings, training, self._compute, self.profile
+        )
         hello = Introduction(
             optimizer=type(training.optimizer.optimizer).__name__,
             layout=describe_layout(self.model),
@@ -180,9 +178,9 @@ class ParameterServerWorker(Rank):
         self._votes = agreement.votes
         step = await find_version(self._network, agreement, config)
         self._position.step = step or 0
-        begins = step is None and self._rank == 0
-        brought = {**self._buffers(), **self._frozen()} if begins else None
-        replies = await self._ask("start", tensors=training.trained if begins else None, state=brought)
+        begins = step is None and self._network.rank == 0
+        weights, beside = (training.trained, {**self._buffers(), **self._frozen()}) if begins else (None, None)
+        replies = await servers.ask("start", self._position, tensors=weights, state=beside)
         await self._compute.run(self._take_weights, replies)
         await self._compute.run(self._take_kept, replies[0], step)
         await self._compute.run(self.profile.begin_run, meta_of(replies[0], "run_id", str))
@@ -202,108 +200,32 @@ class ParameterServerWorker(Rank):
             self._restored_batches = kept["num_batches"] if is_own else None
             self._report = None if kept["report"] is None else EpochReport.from_json(kept["report"])
         except (KeyError, TypeError) as error:
-            raise CollectiveError(f"server 0 has kept no position of worker {self._rank}: {error}") from None
+            raise CollectiveError(f"server 0 has kept no position of worker {self._network.rank}: {error}") from None
         if is_own:
             restore_random_numbers(Checkpoint(step, reply.state, {}))
 
     # Requests
 
-    async def _ask(
-        self,
-        kind: Kind,
-        *,
-        meta: Any = None,
-        state: Mapping[str, Tensor] | None = None,
-        tensors: Mapping[str, Tensor] | None = None,
-        flags: Flag = Flag.NONE,
-    ) -> list[Message]:
-        """Ask all servers, or server 0 for what is not about weights. Returns their replies, in order.
-
-        Args:
-            meta, state: for server 0 alone. tensors: weights or gradients, by name; each server gets its pieces.
-        """
-        network, roles, timeouts = self._network, self._roles, self._config.timeouts
-        servers = range(1) if kind == "meet" else range(roles.servers)
-        clock, epoch = self._position.step, self._position.epoch
-        flat = {} if tensors is None else await self._compute.run(_flat, tensors)
-        requests = [
-            await self._compute.run(
-                encode,
-                Message(kind, clock, flags, epoch, meta=None if server else meta, state={} if server else state or {}),
-                [] if tensors is None else [piece.of(flat[piece.tensor]) for piece in self._pieces[server]],
-            )
-            for server in servers
-        ]
-        is_meeting = kind != "push" or Flag.MEETS in flags
-        limit_s = self._answer_limit_s(kind, is_meeting)
-        handles: list[CollectiveHandle[Any]] = []
-        started_s = time.perf_counter()
-        try:
-            for server, request in zip(servers, requests, strict=True):
-                rank = roles.workers + server
-                handles.append(network.send(REQUEST, request, to=rank, timeout_s=timeouts.collective_s))
-                handles.append(network.recv(REPLY, source=rank, timeout_s=limit_s, max_bytes=self._max_bytes))
-            # A server that has dropped this worker takes no request any more, but has answered.
-            found = [await self._reply(server, handle) for server, handle in zip(servers, handles[1::2], strict=True)]
-            for handle in handles[::2]:
-                await handle
-        finally:
-            for handle in handles:
-                if not handle.done():
-                    handle.cancel()
-        self._wait_s += time.perf_counter() - started_s
-        self.profile.add_span("wait", started_s, time.perf_counter())
-        for server, reply in zip(servers, found, strict=True):
-            if reply.kind != kind:
-                raise CollectiveError(f"server {server} answered {kind} with {reply.kind}")
-        if is_meeting:
-            self._met_at = clock + (kind == "push")
-        return found
-
-    def _answer_limit_s(self, kind: Kind, is_meeting: bool) -> float:
-        """How long a server may take to answer: as long as it waits for what the slowest worker has to send before.
-
-        A server waits ``collective_s`` for a request, after a meeting as long as a checkpoint may take, for the first
-        one ``join_s``, and again ``collective_s`` until its answer is taken. A worker that is silent for longer is
-        dropped, and then the answer comes. So this deadline is for servers that are alive, but do not answer; of one
-        that dies the group tells.
-        """
-        collective_s = self._config.timeouts.collective_s
-        longest_s = max(collective_s, self._config.checkpoint.timeout_s)
-        if kind == "start":
-            return max(longest_s, self._config.timeouts.join_s) + GRACE_S
-        if kind != "push":
-            return longest_s + GRACE_S
-        since = self._position.step - self._met_at
-        behind = min(since, self._settings.staleness) if self._settings.mode == "asynchronous" else 0
-        awaited = behind + 1 if is_meeting else 1  # before, it may go on as soon as the slowest one has pushed once
-        has_begun = not is_meeting and since > behind  # each has pushed since the meeting
-        return (collective_s if has_begun else longest_s) + 2 * collective_s * (awaited - 1) + GRACE_S
-
-    async def _reply(self, server: int, handle: CollectiveHandle[Any]) -> Message:
-        """The reply of a server. Raises CollectiveError: it goes on without this worker."""
-        reply = await self._compute.run(decode, await handle)
-        if Flag.DROPPED in reply.flags:
-            raise CollectiveError(
-                f"server {server} has dropped this worker: {meta_of(reply, 'why', str)}. What it has learnt since is "
-                f"lost, and the others go on without it. Is it too slow for parallel.timeouts.collective_s "
-                f"({self._config.timeouts.collective_s:g}), or was it stopped? It can take part in the next start"
-            )
-        return reply
+    @property
+    def _servers(self) -> ServerRequests:
+        """Return what asks the servers. Raises RuntimeError: this worker has not met them yet."""
+        if self._requests is None:
+            raise RuntimeError("this worker knows no server yet: it does when run() or epochs() has met them")
+        return self._requests
 
     async def _meet(
         self, name: str, value: Any, state: Mapping[str, Tensor] | None = None
     ) -> tuple[Message, list[Any]]:
         """Exchange values with all workers that are left. Returns the reply, and a value, or None, by rank."""
-        (reply,) = await self._ask("meet", meta={"name": name, "value": value}, state=state)
+        (reply,) = await self._servers.ask("meet", self._position, meta={"name": name, "value": value}, state=state)
         found = meta_of(reply, "all", dict)
-        self._staleness = Counter({int(key): int(count) for key, count in meta_of(reply, "staleness", dict).items()})
-        self._refused = meta_of(reply, "refused", int)
+        staleness = Counter({int(key): int(count) for key, count in meta_of(reply, "staleness", dict).items()})
+        self._served = _Served(staleness, meta_of(reply, "refused", int))
         return reply, [found.get(str(rank)) for rank in range(self._roles.workers)]
 
     @torch.no_grad()
     def _take_weights(self, replies: Sequence[Message]) -> None:
-        came = zip(self._pieces, replies, strict=True)
+        came = zip(self._servers.pieces, replies, strict=True)
         parts = [zip(own, split(reply.packed, own), strict=True) for own, reply in came]
         put(self._training.trained, itertools.chain.from_iterable(parts))
         for group in self._training.optimizer.optimizer.param_groups:
@@ -332,7 +254,7 @@ class ParameterServerWorker(Rank):
         started_s = time.perf_counter()
         self._num_batches = await self._own_batches()
         _, counts = await self._meet("batches", self._num_batches)
-        self._before = _Before(started_s, self.step, self._wait_s, self._sent_bytes, self._staleness, self._refused)
+        self._before = _Before(started_s, self.step, self._servers.wait_s, self._sent_bytes, self._served)
         return EpochPlan.of([count or 0 for count in counts], self._config.accumulation_steps)
 
     async def _one_step(self, plan: EpochPlan) -> None:
@@ -347,7 +269,7 @@ class ParameterServerWorker(Rank):
             flags |= Flag.HAS_GRADIENT if gradients else Flag.NONE
             flags |= Flag.REFUSED if step.skipped_by is not None else Flag.NONE
             flags |= Flag.WANTS_END if self._wants_end else Flag.NONE
-            replies = await self._ask("push", tensors=gradients, flags=flags)
+            replies = await self._servers.ask("push", position, tensors=gradients, flags=flags)
             await self._compute.run(self._take_weights, replies)
             await self._compute.run(training.count, step)
         self._sent_bytes += measured.sent_bytes
@@ -360,7 +282,7 @@ class ParameterServerWorker(Rank):
         await self._report_progress_if_due(
             steps=position.step - before.step,
             seconds=time.perf_counter() - before.started_s,
-            wait_s=self._wait_s - before.wait_s,
+            wait_s=self._servers.wait_s - before.wait_s,
             bytes_out=self._sent_bytes - before.sent_bytes,
         )
         if self._callbacks.follow("on_step"):
@@ -374,7 +296,7 @@ class ParameterServerWorker(Rank):
         if not step.batches:
             return None
         if not gradients_are_finite(step.gradients):
-            step.is_finite, step.skipped_by = False, (self._rank,)
+            step.is_finite, step.skipped_by = False, (self._network.rank,)
             return None
         gradients = {name: tensor for bucket in step.gradients for name, tensor in bucket.tensors.items()}
         limit = training.optimizer.clip_norm
@@ -386,7 +308,7 @@ class ParameterServerWorker(Rank):
 
     def _count(self, step: TrainingStep) -> None:
         """Raises TrainingDiverged: too many steps in a row were not finite."""
-        position, config = self._position, self._config
+        position, config, rank = self._position, self._config, self._network.rank
         if step.skipped_by is None:
             position.batches += step.batches
             position.skipped_in_row = 0
@@ -403,11 +325,11 @@ class ParameterServerWorker(Rank):
         if 0 < config.max_nonfinite_steps <= position.skipped_in_row:
             raise TrainingDiverged(
                 position.step,
-                f"the last {position.skipped_in_row} gradients of worker {self._rank} in a row had NaN or infinity",
+                f"the last {position.skipped_in_row} gradients of worker {rank} in a row had NaN or infinity",
                 f"Look at the data and the loss there, lower optimizer.lr "
                 f"({self._training.optimizer.lr:g}), or set optimizer.clip_norm. max_nonfinite_steps "
                 f"({config.max_nonfinite_steps}) says how many may be, 0: any number",
-                (self._rank,),
+                (rank,),
             )
 
     async def _after_epoch(self, report: EpochReport) -> None:
@@ -434,9 +356,9 @@ class ParameterServerWorker(Rank):
             raise ReplicasDiverged(position.step, hashes)
         steps = max(1, position.step - before.step)
         seconds = time.perf_counter() - before.started_s
-        served = {"refused_gradients": float(self._refused - before.refused)}
+        served = {"refused_gradients": float(self._served.refused - before.served.refused)}
         if self._settings.mode == "asynchronous":
-            counted = self._staleness - before.staleness
+            counted = self._served.staleness - before.served.staleness
             total_staleness = sum(staleness * count for staleness, count in counted.items())
             served["staleness_mean"] = total_staleness / max(1, counted.total())
             served["staleness_max"] = float(max(counted, default=0))
@@ -445,7 +367,7 @@ class ParameterServerWorker(Rank):
             tallies,
             served,
             step_s_mean=seconds / steps,
-            wait_s_mean=(self._wait_s - before.wait_s) / steps,
+            wait_s_mean=(self._servers.wait_s - before.wait_s) / steps,
             bytes_out_per_step=(self._sent_bytes - before.sent_bytes) / steps,
             seconds=seconds,
         )
@@ -461,14 +383,10 @@ class ParameterServerWorker(Rank):
             "position": asdict(position), "report": None if self._report is None else self._report.to_json(),
             "num_batches": self._num_batches,
         }  # fmt: skip
-        await self._ask("save", meta=kept, state={**self._buffers(), "torch_rng": torch.get_rng_state()})
+        state = {**self._buffers(), "torch_rng": torch.get_rng_state()}
+        await self._servers.ask("save", position, meta=kept, state=state)
         self.profile.add_span("checkpoint", started_s, time.perf_counter())
         self._log.info("checkpoint", step=position.step)
-
-
-def _flat(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Views, or of what is not contiguous one copy each, of which parts are views."""
-    return {name: tensor.reshape(-1) for name, tensor in tensors.items()}
 
 
 def _norm(tensor: Tensor) -> Tensor:

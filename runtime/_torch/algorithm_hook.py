@@ -27,13 +27,11 @@ from gradbus.runtime.algorithms.prediction import check_prediction
 from gradbus.runtime.algorithms.replicas import check_replicas
 from gradbus.runtime.collectives.staging import check_devices, to_host
 from gradbus.runtime.errors import CollectiveError, ConfigError
-from gradbus.runtime.logs import get_logger
 from gradbus.torch.algorithm_programs import AlgorithmPrograms
 from gradbus.torch.cpu_copies import (
     EXCHANGED_TYPES,
     CpuCopies,
     ShardHolders,
-    are_finite_on_the_mesh,
     local_of,
     needs_copies,
 )
@@ -41,6 +39,7 @@ from gradbus.torch.gradient_runs import Gradient, GradientRun, GradientRuns, del
 from gradbus.torch.named_parameters import NamedParameters
 from gradbus.torch.observed import observed
 from gradbus.torch.predicted_weights import PredictedWeights
+from gradbus.torch.script_steps import ScriptProgress, WeightSteps, drop_gradients
 from gradbus.torch.unexchanged import UnexchangedParameters
 from gradbus.torch.weight_exchange import WeightExchange
 from gradbus.torch.whole_gradients import (
@@ -52,8 +51,6 @@ from gradbus.torch.whole_gradients import (
 )
 
 _open: weakref.WeakSet[AlgorithmHook] = weakref.WeakSet()  # their optimizers would keep on calling them
-
-log = get_logger("torch")
 
 
 def with_algorithm(
@@ -179,8 +176,6 @@ class AlgorithmHook:
 
     Attributes:
         algorithm: its state of this rank. delay_steps: as given, or as the algorithm has it.
-        skipped_steps: that all ranks skipped; where weights are exchanged, those that this rank skipped alone, and
-            exchanges that all took back: that is known when the next one begins.
         dense_bytes: what the gradients that were exchanged take in float32.
         leaves_out_unused: whether parameters whose gradients are zero on all ranks, as those of layers that the step
             did not use, are left out, and what is kept for them stays as it is. DDP does not write their gradients.
@@ -219,7 +214,8 @@ class AlgorithmHook:
         self._name = name
         self._parameters = NamedParameters(named)
         self._copies: CpuCopies | None = None
-        self.dense_bytes, self.skipped_steps = 0, 0
+        self._progress = ScriptProgress()
+        self.dense_bytes = 0
         self._programs = AlgorithmPrograms(process_group)
         self._optimizers = list(optimizers)
         self._unexchanged = UnexchangedParameters(of_model, self._optimizers)
@@ -247,28 +243,35 @@ class AlgorithmHook:
             }
         )
         self.leaves_out_unused = True
-        self._number, self._epoch, self._passes = 0, -1, 0
-        self._has_newer_loss = False  # whether a step has counted since ranks agreed on it
-        self._reported: float | None = None
         self._runs = GradientRuns(self.delay_steps)
         # Buckets that wait for the others, with what gives them to DDP.
         self._ready: list[tuple[TensorBucket, Callable[[Future[None]], None]]] = []
-        self._is_new_pass = True  # what the optimizers do next is another step
-        self._stepped: set[int] = set()  # those that have stepped since the pass began
         self._registered: list[Any] = [one.register_step_pre_hook(self._before_step) for one in self._optimizers]
         _open.add(self)
-        self._weights: WeightExchange | None = None
-        if self.algorithm.scope == "weights":
-            self._weights = WeightExchange(
-                self.algorithm,
-                self._programs,
-                self._copies or self._parameters,
-                self.delay_steps,
-                self._skip,
-                ShardHolders(self._parameters.values(), process_group),
-                self._unexchanged.find,
-            )
-            self._registered += [one.register_step_post_hook(self._after_step) for one in self._optimizers]
+        self._weights = self._weight_steps(process_group) if self.algorithm.scope == "weights" else None
+
+    def _weight_steps(self, group: dist.ProcessGroup | None) -> WeightSteps:
+        exchange = WeightExchange(
+            self.algorithm,
+            self._programs,
+            self._copies or self._parameters,
+            self.delay_steps,
+            self._progress.skip,
+            ShardHolders(self._parameters.values(), group),
+            self._unexchanged.find,
+        )
+        steps = WeightSteps(
+            exchange,
+            self._optimizers,
+            self._parameters,
+            self._progress,
+            self._programs,
+            knows_loss=not self.delay_steps,
+        )
+        self._registered += [
+            one.register_step_post_hook(lambda optimizer, *_: steps.after(optimizer)) for one in self._optimizers
+        ]
+        return steps
 
     def _check_shards(self, group: dist.ProcessGroup | None) -> None:
         """Raises ConfigError: what is exchanged is not whole on this rank, or the optimizer makes it so."""
@@ -326,16 +329,22 @@ class AlgorithmHook:
         """Payload that this rank has sent, as the shortest way of each request needs."""
         return self._programs.bytes_out
 
+    @property
+    def skipped_steps(self) -> int:
+        """Return the number of steps that all ranks skipped; where weights are exchanged, of those that this rank
+        skipped alone, and of exchanges that all took back: that is known when the next one begins."""
+        return self._progress.skipped
+
     # What the script says
 
     def start_epoch(self, epoch: int) -> None:
         """An epoch begins, counted from 0. Call it on all ranks, between two steps, for algorithms whose options change
         from epoch to epoch, such as the warm-up of ``dgc``."""
-        self._epoch = epoch
+        self._progress.epoch = epoch
 
     def report_loss(self, loss: Tensor | float) -> None:
         """The loss of this rank's batch: call it after ``backward()``, in each step, for algorithms that need it."""
-        self._reported = float(loss.detach()) if isinstance(loss, Tensor) else loss
+        self._progress.reported = float(loss.detach()) if isinstance(loss, Tensor) else loss
 
     def undo_step(self) -> None:
         """The gradients of the last exchange were not used, as when a loss scaler has left the step out. Call it on all
@@ -354,13 +363,13 @@ class AlgorithmHook:
 
     def start_forward(self, *_: Any) -> None:
         """A forward pass begins: weights are exchanged before it, also if only some of the optimizers have stepped."""
-        if self._stepped:
-            self._after_all_steps()
-        self.start_pass()
+        if self._weights is not None:
+            self._weights.start_forward()
 
     def start_pass(self, *_: Any) -> None:
         """A forward or backward pass begins: what the optimizers do next is another step."""
-        self._is_new_pass = True
+        if self._weights is not None:
+            self._weights.start_pass()
 
     def predict_weights(self, model: nn.Module) -> None:
         """From now on have weights that are predicted, see :func:`with_algorithm`, in the forward passes of a model.
@@ -397,7 +406,7 @@ class AlgorithmHook:
         optimizers as long as this returns True.
         """
         if self._weights is not None:
-            self._weights.drain()
+            self._weights.exchange.drain()
             return False
         self._go_back()
         if not self._runs.waiting:
@@ -428,7 +437,7 @@ class AlgorithmHook:
         flat = bucket.buffer()
         given = Gradient() if flat.is_cpu else Gradient(devices=[flat.device])
         if self._weights is not None:
-            self.start_pass()
+            self._weights.start_pass()
             given.set_result(flat)
             return given
         if flat.layout != torch.strided or flat.dtype != torch.float32:
@@ -436,7 +445,6 @@ class AlgorithmHook:
                 f"with_algorithm: bucket {bucket.index()} is {flat.dtype}, {flat.layout}; expected float32, strided "
                 f"(no sparse=True of embeddings, no mixed_precision of DDP)"
             )
-        self.start_pass()
         if (observer := observed.observer) is not None:
             observer.submitted()
         if bucket.index() == 0:
@@ -468,17 +476,15 @@ class AlgorithmHook:
         applied = self._runs.applied
         if applied is not None and applied.refusal is not None:  # a loss scaler has left the step out
             raise applied.refusal
-        if self.algorithm.needs_epoch and self._epoch < 0:
+        if self.algorithm.needs_epoch and self._progress.epoch < 0:
             raise RuntimeError(
                 "with_algorithm: the options of the algorithm change from epoch to epoch: call hook.start_epoch(epoch) "
                 "at the start of each"
             )
         self._programs.submit(self._conclude, self._runs.newest)
         self._ready = []
-        self._passes += 1
-        self._runs.begin(
-            GradientRun(epoch=max(0, self._epoch), loss=self._reported, unexchanged=self._unexchanged.find())
-        )
+        epoch, loss = max(0, self._progress.epoch), self._progress.reported
+        self._runs.begin(GradientRun(epoch=epoch, loss=loss, unexchanged=self._unexchanged.find()))
 
     @torch.no_grad()
     def _exchange(self, run: GradientRun, buckets: Sequence[TensorBucket], is_last: bool) -> None:
@@ -528,10 +534,10 @@ class AlgorithmHook:
         return [name for name, is_used in zip(tensors, agreed, strict=True) if is_used]
 
     def _next_step(self, run: GradientRun) -> Step:
-        if self.algorithm.needs_loss and self._has_newer_loss:
+        if self.algorithm.needs_loss and self._progress.has_newer_loss:
             self._programs.agree_on_loss(run.loss)
-            self._has_newer_loss = False
-        return Step(self._number, run.epoch, self._programs.place.world, self._programs.loss)
+            self._progress.has_newer_loss = False
+        return Step(self._progress.number, run.epoch, self._programs.place.world, self._programs.loss)
 
     def _conclude(self, run: GradientRun, is_unused: bool = False) -> None:
         """The exchange of a step counts, or all ranks take it back."""
@@ -541,24 +547,18 @@ class AlgorithmHook:
         run.counts = run.is_whole and run.is_finite and run.error is None and not is_unused
         if run.counts:
             self.algorithm.commit()
-            self._number += 1
-            self._has_newer_loss = True
+            self._progress.count()
         else:
             self.algorithm.roll_back()
             if run.refusal is not None:
                 reason = "a parameter is trained that is not exchanged"
             else:
                 reason = "its gradients were not used" if run.is_finite else "a gradient is not finite"
-            self._skip(reason)
+            self._progress.skip(reason)
         if run.error is None:
             run.ended.set_result(None)
         else:
             run.ended.set_exception(run.error)
-
-    def _skip(self, reason: str, step: int | None = None) -> None:
-        """``step``: None: the one that begins."""
-        self.skipped_steps += 1
-        log.warning("step skipped", step=self._number if step is None else step, reason=reason)
 
     # The optimizers' step
 
@@ -571,11 +571,7 @@ class AlgorithmHook:
                 "skip it. Call backward() before step()"
             )
         if self._weights is not None:
-            if id(optimizer) in self._stepped:  # another one has been left out, and this is the next step
-                self._after_all_steps()
-            if self._is_new_pass:  # else of several optimizers another one was first
-                self._before_first_step(self._weights)
-                self._is_new_pass = False
+            self._weights.before(optimizer)
             return
         self._go_back()
         run = self._runs.newest
@@ -586,42 +582,12 @@ class AlgorithmHook:
             self._programs.call(self._conclude, run)
         applied = self._runs.applied
         if applied is None or not applied.counts:
-            self._drop_gradients()
+            drop_gradients(self._parameters)
         if applied is not None and applied.refusal is not None:
             raise applied.refusal
-        if self._hash_every and (self._passes - 1) % self._hash_every == 0:
-            self._programs.call(self._programs.run, check_replicas(self._passes - 1, self._parameters.values()))
-
-    def _drop_gradients(self) -> None:
-        """So that all optimizers pass over the parameters."""
-        for parameter in self._parameters.values():
-            parameter.grad = None
-
-    # The optimizers' step where weights are exchanged
-
-    def _before_first_step(self, weights: WeightExchange) -> None:
-        """A rank whose gradients are not finite skips its step alone. All steps are counted: when the next exchange is
-        due goes by their number."""
-        loss = math.nan if self.delay_steps else self._programs.loss  # which an exchange may change meanwhile
-        step = Step(self._number, max(0, self._epoch), self._programs.place.world, loss)
-        self._number += 1
-        weights.begin_step(step, self._reported)
-        if not are_finite_on_the_mesh(one.grad for one in self._parameters.values() if one.grad is not None):
-            self._skip("a gradient is not finite")
-            self._drop_gradients()
-
-    def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Of each optimizer: in whatever order they step, the weights are those after all of them."""
-        self._stepped.add(id(optimizer))
-        if len(self._stepped) == len(self._optimizers):
-            self._after_all_steps()
-
-    def _after_all_steps(self) -> None:
-        """End the step. The next one begins whether or not the model itself is called: a loss may be a method of it."""
-        assert self._weights is not None
-        self._stepped.clear()
-        self._is_new_pass = True
-        self._weights.end_step(self._reported)
+        number = self._runs.begun - 1
+        if self._hash_every and number % self._hash_every == 0:
+            self._programs.call(self._programs.run, check_replicas(number, self._parameters.values()))
 
     # Saving
 
@@ -630,19 +596,19 @@ class AlgorithmHook:
         two steps. ``torch.load(..., weights_only=True)`` reads it. With the weights where ranks have others."""
         self._go_back()
         self._programs.call(self._conclude, self._runs.newest)  # after which no program runs, either
-        waiting = self._late_gradients() if self._weights is None else self._weights.state()
-        place = self._programs.place
+        waiting = self._late_gradients() if self._weights is None else self._weights.exchange.state()
+        place, progress = self._programs.place, self._progress
         return {
             "algorithm": self._name,
             "rank": place.rank,
             "world": place.world,
-            "steps": self._number,
+            "steps": progress.number,
             "delay_steps": self.delay_steps,
             "parameters": self._parameters.shapes(),
             "options": self.algorithm.options.model_dump(mode="json"),
             "own": self.algorithm.own_state(),
             "shared": self.algorithm.shared_state(),
-            "loss": [self._programs.loss, self._has_newer_loss, self._reported],
+            "loss": [self._programs.loss, progress.has_newer_loss, progress.reported],
             "waiting": waiting,
             **{kind: {name: one.detach() for name, one in live.items()} for kind, live in self._of_rank().items()},
         }
@@ -676,7 +642,7 @@ class AlgorithmHook:
         except ValueError as error:
             self._programs.compare({"refused": str(error)})
             raise
-        self._programs.compare({"steps": str(self._number)})
+        self._programs.compare({"steps": str(self._progress.number)})
 
     def _load(self, state: Mapping[str, Any]) -> None:
         expected: dict[str, Any] = {
@@ -709,20 +675,23 @@ class AlgorithmHook:
             for kind, live in of_rank.items():
                 for name, tensor in live.items():
                     tensor.copy_(state[kind][name])
-        self._number = state["steps"]
-        self._programs.loss, self._has_newer_loss, self._reported = state["loss"]
+        loss, has_newer_loss, reported = state["loss"]
+        self._programs.set_loss(loss)
+        progress = self._progress
+        progress.number, progress.has_newer_loss, progress.reported = state["steps"], has_newer_loss, reported
         if self._weights is not None:
-            self._weights.load(state["waiting"], self._number)
+            self._weights.exchange.load(state["waiting"], progress.number)
             return
-        self._runs = GradientRuns(self.delay_steps)
-        for saved in state["waiting"]:
-            tensors = {name: tensor.clone() for name, tensor in saved["tensors"].items()}
-            own = {  # older states have none
-                name: _beside(self._parameters[name], tensor.clone()) for name, tensor in saved.get("own", {}).items()
-            }
-            run = GradientRun(counts=saved["counts"], is_concluded=True, is_applied=True, tensors=tensors, own=own)
-            run.ended.set_result(None)
-            self._runs.waiting.append(run)
+        self._runs.restore(map(self._saved_run, state["waiting"]))
+
+    def _saved_run(self, saved: Mapping[str, Any]) -> GradientRun:
+        tensors = {name: tensor.clone() for name, tensor in saved["tensors"].items()}
+        own = {  # older states have none
+            name: _beside(self._parameters[name], tensor.clone()) for name, tensor in saved.get("own", {}).items()
+        }
+        run = GradientRun(counts=saved["counts"], is_concluded=True, is_applied=True, tensors=tensors, own=own)
+        run.ended.set_result(None)
+        return run
 
     def _check_waiting(self, state: Mapping[str, Any]) -> None:
         """Raises ValueError: with the delay of here what waits in this state would never be applied in time, or it is
@@ -735,7 +704,7 @@ class AlgorithmHook:
                 f"delay_steps={state.get('delay_steps', len(waiting))}"
             )
         if self._weights is not None:
-            self._weights.check(waiting)
+            self._weights.exchange.check(waiting)
             return
         for saved in waiting:
             if saved["counts"]:

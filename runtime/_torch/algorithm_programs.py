@@ -112,6 +112,10 @@ class AlgorithmPrograms:
             )
         self.loss = float(loss / count) if count else math.nan
 
+    def set_loss(self, loss: float) -> None:
+        """Go on with the loss of a saved state, equal on all ranks."""
+        self.loss = loss
+
 
 def _gather(name: str, own: Any) -> Program[list[Any]]:
     """Plain data of all ranks, in rank order."""

@@ -124,16 +124,16 @@ class DdsBackend(Backend):
         _alive.add(self)
 
     def _form(self, place: Rendezvous) -> None:
-        queue = WorkQueue()
         try:
             with store_needed(place.store, place.rank, place.label):
-                group = TorchGroup.form(place, queue.watch, self._check_wanted)
+                group = TorchGroup.form(place, self._check_wanted)
         except (BarrierTimeout, BusError, JoinRefused, JobInUse) as error:
             raise DistBackendError(f"[Rank {place.rank}] {error}") from error
-        queue.engine, queue.later = group.engine, group.later
-        queue.stalls = StallLog(group.name, place.rank, place.world, self._warning_s)
+        stalls = StallLog(group.name, place.rank, place.world, self._warning_s)
+        queue = WorkQueue(group.engine, group.later, stalls)
+        group.watch_with(queue.watch)
         self._rank, self._size = place.rank, place.world
-        self.queue, self.stalls = queue, queue.stalls
+        self.queue, self.stalls = queue, stalls
         self.calls = CollectiveCalls(place.rank, place.world)
         self.messages = Messages(group.engine, queue, self.calls)
         self.group = group  # the last one: who finds it finds the others

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -55,6 +55,7 @@ class GradientRuns:
         newest: the one that began last. due: the one whose results the gradients get, with a delay; None: there was
             none yet.
         waiting: those whose results have not been applied yet, oldest first.
+        begun: how many have begun here.
     """
 
     def __init__(self, delay_steps: int) -> None:
@@ -63,12 +64,20 @@ class GradientRuns:
         self.newest = GradientRun(is_concluded=True, is_applied=True)
         self.due: GradientRun | None = None
         self.waiting: deque[GradientRun] = deque()
+        self.begun = 0
 
     def begin(self, run: GradientRun) -> None:
         """Make this the newest one."""
         self.newest = run
+        self.begun += 1
         self.waiting.append(run)
         self.due = self.waiting.popleft() if len(self.waiting) > self._delay_steps else None
+
+    def restore(self, waiting: Iterable[GradientRun]) -> None:
+        """Go on with these results of a saved state, which wait to be applied, oldest first."""
+        self.newest = GradientRun(is_concluded=True, is_applied=True)
+        self.due = None
+        self.waiting = deque(waiting)
 
     @property
     def applied(self) -> GradientRun | None:

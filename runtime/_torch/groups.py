@@ -35,6 +35,9 @@ class HeldGroup(Protocol):
 
     thread: background.BusThread
 
+    def watch_with(self, watch: Watch) -> None:
+        """See :meth:`TorchGroup.watch_with`."""
+
     def end(self, reason: str, *, abruptly: bool, keep_bus: bool) -> None:
         """Leave the group; see :meth:`TorchGroup.close`."""
 
@@ -43,8 +46,8 @@ class HeldGroup(Protocol):
 class FormedStore(Protocol):
     """A store whose ranks have formed their group already, as those of an elastic generation have."""
 
-    def hold(self, watch: Watch) -> tuple[Group, HeldGroup]:
-        """Return the group of all ranks. ``watch``: as of :meth:`TorchGroup.form`."""
+    def hold(self) -> tuple[Group, HeldGroup]:
+        """Return the group of all ranks."""
 
 
 def job_number(store: Store) -> str:
@@ -76,20 +79,19 @@ class TorchGroup:
         engine: its collectives. name: of the group, one that no group had before.
     """
 
-    def __init__(self, engine: Engine, name: str) -> None:
-        """A group without a bus, which needs none: it has one rank."""
+    def __init__(self, engine: Engine, name: str, membership: HeldGroup | None = None) -> None:
+        """``membership``: that holds it. None: it has one rank, and needs no bus."""
         self.engine = engine
         self.name = name
         self.rank = engine.rank
         self.world = engine.world
-        self._membership: HeldGroup | None = None
+        self._membership = membership
 
     @classmethod
-    def form(cls, place: Rendezvous, watch: Watch, check_wanted: Callable[[], None]) -> TorchGroup:
+    def form(cls, place: Rendezvous, check_wanted: Callable[[], None]) -> TorchGroup:
         """Form the group with the other ranks.
 
         Args:
-            watch: called now and then on the event loop with ``time.monotonic``; it must not wait.
             check_wanted: called now and then until the group has formed; what it raises ends the wait.
 
         Raises:
@@ -102,7 +104,7 @@ class TorchGroup:
             )
         root = root_of(place.store)
         if place.label == WORLD and not place.name and isinstance(root, FormedStore):
-            return cls._of(*root.hold(watch))
+            return cls._of(*root.hold())
         if place.world == 1:
             if not place.name:
                 agreed_name(place)
@@ -115,7 +117,7 @@ class TorchGroup:
             name = place.name or agreed_name(place, background.reach())
             thread = acquire_bus(place.job or job_number(place.store), place.job_rank)
             undo.callback(background.release, thread)
-            membership = GroupMembership(watch, thread, lock)
+            membership = GroupMembership(thread, lock)
             check = check_wanted if place.name else RankLocations(place, name, thread.bus.reach).check
             group = membership.begin(place, name, check)
             undo.pop_all()
@@ -124,14 +126,19 @@ class TorchGroup:
     @classmethod
     def _of(cls, group: Group, membership: HeldGroup) -> TorchGroup:
         group.calls_may_block()
-        formed = cls(group._engine, group.name)  # noqa: SLF001 - users of a Group have the collectives, not what runs them
-        formed._membership = membership
-        return formed
+        engine = group._engine  # noqa: SLF001 - users of a Group have the collectives, not what runs them
+        return cls(engine, group.name, membership)
 
     @property
     def traffic(self) -> Traffic:
         """Return the count of what this process exchanges over the bus, in all groups of the job."""
         return self.engine.traffic if self._membership is None else self._membership.thread.bus.traffic
+
+    def watch_with(self, watch: Watch) -> None:
+        """Have a function called now and then on the event loop with ``time.monotonic``; it must not wait. A group of
+        one rank has no loop, and nothing to wait for."""
+        if self._membership is not None:
+            self._membership.watch_with(watch)
 
     def later(self, function: Callable[[], None]) -> None:
         """Call a function on the event loop, or here if there is none."""
@@ -157,9 +164,9 @@ class TorchGroup:
 class GroupMembership:
     """Holds a group open on the event loop of a bus."""
 
-    def __init__(self, watch: Watch, thread: background.BusThread, lock: RankLock | None = None) -> None:
+    def __init__(self, thread: background.BusThread, lock: RankLock | None = None) -> None:
         self.thread = thread
-        self._watch = watch
+        self._watch: Watch = _nothing
         self._lock = lock
         self._leave = asyncio.Event()
         self._reason = ""
@@ -185,6 +192,10 @@ class GroupMembership:
                     time.sleep(2 * _CHECK_S)  # the others look as well, and rank 0 may take the store away with it
                 self._task.cancel()
                 raise
+
+    def watch_with(self, watch: Watch) -> None:
+        """See :meth:`TorchGroup.watch_with`."""
+        self._watch = watch
 
     def end(self, reason: str, *, abruptly: bool, keep_bus: bool) -> None:
         """See :meth:`TorchGroup.close`."""
@@ -239,6 +250,10 @@ class GroupMembership:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(WATCH_S):
                     await self._leave.wait()
+
+
+def _nothing(now_s: float) -> None:
+    """Watch nothing, as no collective has started yet."""
 
 
 class _NoLink:

@@ -39,13 +39,7 @@ WINDOW_STEPS = 10
 
 
 class profile:  # noqa: N801 - as torch.profiler.profile
-    """Measure the steps of this rank inside a ``with`` block, on the thread that enters it.
-
-    Attributes:
-        profile: what is measured, with the trace.
-    """
-
-    profile: Profile
+    """Measure the steps of this rank inside a ``with`` block, on the thread that enters it."""
 
     def __init__(
         self,
@@ -65,6 +59,7 @@ class profile:  # noqa: N801 - as torch.profiler.profile
         self._folder = None if folder is None else Path(folder)
         self._optimizer = optimizer
         self._window_steps = window_steps
+        self._profile: Profile | None = None
         self._number = 0
         self._step: StepProfile | None = None
         self._spans: list[Span] = []
@@ -87,9 +82,14 @@ class profile:  # noqa: N801 - as torch.profiler.profile
         Raises:
             RuntimeError: no step has begun.
         """
-        if not hasattr(self, "profile"):
-            raise RuntimeError("profile: nothing is measured yet: write 'with gradbus.torch.profile(...) as p:'")
         return self.profile.summary()
+
+    @property
+    def profile(self) -> Profile:
+        """Return what is measured, with the trace. Raises RuntimeError: no step has begun."""
+        if self._profile is None:
+            raise RuntimeError("profile: nothing is measured yet: write 'with gradbus.torch.profile(...) as p:'")
+        return self._profile
 
     # The block
 
@@ -102,7 +102,7 @@ class profile:  # noqa: N801 - as torch.profiler.profile
         if observed.observer is not None:
             raise RuntimeError("profile: another one is under way in this process: end it first")
         group, folder = current().group, self._folder
-        self.profile = Profile(
+        self._profile = Profile(
             group.rank,
             self._window_steps,
             None if folder is None else folder / f"profile-rank-{group.rank}.jsonl",

@@ -367,7 +367,7 @@ class WorkQueue:
     """The collectives of one process group on one rank.
 
     Attributes:
-        engine, later, stalls: set when the group has formed. ``later`` calls a function on the event loop.
+        engine: of the group. later: calls a function on the event loop.
         lock: guards the state of the queue and of its works. Held for some instructions only.
         running: works under way, with futures, whose callbacks have not all run.
         issued: collectives called so far.
@@ -376,15 +376,24 @@ class WorkQueue:
             for one, hands on no more than its text.
     """
 
-    engine: Engine
-
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        later: Callable[[Callable[[], None]], None] | None = None,
+        stalls: StallLog | None = None,
+    ) -> None:
+        """
+        Args:
+            later: None: there is no event loop, and functions are called at once.
+            stalls: logs collectives that wait too long; None: nothing does.
+        """
+        self.engine = engine
+        self.later = later or _at_once
         self.made_in = forks.generation
         self.lock = threading.Lock()
         self.running = 0
         self.issued = 0
-        self.later: Callable[[Callable[[], None]], None] = _at_once
-        self.stalls: StallLog | None = None
+        self._stalls = stalls
         self.first_error: BaseException | None = None
         self._waiting: deque[DdsWork] = deque()
         self._open: set[DdsWork] = set()
@@ -487,8 +496,8 @@ class WorkQueue:
             elif work.undelivered and work.until_s + RESCUE_S < now_s:
                 # The thread is stuck in a callback that waits for a future of this thread's: end that wait.
                 ClosingThread(work.deliver, name="gradbus-torch-rescue").start()
-        if self.stalls is not None:
-            self.stalls.look(self.engine.waiting)
+        if self._stalls is not None:
+            self._stalls.look(self.engine.waiting)
 
     def close(self) -> None:
         """End the thread when it has run the callbacks of what has ended. The engine is closed by then."""

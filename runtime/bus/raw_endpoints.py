@@ -11,12 +11,11 @@ import contextlib
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from gradbus.runtime.bus.receiver import Channel, Receiver
-from gradbus.runtime.bus.sender import Job, Pause, Sender
-from gradbus.runtime.bus.wait_loop import WaitLoop
+from gradbus.runtime.bus.sender import Sender
 from gradbus.runtime.dds.participant import Participant, Writer
 from gradbus.runtime.dds.topics import Topic
 from gradbus.runtime.errors import BusClosed
@@ -29,7 +28,13 @@ Parts = tuple[Any, ...]
 
 
 class RawEndpoints:
-    """Readers and writers that belong together and are closed together. Made by ``Bus.raw_endpoints``."""
+    """Readers and writers that belong together and are closed together. Made by ``Bus.raw_endpoints``.
+
+    Attributes:
+        sender: the writer thread of the bus, for what is large: its jobs have ``stall_timeout_s``.
+        wait_loop: takes what comes in. A thread that waits for frames may do its work.
+        inline_bytes: written by :meth:`write`, by topic.
+    """
 
     def __init__(
         self,
@@ -42,8 +47,9 @@ class RawEndpoints:
         """``closed``: called once, when nothing goes through it any more."""
         self._participant = participant
         self._receiver = receiver
-        self._sender = sender
-        self._stall_timeout_s = stall_timeout_s
+        self.sender = sender
+        self.stall_timeout_s = stall_timeout_s
+        self.wait_loop = receiver.thread
         self._closed: Callable[[RawEndpoints], None] | None = closed
         # On one machine the bytes pass through its memory alone, as those of any other program do. To check them would
         # take a quarter of the time of a collective of some MB.
@@ -53,11 +59,11 @@ class RawEndpoints:
         self._channels: list[Channel] = []
         self._writers: list[Writer] = []
         self._counting = threading.RLock()
-        self.inline_bytes: Counter[str] = Counter()  # written by :meth:`write`, by topic
+        self.inline_bytes: Counter[str] = Counter()
 
     def open_reader(self, topic: Topic, take: Callable[[Frame], None]) -> Channel:
         """Read a topic. ``take`` gets every well-formed frame, on the receive thread or on one that does its work while
-        it waits (see :attr:`wait_loop`); it must not wait. If it raises, that is counted, and the frame is lost."""
+        it waits (see ``wait_loop``); it must not wait. If it raises, that is counted, and the frame is lost."""
         channel = Channel(self._participant.topic_reader(topic), _nobody, take=take)
         self._channels.append(channel)
         self._receiver.add(channel)
@@ -90,28 +96,6 @@ class RawEndpoints:
             closed, self._closed = self._closed, None
         if closed is not None:
             closed(self)
-
-    def submit(
-        self, writer: Writer, frames: Iterator[Parts | Pause], finished: Callable[[int | Exception], None]
-    ) -> Job:
-        """Have frames written by the writer thread; ``finished`` is called there, with the bytes or the error.
-
-        Raises:
-            BusClosed.
-        """
-        samples = (frame if isinstance(frame, Pause) else ((), frame) for frame in frames)
-        job = Job(writer, samples, finished, self._stall_timeout_s)
-        self._sender.submit(job)
-        return job
-
-    def wake_sender(self) -> None:
-        """Note that what submitted frames wait for may have come."""
-        self._sender.wake()
-
-    @property
-    def wait_loop(self) -> WaitLoop:
-        """The loop that takes what comes in. A thread that waits for frames may do its work."""
-        return self._receiver.thread
 
     def after_drain(self, then: Callable[[], None]) -> None:
         """Call ``then`` on the receive thread when all that has come so far has been taken."""

@@ -75,21 +75,25 @@ class Sender(OwnThread):
                 raise BusClosed("the bus is closed: nothing more can be sent")
             self._jobs.append(job)
             self._wakeup.notify()
-        self._driver.step_due()
+        self._note_step_due()
 
     def wake(self) -> None:
         """Ask the jobs that pause now: what they wait for may have come."""
         with self._wakeup:
             self._woken = True
             self._wakeup.notify()
-        self._driver.step_due()
+        self._note_step_due()
 
     def stop(self) -> None:
         """End at once; jobs that are left fail with BusClosed."""
         with self._wakeup:
             self.stopping = True
             self._wakeup.notify()
-        self._driver.step_due()
+        self._note_step_due()
+
+    def _note_step_due(self) -> None:
+        if (step_due := self._driver.step_due) is not None:
+            step_due()
 
     @property
     def idle(self) -> bool:

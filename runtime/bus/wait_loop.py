@@ -31,7 +31,12 @@ IDLE_S = 1.0  # the longest sleep of the thread
 
 
 class WaitLoop(OwnThread):
-    """Waits for a wait set and handles what it reports, one turn after the other, on one thread at a time."""
+    """Waits for a wait set and handles what it reports, one turn after the other, on one thread at a time.
+
+    Attributes:
+        is_relieved: whether threads that wait inline do the work of its own thread, or did since that has last begun a
+            turn. While it is False nobody has to be asked with :meth:`wake_io_thread`.
+    """
 
     def __init__(
         self,
@@ -55,6 +60,7 @@ class WaitLoop(OwnThread):
         self._polling = threading.RLock()  # held by the thread whose turn it is
         self._inline_lock = threading.RLock()  # held by the thread that waits inline
         self._inline_thread = 0
+        self.is_relieved = False
         self._was_inline = False  # a thread has waited inline since this one has asked
         self._backs_off = False  # this one leaves the wait to such threads for a while
         self._wanted = threading.Event()
@@ -109,6 +115,7 @@ class WaitLoop(OwnThread):
         thread = threading.get_ident()
         if self.stopping or self._inline_thread == thread:
             return
+        self.is_relieved = True  # before it is: who asks then asks in vain at most
         try:
             if self._inline_lock.acquire(blocking=False):
                 self._inline_thread = thread
@@ -191,7 +198,7 @@ class WaitLoop(OwnThread):
             while not self.stopping:
                 if self._inline_thread or self._was_inline:
                     # In the midst of calls that wait for what they start, the next thread comes soon.
-                    self._backs_off = True  # first: who asks for this one looks at both
+                    self._backs_off = self.is_relieved = True  # first: who asks for this one looks at both
                     self._was_inline = False
                     if self._wanted.wait(backoff_s):
                         self._wanted.clear()
@@ -200,7 +207,7 @@ class WaitLoop(OwnThread):
                     else:
                         backoff_s = min(2 * backoff_s, LONG_BACKOFF_S)
                     continue
-                backoff_s, self._backs_off = BACKOFF_S, False
+                backoff_s, self._backs_off, self.is_relieved = BACKOFF_S, False, False
                 with self._polling:
                     self._is_asked = False
                     self.step(IDLE_S)

@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 from gradbus.runtime.bus.raw_endpoints import Parts
-from gradbus.runtime.bus.sender import Job, Pause
+from gradbus.runtime.bus.sender import Job, Pause, Sample, Sender
 from gradbus.runtime.collectives.operation import Finished
 from gradbus.runtime.collectives.tensors import NOTHING, Bytes
+from gradbus.runtime.dds.participant import Writer
 from gradbus.runtime.shm.slots import SlotPool
 from gradbus.runtime.wire import frames
 from gradbus.runtime.wire.frames import CHUNK_BYTES, FrameKey
@@ -55,7 +56,7 @@ class ChunkSender:
     """Some chunks of a payload. Several threads may send them, each chunk once.
 
     Attributes:
-        bytes: of all its chunks. job: of the writer thread, if that has one for it.
+        bytes: of all its chunks.
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class ChunkSender:
         self._deferred: tuple[Sequence[int], Parts] | None = None
         self._may_be_known = False  # to the readers, what is put off or was
         self._lock = threading.RLock()
-        self.job: Job | None = None
+        self._job: Job | None = None  # of the writer thread
 
     @property
     def done(self) -> bool:
@@ -115,7 +116,12 @@ class ChunkSender:
         self._note_written(numbers)
         return True
 
-    def samples(self, wait: Callable[[], bool]) -> Iterator[Parts | Pause]:
+    def hand_over(self, sender: Sender, writer: Writer, stall_timeout_s: float, wait: Callable[[], bool]) -> None:
+        """Have the writer thread send what is left, as :meth:`samples` gives it. Raises BusClosed."""
+        self._job = Job(writer, self.samples(wait), self.note_outcome, stall_timeout_s)
+        sender.submit(self._job)
+
+    def samples(self, wait: Callable[[], bool]) -> Iterator[Sample | Pause]:
         """What is left, for the writer thread, which asks for a frame when it has written the one before. ``wait``:
         whether a thread that polls sends the chunks just now."""
         backoff, look_s = None if self._slots is None else _Backoff(self._slots), LOOK_S
@@ -137,7 +143,7 @@ class ChunkSender:
                 self._note_written(numbers)
                 yield 0.0  # it is others' turn
                 continue
-            yield frame
+            yield (), frame
             self._note_written(numbers)
 
     def note_outcome(self, outcome: int | Exception) -> None:
@@ -146,7 +152,7 @@ class ChunkSender:
             finished = self._cancel()
             if finished is not None:
                 finished(outcome)
-        self.job = None  # it has this as well
+        self._job = None  # it has this as well
 
     def cancel(self) -> int:
         """Write no more. When this returns, the payload is no longer read. Returns the bytes that were written."""
@@ -159,7 +165,7 @@ class ChunkSender:
             finished = self._finish()
         if deferred is not None:
             _reclaim(slots, deferred[1])
-        job = self.job
+        job = self._job
         if job is not None:
             job.cancel()  # waits for the write in progress
             if job.pending is not None:  # DDS has not taken it

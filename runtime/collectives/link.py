@@ -133,7 +133,7 @@ class GroupLink(ProgressEngine):
         if slots is not None and self.mailbox is not None:
             self._forget_done()
             self._pushing.append(sender)
-        sender.job = self.port.submit(route.writer, sender.samples(self._is_polled), sender.note_outcome)
+        sender.hand_over(self.port.sender, route.writer, self.port.stall_timeout_s, self._is_polled)
         return sender
 
     def stop_sharing(self) -> None:
@@ -153,7 +153,7 @@ class GroupLink(ProgressEngine):
             mailbox.poll_until(done, until_s, self)
         finally:
             if not self.idle:  # the writer thread has left it to this one
-                self.port.wake_sender()
+                self.port.sender.wake()
 
     def poll_briefly(self, done: Callable[[], bool]) -> None:
         """See :class:`.engine.ProgressEngine`."""
@@ -176,7 +176,8 @@ class GroupLink(ProgressEngine):
         mailbox = self.mailbox
         if mailbox is not None:
             mailbox.wake_thread()
-        self.port.wait_loop.wake_io_thread()
+        if self.port.wait_loop.is_relieved:
+            self.port.wait_loop.wake_io_thread()
 
     # Through shared memory
 

@@ -1,11 +1,13 @@
 """Rank programs on a group: every request becomes handles of collectives.
 
 A :class:`ProgramRun` is resumed on whatever thread computes; between two requests it is only awaited. So an event loop
-does not compute, and several programs run at once.
+does not compute, and several programs run at once: those of one step are :class:`ProgramRuns`.
 """
 
 from __future__ import annotations
 
+import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -148,6 +150,99 @@ class ProgramRun(Generic[R]):
                 )
             memory.copy_(came)
         return dict(request.receive)
+
+
+class ProgramRuns:
+    """Runs several programs that go from phase to phase together. One thread at a time starts and resumes them:
+
+        runs.start(...)                     # one or more; may be called by a hook, in the midst of a backward pass
+        while runs.goes_on:
+            runs.resume([await handle for handle in runs.handles])
+
+    Attributes:
+        waits: of each of these phases the time, by ``time.perf_counter``,
+            when nothing was left to compute, and when the last handle ended.
+    """
+
+    __slots__ = (
+        "_ended",
+        "_group",
+        "_is_cancelled",
+        "_round_id",
+        "_runs",
+        "_sent_s",
+        "_timeout_s",
+        "_waiting",
+        "waits",
+    )
+
+    def __init__(self, group: Group, *, round_id: int, timeout_s: float) -> None:
+        """``timeout_s``: of each request."""
+        self._group = group
+        self._round_id = round_id
+        self._timeout_s = timeout_s
+        self._runs: list[ProgramRun[Any]] = []
+        self._waiting: list[ProgramRun[Any]] = []
+        self._ended: deque[CollectiveHandle[Any]] = deque()
+        self.waits: deque[tuple[float, float]] = deque()
+        self._sent_s = 0.0
+        self._is_cancelled = False
+
+    def start(self, name: str, program: Program[Any]) -> None:
+        """Run a program to its first request. ``name``: equal on all ranks, and of no other program of this round.
+
+        After :meth:`cancel` nothing is started, whatever thread this is called on.
+        """
+        run = ProgramRun(self._group, program, name, round_id=self._round_id, timeout_s=self._timeout_s)
+        self._runs.append(run)
+        if self._is_cancelled:  # asked when cancel() can see the run: one of the two finds the other
+            run.cancel()
+        elif run.start():
+            self._waiting.append(run)
+
+    @property
+    def goes_on(self) -> bool:
+        """Return whether a program waits for a request."""
+        return bool(self._waiting)
+
+    @property
+    def handles(self) -> list[CollectiveHandle[Any]]:
+        """Handles of the requests under way; may be empty although a program waits."""
+        return [handle for run in self._waiting for handle in run.handles]
+
+    def all_sent(self) -> None:
+        """Nothing is left to compute in this phase: from here on a rank waits."""
+        self._sent_s = time.perf_counter()
+
+    def resume(self, results: Sequence[Any]) -> bool:
+        """Go on to the next phase. Returns whether there is one. ``results``: of ``handles``, in their order."""
+        handles = self.handles
+        ended_s = [self._sent_s if handle.finished_s is None else handle.finished_s for handle in handles]
+        self.waits.append((self._sent_s, max([self._sent_s, *ended_s])))
+        self._ended += handles
+        waiting, self._waiting = self._waiting, []
+        start = 0
+        for run in waiting:
+            count = len(run.handles)
+            if run.resume(results[start : start + count]):
+                self._waiting.append(run)
+            start += count
+        self.all_sent()
+        return bool(self._waiting)
+
+    def take_waits(self) -> list[tuple[float, float]]:
+        """Return ``waits``, each once, as :meth:`take_ended`."""
+        return [self.waits.popleft() for _ in range(len(self.waits))]
+
+    def take_ended(self) -> list[CollectiveHandle[Any]]:
+        """Return handles of the phases that are over, each once. Another phase may end on another thread meanwhile."""
+        return [self._ended.popleft() for _ in range(len(self._ended))]
+
+    def cancel(self) -> None:
+        """Give up: buffers are given back, what has ended stays as it is."""
+        self._is_cancelled = True
+        for run in self._runs:
+            run.cancel()
 
 
 async def run_program(

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 from shared_pair import key
 
 from gradbus.runtime.bus.raw_endpoints import Parts
-from gradbus.runtime.bus.sender import Pause
+from gradbus.runtime.bus.sender import Job, Pause
 from gradbus.runtime.collectives.chunk_sender import ChunkSender, FrameTemplate
 from gradbus.runtime.shm.slots import SlotPool
 from gradbus.runtime.wire import frames
@@ -48,6 +50,14 @@ class Payload:
         self.sent.append(frame)
         return True
 
+    def hand_over(self) -> Job:
+        """Have the writer thread send what is left. Returns the job that it has got."""
+        jobs: list[Job] = []
+        thread: Any = SimpleNamespace(submit=jobs.append)
+        writer: Any = None
+        self.sender.hand_over(thread, writer, 1.0, lambda: False)
+        return jobs[0]
+
     def write_rest(self, wait: Callable[[], bool] = lambda: False) -> int:
         """What the writer thread does. Returns how many chunks there were for it."""
         count = 0
@@ -55,7 +65,7 @@ class Payload:
             if isinstance(sample, Pause):
                 time.sleep(sample)
             else:
-                count += self.write(sample)
+                count += self.write(sample[1])
         return count
 
     def numbers(self) -> list[int]:

@@ -10,16 +10,16 @@ from settings import nested
 from torch import Tensor, nn
 
 from gradbus.actors.data_parallel.epoch_plan import EpochPlan
-from gradbus.actors.data_parallel.exchange import GradientExchange, StepExchange
 from gradbus.actors.data_parallel.mean_loss import MeanLoss
 from gradbus.actors.data_parallel.replicas import model_tensors
 from gradbus.actors.data_parallel.report import EpochReport
 from gradbus.actors.data_parallel.state import Position, RunTensors, WorkerState
 from gradbus.actors.data_parallel.step import TrainingStep
-from gradbus.actors.data_parallel.stepping import GradientStepper, StepperParts
+from gradbus.actors.data_parallel.stepping import GradientExchange, GradientStepper, StepperParts
 from gradbus.actors.data_parallel.training import ShardTraining
 from gradbus.commands.simulate.lockstep import Lockstep
 from gradbus.runtime.algorithms.base import Place, Step, algorithm_maker
+from gradbus.runtime.collectives.programs import ProgramRuns
 from gradbus.runtime.compute import ComputeThread
 from gradbus.runtime.config.data_parallel import DataParallelConfig
 from gradbus.runtime.profiling.profile import Profile
@@ -98,9 +98,9 @@ class Scene:
         stepper._compute_gradients(exchange, Profile(0))  # type: ignore[arg-type]  # noqa: SLF001 - a step that goes no further than this
         return step
 
-    def exchange(self, number: int) -> StepExchange:
+    def exchange(self, number: int) -> ProgramRuns:
         """For programs of a step."""
-        return StepExchange(self.group, round_id=number, timeout_s=self.config.timeouts.collective_s)  # type: ignore[arg-type]
+        return ProgramRuns(self.group, round_id=number, timeout_s=self.config.timeouts.collective_s)  # type: ignore[arg-type]
 
     def step(self) -> None:
         """Make a step whose programs run alone."""

@@ -214,9 +214,9 @@ def spoilt_shard(place: RankLocation) -> dict[str, Any]:
 
 def weights_of(diloco: gradbus.torch.DiLoCo) -> WeightExchange:
     """What exchanges the weights, between whose steps others fail."""
-    weights = diloco._weights  # noqa: SLF001 - a user has the optimizer's steps, and nothing between them
-    assert weights is not None
-    return weights
+    steps = diloco._weights  # noqa: SLF001 - a user has the optimizer's steps, and nothing between them
+    assert steps is not None
+    return steps.exchange
 
 
 def failed_shard(place: RankLocation) -> dict[str, Any]:

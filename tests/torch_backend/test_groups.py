@@ -99,7 +99,8 @@ def test_a_watch_that_fails_is_called_again_and_logged_once(
             raise KeyError("a callback of somebody's")
         goes_on.set()
 
-    membership = GroupMembership(watch, bus_thread)
+    membership = GroupMembership(bus_thread)
+    membership.watch_with(watch)
     with capture_logs() as lines:
         begun(membership, monkeypatch)
         assert goes_on.wait(60.0)
@@ -124,7 +125,7 @@ def test_what_ends_a_group_that_has_formed_is_logged_and_the_reason_for_leaving_
     events: list[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    membership = GroupMembership(lambda now_s: None, bus_thread)
+    membership = GroupMembership(bus_thread)
     with capture_logs() as lines:
         found = begun(membership, monkeypatch, error=error)
         membership.end(reason, abruptly=True, keep_bus=True)
@@ -133,7 +134,7 @@ def test_what_ends_a_group_that_has_formed_is_logged_and_the_reason_for_leaving_
 
 
 def test_a_group_whose_loop_has_been_ended_can_be_left(bus_thread: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    membership = GroupMembership(lambda now_s: None, bus_thread)
+    membership = GroupMembership(bus_thread)
     begun(membership, monkeypatch)
     assert bus_thread.held.cancel()
     membership.end("", abruptly=False, keep_bus=True)

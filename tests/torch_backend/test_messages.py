@@ -32,8 +32,7 @@ class TellingLock:
 
 def test_what_comes_while_those_that_wait_are_looked_through_is_not_missed(monkeypatch: pytest.MonkeyPatch) -> None:
     net = MemoryNet(3, inline=1.0)
-    queue = WorkQueue()
-    queue.engine = net.engines[0]
+    queue = WorkQueue(net.engines[0])
     messages = Messages(queue.engine, queue, CollectiveCalls(0, 3))
     net.start(CollectiveCalls(1, 3).send(torch.arange(4.0), 0).operations[0], message_name(1, 0, 7))
 

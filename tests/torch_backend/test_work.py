@@ -26,8 +26,7 @@ class Pair:
 
     def __init__(self) -> None:
         self.net = MemoryNet(2, inline=1.0)
-        self.queue = WorkQueue()
-        self.queue.engine = self.net.engines[0]
+        self.queue = WorkQueue(self.net.engines[0])
 
     def work(self, call: CollectiveCall) -> DdsWork:
         return DdsWork(self.queue, call, "c", 60.0, ordered=True)

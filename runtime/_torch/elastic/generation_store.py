@@ -11,7 +11,7 @@ from torch._C._distributed_c10d import Store
 
 from gradbus.runtime.bus.background import JOB_KEY
 from gradbus.runtime.collectives.group import Group
-from gradbus.torch.groups import HeldGroup, Watch
+from gradbus.torch.groups import HeldGroup
 from gradbus.torch.store.address import Address
 from gradbus.torch.store.link import StoreLink
 from gradbus.torch.store.rendezvous import open_store
@@ -22,7 +22,7 @@ class GenerationStore(DdsStore):
     """A store over DDS that is opened with its first key. See :class:`~gradbus.torch.groups.FormedStore`."""
 
     def __init__(
-        self, address: Address, bus_number: str, hold: Callable[[Watch], tuple[Group, HeldGroup]], timeout: timedelta
+        self, address: Address, bus_number: str, hold: Callable[[], tuple[Group, HeldGroup]], timeout: timedelta
     ) -> None:
         """
         Args:

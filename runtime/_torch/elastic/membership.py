@@ -56,6 +56,10 @@ class _Hold(HeldGroup):
         self.departure = Departure()
         self.is_left = threading.Event()
 
+    def watch_with(self, watch: Watch) -> None:
+        """See :meth:`.groups.TorchGroup.watch_with`."""
+        self.watch = watch
+
     def end(self, reason: str, *, abruptly: bool, keep_bus: bool) -> None:
         """The process group is destroyed, or the program ends in the midst of a generation."""
         self.watch = lambda now_s: None
@@ -140,11 +144,10 @@ class ElasticMembership:
         self._store = GenerationStore(address, self._bus_number, self._held, timeout)
         dist.init_process_group(NAME, store=self._store, rank=formed.rank, world_size=formed.world, timeout=timeout)
 
-    def _held(self, watch: Watch) -> tuple[Group, HeldGroup]:
+    def _held(self) -> tuple[Group, HeldGroup]:
         hold = self._hold
         if hold is None:
             raise BusClosed("the generation was over before its process group was made")
-        hold.watch = watch
         # torch's process group gives its use of the bus back.
         return hold.group, hold
 

@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.bus.liveness import Reachability
+from gradbus.runtime.bus.sender import Job
 from gradbus.runtime.dds.topics import store_topic
 from gradbus.runtime.errors import BusError
 from gradbus.runtime.wire.frames import FrameKey
@@ -136,7 +137,7 @@ class StorePeer:
                     self._loop.call_soon_threadsafe(self._sending.discard, number)
 
             self._sending.add(number)
-            self._port.submit(self.writer, iter([frame]), finished)
+            self._port.sender.submit(Job(self.writer, iter([((), frame)]), finished, self._port.stall_timeout_s))
 
     async def close(self) -> None:
         """Forget its requests, and take the way to it out of DDS."""

@@ -85,5 +85,5 @@ def test_a_bucket_enters_each_file_of_the_worker_once_on_its_way_out_and_once_on
         calls = [call for call in step.calls if call.thread == "gradbus-worker-0_0"]
         functions = [call.function for call in calls]
         sent, back = functions.index("GradientBuckets.flush"), functions.index("GradientStepper._resume")
-        assert files_of_the_worker(calls[:sent]) == ["buckets.py", "exchange.py"]
-        assert files_of_the_worker(calls[back:]) == ["stepping.py", "exchange.py", "buckets.py", "training.py"]
+        assert files_of_the_worker(calls[:sent]) == ["buckets.py", "stepping.py"]
+        assert files_of_the_worker(calls[back:]) == ["stepping.py", "buckets.py", "training.py"]

@@ -854,10 +854,10 @@ class SharedStates:
         begin, apply = ElasticWorker._begin, WeightStepper._apply_late  # noqa: SLF001 - no public call ends there
         groups: dict[Algorithm, str] = {}  # the newest of each rank
 
-        async def begin_and_note(worker: ElasticWorker, group: Any, generation: int) -> None:
+        async def begin_and_note(worker: ElasticWorker, group: Any, generation: int, numbers: Any) -> None:
             algorithm = training_of(worker).algorithm
             groups[algorithm] = group.name
-            await begin(worker, group, generation)
+            await begin(worker, group, generation, numbers)
             self._note(group.name, worker._part.stepper.ended_exchanges, algorithm)  # noqa: SLF001 - no report has them
             state = algorithm.shared_state() | algorithm.own_state()
             kept = {name: tensor.clone() for name, tensor in state.items()}
@@ -1320,7 +1320,7 @@ def test_a_checkpoint_that_this_rank_could_not_write_is_no_fault_once_another_ha
     def scene(cast: Cast) -> None:
         def could_not_write() -> None:
             fault = CheckpointError("the disk was full at step 2")
-            cast.ranks[1].worker._unsaved = fault  # noqa: SLF001 - else it had to be rank 0 and then be rank 1
+            cast.ranks[1].worker._checkpoints.fault = fault  # noqa: SLF001 - else it had to be rank 0 and then be rank 1
 
         cast.start(0, 2)
         cast.start(1, 2, on_step=at_step(3, could_not_write))

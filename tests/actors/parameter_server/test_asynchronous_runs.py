@@ -15,7 +15,7 @@ from ddp_scene import make_task, small_mlp
 from server_scene import serve
 from torch import nn
 
-from gradbus.actors.parameter_server import worker
+from gradbus.actors.parameter_server import requests
 from gradbus.models import ClassificationTask
 from gradbus.runtime.checkpoint import CheckpointStore
 from gradbus.runtime.errors import CollectiveError, PeerLost
@@ -154,7 +154,7 @@ class Slow(ClassificationTask):
 def test_a_fast_worker_waits_at_a_meeting_for_all_the_steps_that_a_slow_one_has_left(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(worker, "GRACE_S", 0.1)
+    monkeypatch.setattr(requests, "GRACE_S", 0.1)
     limits = {"timeouts__collective_s": 0.9, "checkpoint__timeout_s": 0.9}
     task = Slow(first_s=0.4, each_s=0.4)  # each within the limit, all of them not
     serve(task, workers=2, mode="asynchronous", staleness=1000, parallel=limits).succeeded()
@@ -164,7 +164,7 @@ def test_a_fast_worker_waits_at_a_meeting_for_all_the_steps_that_a_slow_one_has_
 def test_a_worker_that_loads_its_data_for_long_is_waited_for_by_servers_and_workers(
     mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker, "GRACE_S", 0.1)
+    monkeypatch.setattr(requests, "GRACE_S", 0.1)
     limits = {"timeouts__collective_s": 0.5, "checkpoint__timeout_s": 9.0}
     serve(Slow(first_s=1.2), workers=2, mode=mode, staleness=0, parallel=limits).succeeded()
 

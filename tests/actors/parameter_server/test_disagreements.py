@@ -14,8 +14,7 @@ from torch import nn
 
 import gradbus
 from gradbus.actors.parameter_server import agreement
-from gradbus.actors.parameter_server.messages import Flag, Message, encode
-from gradbus.actors.parameter_server.server import REQUEST
+from gradbus.actors.parameter_server.messages import REQUEST, Flag, Message, encode
 from gradbus.actors.parameter_server.worker import ParameterServerWorker
 from gradbus.runtime.collectives import Group
 from gradbus.runtime.config.data_parallel import DataParallelConfig

@@ -185,6 +185,31 @@ def test_the_thread_goes_on_at_once_when_it_is_asked_while_it_leaves_the_wait_to
         loop.join(10.0)
 
 
+def test_the_thread_is_relieved_from_the_begin_of_a_wait_inline_until_it_begins_a_turn_itself() -> None:
+    handled, seen = threading.Event(), list[bool]()
+
+    def handle(numbers: list[int], until_s: float) -> bool:
+        if threading.get_ident() == loop.ident and not loop.is_relieved:
+            handled.set()
+        return False
+
+    def done() -> bool:
+        seen.append(loop.is_relieved)
+        return len(seen) > 2
+
+    loop = WaitLoop(cast("Any", Waits(news_at=0)), handle, failed=lambda: None, ended=lambda: None)
+    assert not loop.is_relieved
+    loop.poll_inline(done, time.monotonic() + 60.0)
+    assert all(seen)
+    assert loop.is_relieved
+    loop.start()
+    try:
+        assert handled.wait(10.0)
+    finally:
+        loop.stop()
+        loop.join(10.0)
+
+
 def test_what_fails_while_somebody_does_the_work_of_the_thread_is_a_fault_of_the_bus(run: Run) -> None:
     async def main() -> None:
         fault = DDSException(DDSException.DDS_RETCODE_ERROR, "status of a reader")

@@ -17,7 +17,7 @@ from sent_payload import Payload, free_slots
 from shared_pair import Ranks
 
 from gradbus.runtime.bus.raw_endpoints import Parts
-from gradbus.runtime.bus.sender import Job, Pause
+from gradbus.runtime.bus.sender import Pause
 from gradbus.runtime.collectives.chunk_sender import ChunkSender
 from gradbus.runtime.collectives.link import GroupLink
 from gradbus.runtime.collectives.operation import Operation, OperationKey, OutgoingPart
@@ -75,7 +75,7 @@ def test_the_writer_thread_tells_of_as_many_chunks_as_there_are_slots(ranks: Ran
     payload = Payload(slots, chunks=9)
     samples = payload.sender.samples(lambda: False)
     found = [next(samples) for _ in range(3)]
-    assert [None if isinstance(sample, Pause) else len(sample[1]) // 8 for sample in found] == [1, 2, None]
+    assert [None if isinstance(sample, Pause) else len(sample[1][1]) // 8 for sample in found] == [1, 2, None]
     assert payload.sender.cancel() == 3 * CHUNK_BYTES, "what was sent"
     assert free_slots(slots) == 0  # the reader was told
 
@@ -117,9 +117,7 @@ def test_a_slot_that_was_not_announced_is_free_when_the_payload_is_cancelled(
 @pytest.mark.parametrize("by", ["cancel", "outcome"])
 def test_a_slot_of_a_frame_that_the_writer_thread_could_not_write_is_free_afterwards(ranks: Ranks, by: str) -> None:
     payload = Payload(ranks.shared[0].slots)
-    writer: Any = None
-    job = Job(writer, (((), frame) for frame in payload.sender.samples(lambda: False)), lambda _: None, 1.0)
-    payload.sender.job = job
+    job = payload.hand_over()
     job.pending = next(job.samples)
     if by == "cancel":
         payload.sender.cancel()
@@ -131,9 +129,7 @@ def test_a_slot_of_a_frame_that_the_writer_thread_could_not_write_is_free_afterw
 
 def test_all_slots_of_a_frame_that_tells_of_some_chunks_are_free_when_nobody_gets_it(ranks: Ranks) -> None:
     payload = Payload(ranks.shared[0].slots, chunks=4)
-    writer: Any = None
-    job = Job(writer, (((), frame) for frame in payload.sender.samples(lambda: False)), lambda _: None, 1.0)
-    payload.sender.job = job
+    job = payload.hand_over()
     next(job.samples)
     job.pending = pending = next(job.samples)
     assert not isinstance(pending, Pause)
@@ -199,8 +195,7 @@ def test_who_is_told_that_a_chunk_is_written_may_call_the_rest_off(ranks: Ranks)
     payload = Payload(ranks.shared[0].slots, chunks=4, written=call_off)
     at_work, job_ended = threading.Event(), threading.Event()
     visitor = threading.Thread(target=payload.sender.advance, daemon=True)
-    writer: Any = None
-    job = payload.sender.job = Job(writer, iter(()), lambda _: None, 1.0)
+    job = payload.hand_over()
 
     def write_some() -> None:
         with job.writing:  # as the writer thread does
@@ -237,7 +232,8 @@ def link_with(
     *pushing: ChunkSender, shared: SharedMemoryTransport | None = None, wake_sender: Callable[[], None] = lambda: None
 ) -> GroupLink:
     """One that has these to push, and is not on any bus."""
-    port: Any = SimpleNamespace(needs_crc=False, open_writer=lambda *_, **__: None, wake_sender=wake_sender)
+    sender = SimpleNamespace(wake=wake_sender)
+    port: Any = SimpleNamespace(needs_crc=False, open_writer=lambda *_, **__: None, sender=sender)
     link = GroupLink(port, "world", Identity(0, 1), 1, shared)
     link._pushing.extend(pushing)  # noqa: SLF001 - send() would make senders whose frames go over DDS
     return link

@@ -54,7 +54,7 @@ class Waiting:
         sample = next(self._samples)
         if isinstance(sample, Pause):
             return None
-        return "memory" if frames.parse(b"".join(sample)).flags & Flags.SHARED else "DDS"
+        return "memory" if frames.parse(b"".join(sample[1])).flags & Flags.SHARED else "DDS"
 
     def release(self) -> None:
         """One slot is free."""

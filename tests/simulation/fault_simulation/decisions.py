@@ -45,10 +45,10 @@ def saving(function: Callable[..., Any]) -> Callable[..., Any]:
 def asking(function: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
     """Return what stands in for a request of a worker: a decision by its kind, over when all servers have answered."""
 
-    async def asked(worker: Any, kind: str, **given: Any) -> Any:
+    async def asked(servers: Any, kind: str, position: Any, **given: Any) -> Any:
         process = running()
         process.world.at_decision(process, "decision", kind, "before")
-        found = await function(worker, kind, **given)
+        found = await function(servers, kind, position, **given)
         process.world.at_decision(process, "decision", kind, "after")
         return found
 

@@ -112,9 +112,10 @@ class ElasticWorld(World):
     def _note_step(self, process: VirtualProcess) -> None:
         self._progress_s = now_s()
         worker = self._workers[process.name]
-        position, plan, generation = worker._position, worker._plan, worker._generation  # noqa: SLF001 - at this place
-        if plan is None or worker._group.rank in worker._copies.follows:  # noqa: SLF001 - it has no state yet
+        position, plan, copies = worker._position, worker._plan, worker._copies  # noqa: SLF001 - at this place
+        if plan is None or worker._group.rank in copies.follows:  # noqa: SLF001 - it has no state yet
             return
+        generation = copies.generation
         first, last = (plan.batches_done(position.epoch_step + more) for more in (0, 1))
         weights = torch.nn.utils.parameters_to_vector(worker.model.parameters()).detach().clone()
         step = AppliedStep(process, self.job, generation, position.step, position.epoch, first, last, weights)

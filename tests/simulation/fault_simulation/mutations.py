@@ -120,6 +120,7 @@ MASKING = "actors.secure_aggregation"
 SITE = "actors.federated.site.site_controller:SiteController"
 ADMISSION = "runtime.security.identity.admission:Admission"
 SERVER = "actors.parameter_server.server:ParameterServer"
+SERVICE = "actors.parameter_server.service:Service"
 ELASTIC = "actors.data_parallel.elastic:ElasticWorker"
 
 MUTATIONS = (
@@ -444,14 +445,14 @@ MUTATIONS = (
         "pass", "a resumed run continues bit-equal", flavour="servers",
     ),
     Mutation(
-        "a version is removed before all servers have the next one", "servers", f"{SERVER}._save",
+        "a version is removed before all servers have the next one", "servers", f"{SERVICE}._save",
         "self._has_saved = True",
-        "await self._compute.run(self._state.prune)", "a version that all servers have saved is never lost",
+        "await self._compute.run(self.kept.state.prune)", "a version that all servers have saved is never lost",
         flavour="servers",
     ),
     Mutation(
-        "a server goes on with new weights after a resume", "servers", f"{SERVER}._restore",
-        "self._shard.restore(checkpoint)",
+        "a server goes on with new weights after a resume", "servers", f"{SERVER}._meet",
+        "await compute.run(shard.restore, checkpoint)",
         "pass", "a resumed run continues bit-equal", flavour="servers",
     ),
     Mutation(

@@ -50,10 +50,10 @@ def of_gradbus() -> list[Patch]:
     """Return the names of gradbus that are replaced. Importing this function's modules loads gradbus."""
     from fault_simulation import decisions, drivers, encrypted_endpoints, endpoints, processes
     from gradbus.actors.parameter_server.clocks import Clocks
-    from gradbus.actors.parameter_server.server import ParameterServer
+    from gradbus.actors.parameter_server.requests import ServerRequests
+    from gradbus.actors.parameter_server.service import Service
     from gradbus.actors.parameter_server.shard import Shard
     from gradbus.actors.parameter_server.state import ServerState
-    from gradbus.actors.parameter_server.worker import ParameterServerWorker
     from gradbus.actors.secure_aggregation import masking_client, masking_server
     from gradbus.runtime import drive, spinning
     from gradbus.runtime.bus import bus, participant_factory, raw_endpoints
@@ -112,15 +112,15 @@ def of_gradbus() -> list[Patch]:
         decision(GenerationAgreement, "_adopt", "generation", decisions.of_generation),
         decision(GenerationAgreement, "next_view", "view", decisions.of_view),
         Patch(
-            ParameterServer,
+            Service,
             "_drop",
-            decisions.dropping(ParameterServer._drop),  # noqa: SLF001 - one place for all
+            decisions.dropping(Service._drop),  # noqa: SLF001 - one place for all
             "the oracles need to know why",
         ),
         Patch(
-            ParameterServerWorker,
-            "_ask",
-            decisions.asking(ParameterServerWorker._ask),  # noqa: SLF001 - all of its requests
+            ServerRequests,
+            "ask",
+            decisions.asking(ServerRequests.ask),
             "each request of a worker is a moment for faults",
         ),
     ]
