@@ -27,10 +27,11 @@ def check(settings: BusSettings, *, rank: int | None = None) -> None:
             without protection, a key or the allow list cannot be read, no key of this user can be made, or faults are
             no rules.
     """
-    try:
-        parse_rules(settings.faults)
-    except ConfigError as error:
-        raise ConfigError(f"bus.faults: {error}") from None
+    if settings.faults:
+        try:
+            parse_rules(settings.faults)
+        except ConfigError as error:
+            raise ConfigError(f"bus.faults: {error}") from None
     level = level_in_force(security_of(settings), document_of(settings))
     if level in ("psk", "user"):
         from gradbus.runtime.security.user_key import load_key  # loads cryptography

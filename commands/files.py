@@ -129,6 +129,11 @@ class ControllerFile(Settings):
     """Project of Weights & Biases that gets the numbers of each round; it needs the package wandb. null: none."""
     metrics: MetricsSettings = MetricsSettings()
 
+    @property
+    def has_trackers(self) -> bool:
+        """Return whether TensorBoard, MLflow or Weights & Biases get the numbers of this run."""
+        return any(one is not None for one in (self.tensorboard, self.mlflow, self.wandb))
+
     @classmethod
     def without_effect(cls, given: Mapping[str, Any]) -> Mapping[str, str]:
         """What only clients take, each from its own configuration."""

@@ -34,8 +34,8 @@ abandoned = threading.Event()
 before_abort: list[Callable[[], None]] = []
 """Called even when the second Ctrl-C ends the process at once: short, and never waiting."""
 
-if_stopped: list[str] = []
-"""Sentences for the user for the case that a signal stops the command: how to go on."""
+if_stopped: list[Callable[[], str]] = []
+"""Return a sentence for the user each, in case that a signal stops the command: how to go on."""
 
 # As Python has it, also where the start of a command has put it off: a cycle of objects may hold a large message.
 _THRESHOLDS = (700, 10, 10)
@@ -153,7 +153,7 @@ def _guarded(name: str, action: Callable[[], int | None], *, full_traceback: boo
     try:
         return action() or ExitCode.OK
     except Interrupted as stop:
-        say(f"gradbus {name}: " + ". ".join([str(stop), *if_stopped]))
+        say(f"gradbus {name}: " + ". ".join([str(stop), *(sentence() for sentence in if_stopped)]))
         sys.stdout.flush()
         os._exit(128 + stop.signum)  # a thread that still computes cannot be stopped: do not wait for it
     except GradbusError as error:

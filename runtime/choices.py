@@ -146,6 +146,12 @@ class Choices(Generic[T]):
         checked = self.checked(choice)
         return {field: getattr(checked, field) for field in type(checked).model_fields}
 
+    def check_own(self, choice: Choice) -> None:
+        """Check a class of the user's, which reading the settings has not imported, and its options. A built-in choice
+        was checked there. Raises ConfigError: as :meth:`options`."""
+        if self._own and ":" in choice.name:
+            self.checked(choice)
+
     def make(self, choice: Choice, *arguments: Any) -> T:
         """An object of the class that is chosen, made with ``arguments`` and its options as keywords.
 

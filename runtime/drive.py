@@ -8,6 +8,7 @@ variable or argument does so.
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Protocol
@@ -98,6 +99,45 @@ class Deferred(Protocol):
 def driver(worker: SteppedWork, run: Callable[[], object], name: str) -> Driver:
     """Return what drives a worker. ``run``: its own loop over its steps, for a thread, which gets this name."""
     return ThreadDriver(run, name)
+
+
+class OwnThread(ABC):
+    """Does its work step by step on the thread that :meth:`start` starts: the sender and the wait loop of a bus."""
+
+    stopping: bool
+
+    def __init__(self, run: Callable[[], object], name: str) -> None:
+        """``run``: calls the steps until there is no more to do, and :meth:`finish`; for the thread of this name."""
+        self._driver = driver(self, run, name)
+
+    @abstractmethod
+    def step(self) -> float:
+        """Do what is due, and return the seconds until something is due again."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Let go of what is left, after the last step, on the thread that has called it."""
+
+    def fail(self, error: BaseException) -> None:
+        """Take note that a step raised: there will be no further one."""
+        self.stopping = True
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._driver.start()
+
+    def join(self, timeout_s: float) -> None:
+        """Wait until the thread has ended, for at most ``timeout_s``."""
+        self._driver.join(timeout_s)
+
+    def is_alive(self) -> bool:
+        """Return whether the thread runs."""
+        return self._driver.is_alive()
+
+    @property
+    def ident(self) -> int | None:
+        """Return the number of the thread, as :func:`threading.get_ident` does there; None before its start."""
+        return self._driver.ident
 
 
 def later(function: Callable[[], object], name: str) -> Deferred:

@@ -124,6 +124,6 @@ def differences(update: Parsed, base: Tensor, block_elems: int = _BLOCK_ELEMS) -
 def within_limits(strategy: Strategy, config: FederatedConfig) -> Strategy:
     """The strategy behind the configured limits, if there are any."""
     limits = config.limits
-    if limits.clip_norm is None and limits.cap_samples is None:
+    if not limits.limits_single_updates:
         return strategy
     return LimitedStrategy(strategy, clip_norm=limits.clip_norm, cap_samples=limits.cap_samples)

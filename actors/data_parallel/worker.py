@@ -282,7 +282,7 @@ class Worker(Rank):
             training,
             self._compute,
             self.profile,
-            on_sent=partial(self._probe.reached, "after_send") if self._probe.fail.is_armed else None,
+            on_sent=partial(self._probe.reached, "after_send") if self._probe.is_armed else None,
         )
         if training.algorithm.scope == "weights":
             return WeightStepper(

@@ -61,7 +61,7 @@ def own_codecs(names: Iterable[str], setting: str = CODECS.key) -> tuple[type[Co
             except ConfigError as error:
                 raise ConfigError(str(error).replace(CODECS.key, setting, 1)) from None
     try:
-        check_magics(found.values())
+        check_magics(found.values()) if found else None
     except ValueError as error:
         raise ConfigError(f"{setting} {', '.join(found)}: {error}") from None
     return tuple(found.values())

@@ -89,7 +89,7 @@ def demo_run(options: DemoOptions, screen: Screen) -> None:
         controller_metrics(planned.controller.metrics, bus.job) as followed,
         ControllerDirectory(planned.run_dir) as run,
     ):
-        if_stopped.append(f"What was done until then is in {run.path}")
+        if_stopped.append(lambda: f"What was done until then is in {run.path}")
         if planned.note:
             screen.say(f"data: {planned.note}")
         screen.say(f"{options.clients} client processes, job {bus.job}, DDS domain {bus.domain} on {bus.interface}")
@@ -144,10 +144,13 @@ def controller_run(
         hosted = None
         if clients is not None:  # first: processes that are forked have none of the threads and sockets of what follows
             hosted = stack.enter_context(clients.start(file, path / "clients"))
-        scalars = stack.enter_context(open_scalars(file, path))
-        followed = stack.enter_context(controller_metrics(file.metrics, file.bus.job))
+        scalars = followed = None
+        if file.has_trackers:
+            scalars = stack.enter_context(open_scalars(file, path))
+        if file.metrics.port is not None:
+            followed = stack.enter_context(controller_metrics(file.metrics, file.bus.job))
         run = stack.enter_context(ControllerDirectory(path))
-        if_stopped.append(f"To continue: {to_continue(run.path)}")
+        if_stopped.append(lambda: f"To continue: {to_continue(run.path)}")
 
         def serve(*shown: Any, **more: Any) -> Coroutine[Any, Any, list[RoundReport]]:
             serving = run_controller(file, run, *shown, scalars=scalars, followed=followed, **more)
@@ -282,7 +285,7 @@ def worker_run(
         by_hand = prints and screen.style == "auto"
         run(Output(say=screen.say, display=lambda _: lines) if by_hand else Output(display=lambda _: lines))
         return
-    if_stopped.append(f"To continue: the same command for all ranks, with --run-dir {path}")
+    if_stopped.append(lambda: f"To continue: the same command for all ranks, with --run-dir {path}")
     with open_scalars(file, path) as scalars:
         if screen.table:
             with open_log(path, "rank-0.log") as stream:

@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
 
 from gradbus.actors import Client, ClientSummary, Controller, Progress, RoundReport, Site
 from gradbus.actors.federated.client_names import json_rows
@@ -17,24 +18,26 @@ from gradbus.commands.buses import open_bus
 from gradbus.commands.configured_task import ConfiguredTask
 from gradbus.commands.files import ClientFile, ControllerFile
 from gradbus.commands.lifecycle import off_the_loop
-from gradbus.commands.report.followed import FollowedJob
 from gradbus.commands.report.metrics_server import client_metrics
-from gradbus.commands.report.scalars import Scalars
-from gradbus.commands.run.live import Display
 from gradbus.commands.rundir.directory import ControllerDirectory, FinishedRun
 from gradbus.runtime.config.federated import TRUST_MEANS, FederatedConfig
 from gradbus.runtime.errors import ConfigError, ControllerReplaced
 from gradbus.runtime.logs import get_logger
 
-log = get_logger("cli")
+if TYPE_CHECKING:
+    from gradbus.commands.report.followed import FollowedJob
+    from gradbus.commands.report.scalars import Scalars
+    from gradbus.commands.run.live import Display
 
-MakeDisplay = Callable[[Controller | Site], Display[RoundReport]]
+    MakeDisplay = Callable[[Controller | Site], AbstractContextManager[Display[RoundReport] | None]]
+
+log = get_logger("cli")
 
 
 async def run_controller(
     file: ControllerFile,
     run: ControllerDirectory,
-    display: MakeDisplay = lambda controller: Display(),
+    display: MakeDisplay = lambda controller: contextlib.nullcontext(),
     *,
     say: Callable[[str], None] = lambda text: None,
     scalars: Scalars | None = None,
@@ -44,14 +47,14 @@ async def run_controller(
     start that fails before leaves the files of an earlier one as they were.
 
     Args:
-        display: of a controller that has not started. say: prints lines for the user. scalars, followed: take reports.
+        display: makes that of a controller which has not started; by default there is none. say: prints lines for the
+            user. scalars, followed: take reports.
 
     Raises:
         As :meth:`gradbus.Controller.run`, or of :class:`gradbus.actors.Site`; NoData, ConfigError.
     """
     started_s = time.perf_counter()
     config = checked_config(file, run)
-    followed = followed or FollowedJob()
     outcome, progress, task = "failed", Progress(), ConfiguredTask(file.task)
     is_ours = not (run.path / "config.json").exists()  # else it may be a run that this one is not allowed to go on with
 
@@ -77,7 +80,8 @@ async def run_controller(
                 above = await buses.enter_async_context(open_bus(file.upstream.bus))
                 controller = Site(above, bus, task, config, file.upstream, on_open=opened)
             progress = controller.progress
-            followed.follow(progress, bus)
+            if followed is not None:
+                followed.follow(progress, bus)
             with display(controller) as shown:
                 async with contextlib.aclosing(controller.rounds()) as rounds:
                     async for report in rounds:
@@ -85,7 +89,8 @@ async def run_controller(
                         run.write_names(progress.names)
                         if scalars is not None:
                             scalars.rounds(progress.reports)
-                        shown.done(report)
+                        if shown is not None:
+                            shown.done(report)
         outcome = "done"
     except asyncio.CancelledError:
         outcome = "stopped"
@@ -94,7 +99,8 @@ async def run_controller(
         is_ours, progress = False, Progress()  # by now the run directory is that of the controller in its place
         raise
     finally:
-        followed.end(failed=outcome == "failed")
+        if followed is not None:
+            followed.end(failed=outcome == "failed")
         _write_end(
             run,
             progress,

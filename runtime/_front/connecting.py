@@ -64,16 +64,13 @@ async def connect(  # noqa: PLR0913 - settings by keyword, for programs that hav
     """
     await loading.load_on_thread(loading.load_bus, *([loading.load_actors] if load_actors else []))
     from gradbus.runtime.bus.bus import connect as join  # loaded by now
+    from gradbus.runtime.bus.participant_factory import network_config
 
     async with join(
         job,
         domain=domain,
-        network=network,
-        interface=interface,
-        peers=peers,
-        lease_s=lease_s,
+        network=network_config(network, interface=interface, peers=peers, lease_s=lease_s, shared_memory=shared_memory),
         stall_timeout_s=stall_timeout_s,
-        shared_memory=shared_memory,
         fast=fast,
         faults=faults,
         security=security,

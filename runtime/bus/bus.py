@@ -33,12 +33,10 @@ from gradbus.runtime.bus.sender import Job, Sample, Sender
 from gradbus.runtime.bus.subscription import Subscription, Subscriptions
 from gradbus.runtime.config.job_name import default_job
 from gradbus.runtime.dds import peer_processes
-from gradbus.runtime.dds.network import NetworkConfig, Profile
+from gradbus.runtime.dds.network import NetworkConfig
 from gradbus.runtime.dds.participant import Participant, Periodic, WaitSet, Writer
-from gradbus.runtime.dds.peers import check_peers
 from gradbus.runtime.dds.topics import READABLE, TOPICS
 from gradbus.runtime.errors import BarrierTimeout, BusClosed, ConfigError, GradbusError
-from gradbus.runtime.fast_paths import LOOPBACK
 from gradbus.runtime.misuse import check_instance, opening
 from gradbus.runtime.security import Level, Security
 from gradbus.runtime.shm.shared_payload import PayloadMemory
@@ -50,6 +48,7 @@ from gradbus.runtime.wire.frames import FrameKey, Kind
 from gradbus.runtime.wire.messages import ClientUpdate, Control, Identity, Message, ModelBlob, PeerGone, TrainCmd
 
 LOOK_AROUND_S = 1.0  # what discovery has found: in a crowd there is news every millisecond
+_ON_LOOPBACK = NetworkConfig()
 _MAX_JOBS = 16
 _MAX_SENDERS = 4096  # whose end is announced when the bus closes
 
@@ -425,21 +424,17 @@ def check_bus(call: str, argument: str, given: object) -> None:
 
 
 @opening("gradbus.connect", "bus")
-async def connect(  # noqa: PLR0913 - settings by keyword, for programs that have no NetworkConfig
+async def connect(
     job: str | None = None,
     *,
     domain: int = 0,
-    network: Profile | NetworkConfig = "loopback",
-    interface: str | None = None,
-    peers: Sequence[str] = (),
-    lease_s: float | None = None,
+    network: NetworkConfig = _ON_LOOPBACK,
     stall_timeout_s: float = 30.0,
-    shared_memory: bool = True,
     fast: bool | None = None,
     faults: str | Faults = "",
     security: Level | Security = "user",
 ) -> AsyncIterator[Bus]:
-    """Join a job: :func:`gradbus.connect`, which explains the arguments, where everything is loaded already.
+    """Join a job where everything is loaded already: :func:`gradbus.connect` explains the arguments.
 
     Raises:
         ConfigError: a setting is wrong, or data would leave the machine without protection. BusError: DDS cannot be
@@ -447,15 +442,6 @@ async def connect(  # noqa: PLR0913 - settings by keyword, for programs that hav
     """
     job = default_job() if job is None else job
     check_job(job, domain)
-    if not isinstance(network, NetworkConfig):
-        check_peers(peers)  # one text is no list of them, but its characters would become one
-        network = NetworkConfig(
-            profile=network,
-            interface=interface or LOOPBACK,
-            peers=tuple(peers),
-            lease_s=lease_s,
-            shared_memory=shared_memory,
-        )
     injector = FaultInjector(faults) if faults else None
     with short_switch_interval():
         participant = await open_participant(

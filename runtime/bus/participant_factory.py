@@ -8,14 +8,16 @@ import os
 import re
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from gradbus.runtime.dds.network import NetworkConfig, build_xml, has_peers_elsewhere, leaves_machine
+from gradbus.runtime.dds.network import NetworkConfig, Profile, build_xml, has_peers_elsewhere, leaves_machine
 from gradbus.runtime.dds.participant import Participant
+from gradbus.runtime.dds.peers import check_peers
 from gradbus.runtime.errors import ConfigError
+from gradbus.runtime.fast_paths import LOOPBACK
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.security.settings import Level, Security, level_in_force, other_users
 
@@ -35,6 +37,27 @@ def check_job(job: str, domain: int) -> None:
         raise ConfigError(f"job name {job!r}: expected 1 to 64 of A-Z a-z 0-9 . _ -, starting with a letter or digit")
     if not 0 <= domain <= 232:
         raise ConfigError(f"domain {domain}: expected 0 to 232")
+
+
+def network_config(
+    network: Profile | NetworkConfig = "loopback",
+    *,
+    interface: str | None = None,
+    peers: Sequence[str] = (),
+    lease_s: float | None = None,
+    shared_memory: bool = True,
+) -> NetworkConfig:
+    """Return what these arguments of :func:`gradbus.connect` say. Raises ConfigError: one of them is wrong."""
+    if isinstance(network, NetworkConfig):
+        return network
+    check_peers(peers)  # one text is no list of them, but its characters would become one
+    return NetworkConfig(
+        profile=network,
+        interface=interface or LOOPBACK,
+        peers=tuple(peers),
+        lease_s=lease_s,
+        shared_memory=shared_memory,
+    )
 
 
 def participant_maker(

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from gradbus.runtime.bus.own_thread import OwnThread
 from gradbus.runtime.dds.participant import Writer
+from gradbus.runtime.drive import OwnThread
 from gradbus.runtime.errors import BusClosed, WriteTimeout
 
 Sample = tuple[tuple[Any, ...], tuple[Any, ...]]  # fields before the payload, parts of the payload

@@ -15,8 +15,8 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from gradbus.runtime.bus.own_thread import OwnThread
 from gradbus.runtime.dds.participant import Periodic, WaitSet
+from gradbus.runtime.drive import OwnThread
 from gradbus.runtime.spinning import SPINNING
 
 # How long the thread leaves the wait to others before it asks whether they are done; the latter when threads have

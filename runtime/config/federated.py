@@ -395,6 +395,11 @@ class LimitSettings(Settings):
         return {**given, "cap_samples": None}
 
     @property
+    def limits_single_updates(self) -> bool:
+        """Return whether each update is limited by itself, whatever the others are."""
+        return self.clip_norm is not None or self.cap_samples is not None
+
+    @property
     def is_adversarial(self) -> bool:
         """Whether any client may lie."""
         return self.trust == "adversarial"

@@ -18,15 +18,22 @@ class Probe:
     ) -> None:
         """``who``: controller, client-3, rank-1. ``fail_at``: by default from the environment. Raises ValueError: it is
         no fail point."""
-        self.fail = FailPoint(fail_at if fail_at is not None else os.environ.get(ENVIRONMENT), who=who)
+        places = fail_at if fail_at is not None else os.environ.get(ENVIRONMENT)
+        self.fail = FailPoint(places, who=who) if places else None
         self.history = History(history_dir, who, payloads=payloads)
 
     def reached(self, place: str, number: int) -> None:
         """The program is at this place in this round or step; see :mod:`.failpoints`."""
-        self.fail.reached(place, number)
+        if self.fail is not None:
+            self.fail.reached(place, number)
+
+    @property
+    def is_armed(self) -> bool:
+        """Return whether there is a place left at which the process is to die."""
+        return self.fail is not None and self.fail.is_armed
 
     def note(self, event: str, **facts: Any) -> None:
-        """Something has happened; see :meth:`.history.History.note`."""
+        """Something has happened; see :meth:`.journal.History.note`."""
         self.history.note(event, **facts)
 
     def end(self, **facts: Any) -> None:

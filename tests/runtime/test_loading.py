@@ -15,6 +15,8 @@ import pytest
 import gradbus
 from gradbus import loading
 from gradbus.runtime.bus.bus import connect as connect_loaded
+from gradbus.runtime.bus.participant_factory import network_config
+from gradbus.runtime.dds.network import NetworkConfig
 
 # A host with a client, its controller, and both ranks of a data-parallel run. It notes who imports what meanwhile.
 HOST = """
@@ -138,12 +140,25 @@ def test_preload_freezes_what_is_loaded_unless_it_is_asked_not_to() -> None:
     assert int(child(program, "leave").stdout) < 100_000
 
 
-def test_connect_takes_what_the_bus_takes() -> None:
-    """Its arguments are written down twice: here for what loads nothing, and there where all is loaded."""
-    loads, loaded = (inspect.signature(one).parameters for one in (gradbus.connect, connect_loaded))
-    assert {name: str(one) for name, one in loads.items() if name != "load_actors"} == {
-        name: str(one) for name, one in loaded.items()
-    }
+def test_connect_takes_what_the_bus_and_its_network_take() -> None:
+    """Its arguments are those of three functions, one for what is loaded, one for the bus, and one for its network."""
+    taken, of_bus, of_network = (
+        inspect.signature(one).parameters for one in (gradbus.connect, connect_loaded, network_config)
+    )
+    assert set(taken) == {"load_actors", *of_bus, *of_network}
+    for name, one in [*of_bus.items(), *of_network.items()]:
+        if name != "network":
+            assert taken[name].default == one.default, name
+    assert str(taken["network"].annotation) == str(of_network["network"].annotation)
+
+
+def test_each_argument_about_the_network_arrives_in_its_settings() -> None:
+    given = network_config("network", interface="eth7", peers=["192.0.2.1"], lease_s=3.0, shared_memory=False)
+    assert given == NetworkConfig(
+        profile="network", interface="eth7", peers=("192.0.2.1",), lease_s=3.0, shared_memory=False
+    )
+    assert network_config(given, interface="eth8") is given
+    assert network_config() == NetworkConfig()
 
 
 def test_a_connect_that_is_cancelled_while_it_loads_leaves_the_loading_to_its_thread(

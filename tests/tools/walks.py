@@ -2,8 +2,15 @@
 
     PYTHONPATH=tests/tools .venv/bin/python -P -m walks bucket             # or client, controller, command
 
-A file is entered when one of its functions is called, on any thread of the process that is traced. What modules do when
-they are imported does not count, nor does a coroutine that goes on after an await.
+A file is entered when one of its functions is called, on any thread of the process that is traced: whoever follows the
+way has to open that file. So these do not count:
+
+- what runs because a module is imported: its body, bodies of classes, decorators, what dataclasses and pydantic call of
+  a new class. It depends on where imports stand, and nobody reads it on the way;
+- a coroutine or generator that goes on after an await or a yield: it was entered before.
+
+Constructors count, also of parts that have nothing to do yet, as do threads that a bus has for itself, and calls that
+find nothing to do.
 """
 
 from __future__ import annotations
@@ -13,12 +20,14 @@ import asyncio
 import contextlib
 import dis
 import functools
+import inspect
 import json
 import multiprocessing
 import os
 import sys
 import tempfile
 import threading
+from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,6 +47,7 @@ PACKAGES = ("actors", "codecs", "commands", "experiments", "models", "runtime")
 BUCKET_STEPS = 6
 ROUNDS = 3
 START_S = 60.0  # for the other process to end
+_IMPORTS = "<frozen importlib._bootstrap>"
 _ROOT = f"{Path(gradbus.actors.__file__).resolve().parents[1]}/"
 
 
@@ -69,6 +79,14 @@ class Walk:
             files[call.file] = files.get(call.file, 0) + (call.caller != call.file)
         return [(thread, list(files.items())) for thread, files in found.items()]
 
+    def calls_of(self, file: str) -> str:
+        """Return the functions of a file that were called from others, each with the file that did so."""
+        found = Counter((call.function, call.caller) for call in self.calls if call.file == file != call.caller)
+        return "\n".join(
+            f"    {function} <- {caller or 'no file of gradbus'} x {times}"
+            for (function, caller), times in found.items()
+        )
+
     def text(self, title: str) -> str:
         """Return a leg for each thread, and how many files there are in all."""
         lines = [f"{title}: {len(self.files)} files"]
@@ -86,13 +104,13 @@ class Tracer:
         self.walks: list[Walk] = []
         self._open: Walk | None = None
 
-    def begin(self) -> None:
-        """Open a walk, if none is."""
+    def begin(self, *_: Any, **__: Any) -> None:
+        """Open a walk, if none is. It takes the arguments of any call that it precedes."""
         if self._open is None:
             self._open = Walk()
 
-    def end(self) -> None:
-        """Close the walk that is open."""
+    def end(self, *_: Any, **__: Any) -> None:
+        """Close the walk that is open. It takes the arguments of any call that it precedes."""
         walk, self._open = self._open, None
         if walk is not None:
             self.walks.append(walk)
@@ -102,11 +120,11 @@ class Tracer:
         walk = self._open
         if walk is None or event != "call" or frame.f_lasti > _first_of(frame.f_code):
             return
-        if file := _file_of(frame):
+        # Bodies of modules and classes are no functions: their code is not optimized.
+        if (file := _file_of(frame)) and frame.f_code.co_flags & inspect.CO_OPTIMIZED and not _is_import(frame):
             caller = "" if frame.f_back is None else _file_of(frame.f_back)
             thread, function = threading.current_thread().name, frame.f_code.co_qualname
-            if function != "<module>":
-                walk.calls.append(Call(thread, file, function, caller))
+            walk.calls.append(Call(thread, file, function, caller))
 
     def __enter__(self) -> Tracer:
         threading.setprofile(self)
@@ -124,6 +142,16 @@ def _first_of(code: CodeType) -> int:
     return next((one.offset for one in dis.get_instructions(code) if one.opname == "RESUME"), 0)
 
 
+def _is_import(frame: FrameType) -> bool:
+    """Return whether an import has led to this call."""
+    above: FrameType | None = frame
+    while above is not None:
+        if above.f_code.co_name == "_find_and_load" and above.f_code.co_filename == _IMPORTS:
+            return True
+        above = above.f_back
+    return False
+
+
 def _file_of(frame: FrameType) -> str:
     """The file below the root of the packages; empty: it is not one of gradbus."""
     path = frame.f_code.co_filename
@@ -132,8 +160,8 @@ def _file_of(frame: FrameType) -> str:
 
 
 @contextlib.contextmanager
-def moments(*placed: tuple[type, str, Callable[[], None]]) -> Iterator[None]:
-    """Have something called before each call of these methods."""
+def moments(*placed: tuple[type, str, Callable[..., object]]) -> Iterator[None]:
+    """Have something called before each call of these methods, with the arguments of that call."""
     before = [(owner, name, vars(owner)[name]) for owner, name, _ in placed]
     try:
         for (owner, name, call), (_, _, method) in zip(placed, before, strict=True):
@@ -144,10 +172,10 @@ def moments(*placed: tuple[type, str, Callable[[], None]]) -> Iterator[None]:
             setattr(owner, name, method)
 
 
-def _preceded(method: Callable[..., Any], call: Callable[[], None]) -> Callable[..., Any]:
+def _preceded(method: Callable[..., Any], call: Callable[..., object]) -> Callable[..., Any]:
     @functools.wraps(method)
     def preceded(*arguments: Any, **keywords: Any) -> Any:
-        call()
+        call(*arguments, **keywords)
         return method(*arguments, **keywords)
 
     return preceded
@@ -276,9 +304,17 @@ def _run_client(job: str, domain: int, tracer: Tracer | None = None) -> None:
 
 
 def command(domain: int) -> list[Walk]:
-    """From the command ``gradbus controller FILE`` until its first round opens."""
+    """From the command ``gradbus controller FILE`` until it publishes the TrainCmd of its first round.
+
+    It has a task of its own, one client that joins meanwhile, and the default settings.
+    """
     from gradbus.__main__ import main as gradbus_command
-    from gradbus.actors.federated.controller.updates_in import UpdateReceiver
+    from gradbus.runtime.bus.bus import Bus
+    from gradbus.runtime.wire.messages import TrainCmd
+
+    def publishes(_bus: Bus, _sender: Any, message: object) -> None:
+        if isinstance(message, TrainCmd):
+            tracer.end()
 
     job, tracer = f"walks-{os.getpid()}", Tracer()
     with tempfile.TemporaryDirectory(prefix="gradbus-walks-") as folder:
@@ -290,7 +326,7 @@ def command(domain: int) -> list[Walk]:
         file.write_text(json.dumps(settings))
         with (
             _beside(_run_client, job, domain),
-            moments((UpdateReceiver, "open", tracer.end)),
+            moments((Bus, "publish", publishes)),
             tracer,
             _command_line("gradbus", "controller", str(file)),
         ):
@@ -321,12 +357,16 @@ WALKS: dict[str, Callable[[int], list[Walk]]] = {
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("walk", choices=WALKS, help="the way whose files are printed")
+    parser.add_argument(
+        "--calls", metavar="FILE", help="print which functions of this file were called, and from where"
+    )
     parser.add_argument("--domain", type=int, default=72, help="DDS domain of the run")
     options = parser.parse_args(arguments)
     logs.configure(level="error")
     walks = WALKS[options.walk](options.domain)
     counts = sorted(len(walk.files) for walk in walks)
-    print(walks[len(walks) // 2].text(options.walk))
+    middle = walks[len(walks) // 2]
+    print(middle.text(options.walk) if options.calls is None else middle.calls_of(options.calls))
     print(f"{options.walk}: {counts[len(counts) // 2]} files, the median of {len(counts)} walks: {counts}", flush=True)
 
 

@@ -32,6 +32,7 @@ from gradbus.actors.federated.model.sharing import TensorSpec, specs_of
 from gradbus.actors.federated.task_results import as_floats
 from gradbus.runtime import forks
 from gradbus.runtime.bus.bus import Bus, connect
+from gradbus.runtime.bus.participant_factory import network_config
 from gradbus.runtime.config.federated import ClientConfig
 from gradbus.runtime.config.job_name import default_job
 from gradbus.runtime.errors import ConfigError, OutOfTurn
@@ -41,6 +42,7 @@ from gradbus.runtime.misuse import WrongArgument, check_keywords
 from gradbus.runtime.names import check_name
 from gradbus.runtime.torch_compat import unwrapped
 
+NETWORK_KEYWORDS = tuple(inspect.signature(network_config).parameters)
 LEAVE_S = 30.0  # for which the end of the block waits for the client and its bus
 
 log = get_logger("client")
@@ -81,13 +83,14 @@ def client(
     job = default_job() if job is None else job
     config = ClientConfig.expect(config)
     ScriptBudget.check(config.budget)
-    return ScriptClient(job, Named(name, client_id), config, connect(job, **bus), callbacks)
+    network = network_config(**{key: bus.pop(key) for key in NETWORK_KEYWORDS if key in bus})
+    return ScriptClient(job, Named(name, client_id), config, connect(job, network=network, **bus), callbacks)
 
 
 def keywords() -> frozenset[str]:
     """Return the names of all that :func:`client` takes, the settings of the bus included."""
     own = (name for name, one in inspect.signature(client).parameters.items() if one.kind is not one.VAR_KEYWORD)
-    return frozenset((*own, *inspect.signature(connect).parameters))
+    return frozenset((*own, *inspect.signature(connect).parameters, *NETWORK_KEYWORDS))
 
 
 def check_named(call: str, name: Any, client_id: Any, bus: Mapping[str, Any]) -> None:

@@ -19,22 +19,21 @@ from gradbus.actors.federated.controller.selection import check_selection
 from gradbus.actors.federated.controller.selectors.base import make_selector
 from gradbus.actors.privacy.mechanisms import with_privacy
 from gradbus.actors.secure_aggregation.keys import MAX_MEMBERS, MIN_MEMBERS
-from gradbus.runtime.choices import CLIENT_OPTIMIZERS, CLIENT_RULES, CLIENT_SCHEDULES, STRATEGIES
+from gradbus.runtime.choices import CLIENT_RULES, CLIENT_SCHEDULES, STRATEGIES
 from gradbus.runtime.config.federated import FederatedConfig
 from gradbus.runtime.errors import ConfigError
 
 
 def check_choices(config: FederatedConfig) -> None:
-    """Look for what is configured by name, before anything starts.
+    """Check what is configured by name, before anything starts. Built-in names were checked when settings were read.
 
     Raises:
         ConfigError: there is none of that name, or its options are wrong.
     """
-    STRATEGIES.options(config.strategy)
+    STRATEGIES.check_own(config.strategy)
     check_codecs(config)
-    CLIENT_RULES.options(config.training.rule)
-    CLIENT_OPTIMIZERS.options(config.training.optimizer)
-    CLIENT_SCHEDULES.options(config.training.schedule)
+    CLIENT_RULES.check_own(config.training.rule)
+    CLIENT_SCHEDULES.check_own(config.training.schedule)
     check_selection(config, make_selector(config.selection))
     _check_evaluation(config)
     _check_modes(config)
@@ -95,15 +94,22 @@ def check_combination(config: FederatedConfig) -> None:
 
 def make_strategy(config: FederatedConfig, dim: int, given: Strategy | None = None) -> Strategy:
     """The strategy of a run, behind its limits and its privacy. ``given``: in place of the one that is named."""
-    made = given or STRATEGIES.make(config.strategy, dim)
-    return bounded(with_privacy(within_limits(on_common_grid(made, config, dim), config), config), config)
+    strategy: Strategy = given or STRATEGIES.make(config.strategy, dim)
+    if config.secure_aggregation.enabled:
+        strategy = on_common_grid(strategy, config, dim)
+    if config.limits.limits_single_updates:
+        strategy = within_limits(strategy, config)
+    if config.privacy.name != "none":
+        strategy = with_privacy(strategy, config)
+    return bounded(strategy, config) if config.limits.is_adversarial else strategy
 
 
 def check_strategy(config: FederatedConfig, strategy: Strategy) -> None:
     """Raises ConfigError: the strategy, as of :func:`make_strategy`, cannot work with the other settings."""
     strategy.check(config)
     _check_rule(config, strategy)
-    check_asynchronous(config, strategy)
+    if config.mode == "asynchronous":
+        check_asynchronous(config, strategy)
     _check_trust(config)
     if config.secure_aggregation.enabled:
         _check_masked(config, strategy)

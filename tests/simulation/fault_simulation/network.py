@@ -20,10 +20,12 @@ from typing import TYPE_CHECKING, Any
 from fault_simulation.kernel import VirtualProcess, now_s
 from fault_simulation.trace import Trace
 from fault_simulation.virtual_loop import VirtualLoop
+from gradbus.runtime.dds.network import NetworkConfig
 
 if TYPE_CHECKING:
     from fault_simulation.endpoints import MemoryParticipant, MemoryReader, MemoryWriter
 
+IN_ONE_MEMORY = NetworkConfig(shared_memory=False)  # of a bus here: no process maps what another one has
 OUTSIDE = contextvars.Context()  # in which the network itself acts
 LAST_WORDS_S = 0.005  # samples of a dead process are on their way for so long at most: no process sends them again
 FOUND_S = 0.15  # the longest discovery of a new endpoint; of one after a partition:

@@ -61,7 +61,7 @@ def of_gradbus() -> list[Patch]:
     from gradbus.runtime.dds import peer_processes
     from gradbus.runtime.security import endpoints as security_endpoints
     from gradbus.runtime.security.identity import handshake, join_client, join_transport
-    from gradbus.runtime.testing import failpoints, journal
+    from gradbus.runtime.testing import instrumentation, journal
 
     def decision(owner: Any, name: str, called: str, facts: decisions.Facts) -> Patch:
         return Patch(
@@ -91,7 +91,7 @@ def of_gradbus() -> list[Patch]:
         Patch(peer_processes, "watched", processes.WatchedProcesses(), kernel_reason),
         Patch(peer_processes, "has_ended", processes.has_ended, kernel_reason),
         Patch(peer_processes, "is_stopped", processes.is_stopped, kernel_reason),
-        Patch(failpoints.FailPoint, "reached", processes.at_place, "a fail point is a moment for faults"),
+        Patch(instrumentation.Probe, "reached", processes.at_place, "a fail point is a moment for faults"),
         Patch(journal.History, "note", processes.noting(journal.History.note), "each decision is a moment for faults"),
         Patch(masking_client, "X25519PrivateKey", processes.SeededKeys, "keys come from the seed"),
         Patch(masking_server, "X25519PrivateKey", processes.SeededKeys, "keys come from the seed"),

@@ -10,7 +10,7 @@ from typing import Any
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 from fault_simulation.kernel import VirtualProcess, running
-from gradbus.runtime.testing.failpoints import FailPoint
+from gradbus.runtime.testing.instrumentation import Probe
 from gradbus.runtime.testing.journal import History
 
 
@@ -58,8 +58,8 @@ class WatchedProcesses:
         """Do nothing: there is no thread."""
 
 
-def at_place(point: FailPoint, name: str, round_id: int) -> None:
-    """Stand in for ``FailPoint.reached``."""
+def at_place(probe: Probe, name: str, round_id: int) -> None:
+    """Stand in for ``Probe.reached``."""
     process = running()
     process.world.at_decision(process, "place", name, "", round_id)
 

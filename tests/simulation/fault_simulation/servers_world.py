@@ -15,6 +15,7 @@ import torch
 from fault_simulation.findings import HEALTHY, SAME_MODEL
 from fault_simulation.flavours import FLAVOURS
 from fault_simulation.kernel import VirtualProcess, now_s
+from fault_simulation.network import IN_ONE_MEMORY
 from fault_simulation.tasks import DIM, STEPS_IN_EPOCH, GradientTask
 from fault_simulation.world import COMPUTE_S, World
 from gradbus.actors.parameter_server.agreement import NETWORK
@@ -161,7 +162,7 @@ class ServersWorld(World):
             "world": workers + SERVERS,
             "name": NETWORK,
         }
-        async with connect("simulation", network="loopback", security="none", shared_memory=False) as bus:
+        async with connect("simulation", network=IN_ONE_MEMORY, security="none") as bus:
             if is_server:
                 async with join_group(bus, **place, **limits) as network:
                     return await ParameterServer(network, task, config, settings).run()

@@ -24,7 +24,7 @@ from fault_simulation.faults import CONTROLLER, MACHINES, Fault, draw_plan
 from fault_simulation.findings import BOUNDS, ENDS, EXCEPTIONS, LOGS, MEAN, REPLACED, TASKS, Finding
 from fault_simulation.flavours import CALM, FLAVOURS, Circumstances, draw_circumstances
 from fault_simulation.kernel import CLOCK, START_S, Killed, VirtualProcess, current, generator, now_s
-from fault_simulation.network import MemoryNetwork
+from fault_simulation.network import IN_ONE_MEMORY, MemoryNetwork
 from fault_simulation.seeds import SMALL
 from fault_simulation.tasks import DIM, TRAINING_SEED, PacketTask, ReportingTask
 from fault_simulation.trace import Trace
@@ -506,7 +506,7 @@ class World:
             }
         )
         security = self._security_of(process)
-        async with connect("simulation", network="loopback", security=security, shared_memory=False) as bus:
+        async with connect("simulation", network=IN_ONE_MEMORY, security=security) as bus:
             controller = Controller(bus, NoopTask(DIM, delta="seeded"), config)
             async for report in controller.rounds():
                 if process.replaced:
@@ -537,7 +537,7 @@ class World:
         task = PacketTask(DIM) if flavour.packets else ReportingTask(DIM, self._note_change)
         job = self.above(process.role) if flavour.sites else "simulation"
         security = self._security_of(process)
-        async with connect(job, network="loopback", security=security, shared_memory=False) as bus:
+        async with connect(job, network=IN_ONE_MEMORY, security=security) as bus:
             client = Client(bus, task, **who, config=config)
             try:
                 return await client.run()
