@@ -73,7 +73,8 @@ class ChunkSender:
         Args:
             numbers: of the chunks that are sent.
             slots: where the data goes; None: it travels in the frames.
-            written: as :class:`.operation.OutgoingPart` has it. finished: as :meth:`.operation.Transport.send` has it.
+            written: as :class:`.operation.OutgoingPart` has it.
+            finished: as :meth:`.operation.PayloadTransport.send` has it.
         """
         self._template = template
         self._payload = payload

@@ -14,7 +14,7 @@ from fault_simulation.network import MemoryNetwork
 from fault_simulation.trace import Trace
 from fault_simulation.virtual_loop import VirtualLoop
 
-from gradbus.runtime.dds.topics import TOPICS
+from gradbus.runtime.transport.channels import CHANNELS
 from gradbus.runtime.wire.messages import ClientUpdate, TrainCmd
 
 
@@ -36,10 +36,10 @@ class Scene:
         self.network = MemoryNetwork(self.loop, random.Random(seed), Trace())
         for name, value in settings.items():
             setattr(self.network, name, value)
-        self.topic = TOPICS[kind]
+        self.topic = CHANNELS[kind]
         self.source, self.target = self._process("controller", 0), self._process("client-0", 1)
-        self.writer: MemoryWriter = self.source.context.run(MemoryParticipant).topic_writer(self.topic)
-        self.reader: MemoryReader = self.target.context.run(MemoryParticipant).topic_reader(self.topic)
+        self.writer: MemoryWriter = self.source.context.run(MemoryParticipant).outlet(self.topic)
+        self.reader: MemoryReader = self.target.context.run(MemoryParticipant).inlet(self.topic)
         self.got: list[int] = []
 
     def _process(self, role: str, machine: int) -> VirtualProcess:
@@ -48,7 +48,7 @@ class Scene:
 
     def write(self, *numbers: int) -> None:
         for number in numbers:
-            is_command = self.topic is TOPICS[TrainCmd]
+            is_command = self.topic is CHANNELS[TrainCmd]
             fields, parts = ((number, 0, 0, 0.0, 0), ()) if is_command else ((0, number, 0), (b"x",))
             assert self.writer.write(fields, parts)
 

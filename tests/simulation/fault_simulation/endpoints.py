@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fault_simulation.kernel import now_s, running
 from fault_simulation.network import WINDOW, Pair
-from gradbus.runtime.dds.access_policy import AccessPolicy
 from gradbus.runtime.dds.missing_peers import Reach
-from gradbus.runtime.dds.participant import IDL_TYPES, IoThread, Writer
-from gradbus.runtime.dds.topics import Topic
+from gradbus.runtime.dds.participant import IDL_TYPES, Writer, delete_together
 from gradbus.runtime.errors import BusClosed
+from gradbus.runtime.transport.access_policy import AccessPolicy
+from gradbus.runtime.transport.api import IoThread, Traits
+from gradbus.runtime.transport.channels import Channel
 
 
 class Trigger:
@@ -27,15 +28,15 @@ class Trigger:
 class MemoryWriter(Writer):
     """A writer. It is a :class:`Writer` by name only: the receiver of a bus asks for the class."""
 
-    def __init__(self, participant: MemoryParticipant, topic: Topic, retained_samples: int) -> None:
-        self.topic = topic
+    def __init__(self, participant: MemoryParticipant, channel: Channel, retained_samples: int) -> None:
+        self.channel = channel
         self.participant = participant
-        self.idl_type = IDL_TYPES[topic.idl_type]
-        self.entity = Trigger()
+        self.idl_type = IDL_TYPES[channel.sample_type]
+        self.changes = Trigger()
         self.pairs: list[Pair] = []
         self.matched = 0
         self.has_new_readers = False
-        self.retained: deque[Any] = deque(maxlen=retained_samples if topic.retained else 0)
+        self.retained: deque[Any] = deque(maxlen=retained_samples if channel.retained else 0)
         self._refused_since_s = self._awaited_since_s = 0.0
         self._sertype = None
         self.is_deleted = False
@@ -48,14 +49,14 @@ class MemoryWriter(Writer):
 
     def note_match(self) -> None:
         """Report that a reader has been found or lost."""
-        self.entity.is_on = True
+        self.changes.is_on = True
         self.participant.report_news()
 
     def refresh(self) -> bool:
         """See :meth:`Writer.refresh`."""
-        if not self.entity.is_on:
+        if not self.changes.is_on:
             return False
-        self.entity.is_on, self.has_new_readers = False, True
+        self.changes.is_on, self.has_new_readers = False, True
         self.matched = sum(pair.writer_knows for pair in self.pairs)
         return True
 
@@ -65,12 +66,12 @@ class MemoryWriter(Writer):
         if process.dead:
             return True
         if self.is_deleted:
-            raise BusClosed(f"topic {self.topic.name!r}: its writer is deleted")
-        is_full = not self.topic.keep_last and any(
+            raise BusClosed(f"topic {self.channel.name!r}: its writer is deleted")
+        is_full = not self.channel.keep_last and any(
             pair.writer_knows and len(pair.held) >= WINDOW for pair in self.pairs
         )
         if is_full or net.chance(net.refused):
-            process.blocked_s += self.topic.block_s
+            process.blocked_s += self.channel.block_s
             self._refused_since_s = self._refused_since_s or now_s()
             return False
         self._refused_since_s = 0.0
@@ -111,7 +112,7 @@ class MemoryWriter(Writer):
         """Return nothing: only encrypted participants ask."""
         return {}
 
-    def delete(self) -> None:
+    def close(self) -> None:
         """Take it out of the network."""
         if not self.is_deleted:
             self.is_deleted = True
@@ -121,10 +122,10 @@ class MemoryWriter(Writer):
 class MemoryReader:
     """A reader with a queue of the size that its topic says."""
 
-    def __init__(self, participant: MemoryParticipant, topic: Topic) -> None:
-        self.topic = topic
+    def __init__(self, participant: MemoryParticipant, channel: Channel) -> None:
+        self.channel = channel
         self.participant = participant
-        self.entity, self.condition = Trigger(), Trigger()
+        self.changes, self.arrivals = Trigger(), Trigger()
         self.pairs: list[Pair] = []
         self.matched = 0
         self.queue: deque[tuple[Any, int]] = deque()
@@ -132,35 +133,35 @@ class MemoryReader:
 
     def note_match(self) -> None:
         """Report that a writer has been found or lost."""
-        self.entity.is_on = True
+        self.changes.is_on = True
         self.participant.report_news()
 
     @property
     def has_room(self) -> bool:
         """Return whether a sample finds room."""
-        topic = self.topic
-        return topic.overwrites or topic.keep_last or not topic.reader_samples or len(self.queue) < topic.reader_samples
+        held, bound = len(self.queue), self.channel.reader_samples
+        return self.channel.overwrites or self.channel.keep_last or not bound or held < bound
 
     def put(self, sample: Any, handle: int) -> None:
         """Queue a sample of the writer with this handle."""
-        if self.topic.keep_last:
+        if self.channel.keep_last:
             self.queue.clear()
-        elif self.topic.overwrites and len(self.queue) >= self.topic.reader_samples:
+        elif self.channel.overwrites and len(self.queue) >= self.channel.reader_samples:
             self.queue.popleft()
         self.queue.append((sample, handle))
-        if not self.condition.is_on:
-            self.condition.is_on = True
+        if not self.arrivals.is_on:
+            self.arrivals.is_on = True
             self.participant.report_news()
 
     def refresh(self) -> bool:
         """See ``Reader.refresh``."""
-        if not self.entity.is_on:
+        if not self.changes.is_on:
             return False
-        self.entity.is_on = False
+        self.changes.is_on = False
         self.matched = sum(pair.reader_knows for pair in self.pairs)
         return True
 
-    def sources(self) -> set[int]:
+    def peers(self) -> set[int]:
         """Return the handles of the writers that it knows."""
         return {pair.handle for pair in self.pairs if pair.reader_knows}
 
@@ -168,8 +169,8 @@ class MemoryReader:
         """See ``Reader.take``."""
         queue = self.queue
         taken = [queue.popleft() for _ in range(min(limit, len(queue)))]
-        self.condition.is_on = bool(queue)
-        if taken and self.topic.reader_samples and not self.topic.overwrites:
+        self.arrivals.is_on = bool(queue)
+        if taken and self.channel.reader_samples and not self.channel.overwrites:
             for pair in self.pairs:
                 if pair.held:
                     self.participant.network.flush(pair)
@@ -183,7 +184,7 @@ class MemoryReader:
         """Return the octets of a sample."""
         return raw.data
 
-    def delete(self) -> None:
+    def close(self) -> None:
         """Take it out of the network."""
         if not self.deleted:
             self.deleted = True
@@ -230,12 +231,10 @@ class MemoryParticipant:
         self.partition = partition
         self.process = running()
         self.network = self.process.world.network
-        self.lease_s, self.has_default_lease = self.network.lease_s, False
+        self.lease_s = self.network.lease_s
         self.reach = Reach(domain=0, interface="lo", peers=(), multicast=False, leaves_machine=True)
         self.access_policy = AccessPolicy()
-        self.needs_crc = self.fast = self.leaves_machine = True
-        self.fast_path_fault: str | None = None
-        self.shared_memory = False
+        self.traits = Traits(leaves_machine=True, has_default_lease=False)
         self.writers: list[MemoryWriter] = []
         self.readers: list[MemoryReader] = []
         self.wait_sets: list[MemoryWaitSet] = []
@@ -249,16 +248,24 @@ class MemoryParticipant:
     def start(self, thread: IoThread) -> None:
         """Do nothing: there is no protocol beside the bus."""
 
-    def topic_writer(self, topic: Topic, *, retained_samples: int = 1) -> MemoryWriter:
+    def waiter(self) -> MemoryWaitSet:
+        """Make a wait set."""
+        return MemoryWaitSet(self)
+
+    def close_endpoints(self, inlets: Sequence[Any], outlets: Sequence[Any]) -> None:
+        """Delete readers and writers."""
+        delete_together(inlets, outlets)
+
+    def outlet(self, channel: Channel, *, retained_samples: int = 1) -> MemoryWriter:
         """Make a writer."""
-        writer = MemoryWriter(self, topic, retained_samples)
+        writer = MemoryWriter(self, channel, retained_samples)
         self.writers.append(writer)
         self.network.announce_writer(writer)
         return writer
 
-    def topic_reader(self, topic: Topic) -> MemoryReader:
+    def inlet(self, channel: Channel) -> MemoryReader:
         """Make a reader."""
-        reader = MemoryReader(self, topic)
+        reader = MemoryReader(self, channel)
         self.readers.append(reader)
         self.network.announce_reader(reader)
         return reader
@@ -272,6 +279,6 @@ class MemoryParticipant:
         """Delete all endpoints."""
         self.is_open = False
         for reader in self.readers:
-            reader.delete()
+            reader.close()
         for writer in self.writers:
-            writer.delete()
+            writer.close()

@@ -179,12 +179,12 @@ class MemoryNetwork:
         return [one for one in self.participants if one.is_open and not one.process.dead]
 
     def _introduce(self, writer: MemoryWriter, reader: MemoryReader) -> None:
-        if writer.topic.name != reader.topic.name or writer.deleted or reader.deleted:
+        if writer.channel.name != reader.channel.name or writer.deleted or reader.deleted:
             return
         if writer.participant.partition != reader.participant.partition:  # of another job
             return
         is_local = writer.participant is reader.participant
-        if is_local and writer.topic.ignore_local:
+        if is_local and writer.channel.ignore_local:
             return
         pair = Pair(writer, reader)
         for pairs in (self.pairs, writer.pairs, reader.pairs):
@@ -210,7 +210,7 @@ class MemoryNetwork:
         if pair.is_gone or pair.reader_knows or not self.is_up(pair.source, pair.target):
             return
         if pair.was_known and pair.writer_knows:
-            if pair.writer.topic.retained:  # it asks for what the writer retains, though it has had it before
+            if pair.writer.channel.retained:  # it asks for what the writer retains, though it has had it before
                 retained = pair.writer.retained
                 pair.held = deque([one for one in pair.held if all(one is not other for other in retained)])
                 pair.held.extend(retained)
@@ -292,7 +292,7 @@ class MemoryNetwork:
         if pair.source.dead and now_s() > pair.source.ended_s + LAST_WORDS_S:
             return
         if pair.held or not self._can_take(pair):
-            if pair.reader.topic.keep_last:
+            if pair.reader.channel.keep_last:
                 pair.held.clear()
             pair.held.append(sample)
         else:
@@ -310,7 +310,7 @@ class MemoryNetwork:
         self.delivered += 1
         data = getattr(sample, "data", b"")
         about = f"crc32 {zlib.crc32(data):08x}" if data else f"round {sample.round_id}"
-        name = pair.reader.topic.name
+        name = pair.reader.channel.name
         text = f"{pair.target.name} receives {name} of {pair.source.name}, {about}"
         self._trace.add(text, is_shown=name != CONTROL)  # these are many, and all are repeated
         pair.reader.put(sample, pair.handle)

@@ -84,7 +84,6 @@ def of_gradbus() -> list[Patch]:
             join_transport, "JoinReader", encrypted_endpoints.MemoryJoinReader, "it reads from the network in memory"
         ),
         Patch(participant_factory, "other_users", list, "it reads the users of the real machine"),
-        Patch(bus, "WaitSet", endpoints.MemoryWaitSet, "it waits for the network in memory"),
         Patch(bus.Bus, "drain", drivers.drain_topic, "a thread that waits for acknowledgements would stop the time"),
         Patch(raw_endpoints.RawEndpoints, "drain", drivers.drain_endpoints, "likewise"),
         Patch(peer_processes, "own_claim", processes.own_claim, kernel_reason),

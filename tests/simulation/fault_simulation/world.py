@@ -571,9 +571,9 @@ class World:
     def _check_bounds(self) -> None:
         for participant in self.network.participants:
             for reader in participant.readers:
-                bound = reader.topic.reader_samples
+                bound = reader.channel.reader_samples
                 if bound and len(reader.queue) > bound:
-                    name = f"{reader.topic.name} of {participant.process.name}"
+                    name = f"{reader.channel.name} of {participant.process.name}"
                     self.finding(BOUNDS, f"{name} holds {len(reader.queue)} samples, {bound} at most")
 
     # The run
