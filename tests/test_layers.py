@@ -49,7 +49,7 @@ LIMITED_BY = {
 RUNTIME_ORDER = (
     "runtime", "runtime/optimization", "runtime/in_network", "runtime/algorithms", "runtime/wire", "runtime/config",
     "runtime/profiling",
-    "runtime/shm", "runtime/transport", "runtime/dds", "runtime/testing",
+    "runtime/shm", "runtime/transport", "runtime/transport/memory", "runtime/dds", "runtime/testing",
     "runtime/security", "runtime/security/identity", "runtime/bus", "runtime/collectives",
     "runtime/_torch/store", "runtime/_torch", "runtime/_torch/elastic", "runtime/_front",
 )  # fmt: skip

@@ -453,15 +453,40 @@ async def connect(  # noqa: PLR0913 - settings by keyword, for programs that hav
             lease_s=lease_s,
             shared_memory=shared_memory,
         )
+    find = partial(participant_maker, job, domain=domain, network=network, fast=fast, security=security)
     injector = FaultInjector(faults) if faults else None
+    async with _opened(job, find, stall_timeout_s, injector) as bus:
+        yield bus
+
+
+@contextlib.asynccontextmanager
+async def connect_over(
+    transport: Callable[[str], Transport], job: str, *, stall_timeout_s: float = 30.0
+) -> AsyncIterator[Bus]:
+    """Join a job over a given transport, without protection: for tests and simulations, such as over
+    :mod:`gradbus.runtime.transport.memory`.
+
+    ``transport``: opens that of the job, off the loop. Raises what this raises.
+    """
+    check_job(job, 0)
+    async with _opened(job, lambda: partial(transport, job), stall_timeout_s) as bus:
+        yield bus
+
+
+@contextlib.asynccontextmanager
+async def _opened(
+    job: str,
+    find: Callable[[], Callable[[], Transport]],
+    stall_timeout_s: float,
+    injector: FaultInjector | None = None,
+) -> AsyncIterator[Bus]:
+    """Hold a bus open on the transport that is made by what ``find`` returns."""
     with short_switch_interval():
-        participant = await open_participant(
-            partial(participant_maker, job, domain=domain, network=network, fast=fast, security=security)
-        )
-        async with closed_on_error(participant):
-            bus = Bus(job, participant, asyncio.get_running_loop(), stall_timeout_s)
+        transport = await open_participant(find)
+        async with closed_on_error(transport):
+            bus = Bus(job, transport, asyncio.get_running_loop(), stall_timeout_s)
         if injector is not None:  # what is opened from now on; the security's own messages pass unharmed
-            inject(injector, participant)
+            inject(injector, transport)
             bus.faults = injector.faults
         try:
             yield bus
@@ -471,4 +496,4 @@ async def connect(  # noqa: PLR0913 - settings by keyword, for programs that hav
             await bus.close()
 
 
-__all__ = ["Bus", "PeerGone", "Subscription", "check_bus", "connect"]
+__all__ = ["Bus", "PeerGone", "Subscription", "check_bus", "connect", "connect_over"]

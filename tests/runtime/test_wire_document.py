@@ -152,7 +152,7 @@ def test_every_reason_to_refuse_a_frame_is_explained(root: Path, page: str) -> N
     source = (root / "runtime" / "wire" / "frames.py").read_text(encoding="utf-8")
     reasons = set(re.findall(r'FrameError\(\s*"(\w+)"', source))
     assert {row[0] for row in rows(section(page, "What is refused"), "reason")} == reasons
-    for file in ("dds/topics.py", "wire/assembler.py", "wire/control.py"):
+    for file in ("transport/channels.py", "wire/assembler.py", "wire/control.py"):
         source = (root / "runtime" / file).read_text(encoding="utf-8")
         for reason in re.findall(r'FrameError\(\s*"(\w+)"', source):
             assert f"`{reason}`" in section(page, "What is refused"), reason

@@ -344,7 +344,7 @@ def test_a_group_is_closed_also_where_dds_does_not_delete_what_it_had(
         async with gradbus.connect(**place) as bus:
             port = bus.raw_endpoints()
             port.open_writer(collective_channel("g"))
-            monkeypatch.setattr(participant, "delete_together", fails)
+            monkeypatch.setattr(participant.Participant, "close_endpoints", fails)
             with capture_logs() as lines:
                 async with asyncio.timeout(40.0):
                     await port.close()

@@ -11,19 +11,45 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from fault_simulation.endpoints import MemoryParticipant, MemoryReader, MemoryWriter
-from gradbus.runtime.dds.participant import IDL_TYPES
+from fault_simulation.kernel import running
+from gradbus.runtime.dds.participant import IDL_TYPES, Seals
 from gradbus.runtime.dds.spdp import PREFIX_BYTES
 from gradbus.runtime.security.endpoints import CLEAR, EncryptedReader, EncryptedWriter, JobMembership, wire_channel
 from gradbus.runtime.security.identity.join_transport import JoinReader
 from gradbus.runtime.transport.api import IoThread
 from gradbus.runtime.transport.channels import Channel
+from gradbus.runtime.transport.memory.endpoints import MemoryInlet, MemoryOutlet
+from gradbus.runtime.transport.memory.transport import MemoryTransport
+
+
+class EnvelopeOutlet(MemoryOutlet):
+    """Has what the shipped encryption asks of the DDS writer below it."""
+
+    awaited_since_s = 0.0
+
+    def write_sealed(
+        self, clear: tuple[Any, ...], fields: tuple[Any, ...], parts: tuple[Any, ...], seals: Seals
+    ) -> bool:
+        """See ``Writer.write_sealed``."""
+        envelope = seals(fields, parts)
+        taken = self.write(clear, (envelope.octets(),))
+        if taken:
+            envelope.written()
+        return taken
+
+
+class EnvelopeInlet(MemoryInlet):
+    """Has what the shipped decryption asks of the DDS reader below it."""
+
+    def octets(self, raw: Any) -> Any:
+        """Return the octets of a sample."""
+        return raw.data
 
 
 class MemoryEncryptedWriter(EncryptedWriter):
     """Encrypts every sample, and writes it with a writer in memory."""
 
-    def __init__(self, channel: Channel, wire: MemoryWriter, membership: JobMembership, own_prefix: bytes) -> None:
+    def __init__(self, channel: Channel, wire: Any, membership: JobMembership, own_prefix: bytes) -> None:
         self._membership = membership
         self._own_prefix = own_prefix
         self._readers = {}
@@ -107,14 +133,17 @@ class MemoryJoinReader(JoinReader):
         self._wire.close()
 
 
-class MemoryEncryptedParticipant(MemoryParticipant):
+class MemoryEncryptedParticipant(MemoryTransport):
     """Stands in for ``EncryptedParticipant``: the endpoints of one bus of a process with a membership."""
 
-    def __init__(self, *, membership: Callable[[], JobMembership], **place: Any) -> None:
+    outlet_kind, inlet_kind = EnvelopeOutlet, EnvelopeInlet
+
+    def __init__(self, *, membership: Callable[[], JobMembership], partition: str, **_: Any) -> None:
         self.membership = membership()
-        super().__init__(**place)
+        process = running()
+        super().__init__(process.world.network, process, partition)
         number = len(self.network.participants)
-        self.prefix = self.process.pid.to_bytes(PREFIX_BYTES - 1, "big") + bytes([number % 256])
+        self.prefix = process.pid.to_bytes(PREFIX_BYTES - 1, "big") + bytes([number % 256])
         self.access_policy = self.membership
         self.traits = replace(self.traits, needs_crc=False)
 
@@ -122,6 +151,7 @@ class MemoryEncryptedParticipant(MemoryParticipant):
         """Start the join protocol."""
         self.membership.start(self, thread)  # type: ignore[arg-type]
 
+    # mypy: these endpoints are those of the shipped encryption, with endpoints in memory below
     def outlet(self, channel: Channel, *, retained_samples: int = 1) -> Any:
         """Make a writer that encrypts."""
         self.membership.check_channel(channel)
@@ -135,10 +165,10 @@ class MemoryEncryptedParticipant(MemoryParticipant):
         self.membership.check_channel(channel)
         return MemoryEncryptedReader(channel, super().inlet(wire_channel(channel)), self.membership)
 
-    def plain_outlet(self, channel: Channel) -> MemoryWriter:
+    def plain_outlet(self, channel: Channel) -> MemoryOutlet:
         """Make a writer of samples that are not encrypted, for the join protocol."""
         return super().outlet(channel)
 
-    def plain_inlet(self, channel: Channel) -> MemoryReader:
+    def plain_inlet(self, channel: Channel) -> MemoryInlet:
         """Make a reader of samples that are not encrypted, for the join protocol."""
         return super().inlet(channel)
