@@ -49,7 +49,7 @@ LIMITED_BY = {
 RUNTIME_ORDER = (
     "runtime", "runtime/optimization", "runtime/in_network", "runtime/algorithms", "runtime/wire", "runtime/config",
     "runtime/profiling",
-    "runtime/shm", "runtime/dds", "runtime/testing",
+    "runtime/shm", "runtime/transport", "runtime/transport/memory", "runtime/dds", "runtime/testing",
     "runtime/security", "runtime/security/identity", "runtime/bus", "runtime/collectives",
     "runtime/_torch/store", "runtime/_torch", "runtime/_torch/elastic", "runtime/_front",
 )  # fmt: skip
@@ -500,7 +500,7 @@ BAD = [
     (arrows_go_down, "runtime/_torch/work.py", "from gradbus.actors.data_parallel.worker import Worker"),
     (arrows_go_down, "runtime/_torch/work.py", "from gradbus.runtime._torch import register"),
     (arrows_go_down, "runtime/bus/bus.py", "from gradbus.torch import register"),
-    (folders_of_runtime_keep_their_order, "runtime/dds/topics.py", "from gradbus.runtime.bus.bus import Bus"),
+    (folders_of_runtime_keep_their_order, "runtime/transport/channels.py", "from gradbus.runtime.bus.bus import Bus"),
     (folders_of_runtime_keep_their_order, "runtime/security/peers.py", "def f():\n    import gradbus.runtime.bus.bus"),
     (folders_of_runtime_keep_their_order, "runtime/checkpoint.py", "from gradbus.runtime.wire import frames"),
     (folders_of_runtime_keep_their_order, "runtime/new/file.py", ""),
@@ -549,8 +549,8 @@ GOOD = [
         "import codecs, math, torch\nfrom .base import Codec\nfrom gradbus.codecs import s4",
     ),
     (arrows_go_down, "codecs/q8.py", "from codecs import lookup"),
-    (folders_of_runtime_keep_their_order, "runtime/bus/bus.py", "from gradbus.runtime.dds import topics"),
-    (folders_of_runtime_keep_their_order, "runtime/dds/topics.py", "from gradbus.codecs import base"),
+    (folders_of_runtime_keep_their_order, "runtime/bus/bus.py", "from gradbus.runtime.transport import channels"),
+    (folders_of_runtime_keep_their_order, "runtime/transport/channels.py", "from gradbus.codecs import base"),
     (
         arrows_go_down,
         "runtime/bus/bus.py",

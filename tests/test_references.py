@@ -90,4 +90,4 @@ def test_references_in_docstrings_lead_to_modules_and_names_that_exist() -> None
     ],
 )
 def test_a_reference_to_what_is_gone_is_found(kind: str, target: str) -> None:
-    assert not is_there("runtime/dds/topics.py", kind, target)
+    assert not is_there("runtime/transport/channels.py", kind, target)

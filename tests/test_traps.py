@@ -32,7 +32,7 @@ PLACES = re.compile(r"(/proc|/sys)(?=/)")  # what the kernel shows, as text
 OURS = {
     ("actors/aggregation/merged_buffers.py", "_by_name"), ("runtime/_torch/elastic/generation_store.py", "_call"),
     ("runtime/_torch/groups.py", "_engine"), ("runtime/_torch/groups.py", "_membership"),
-    ("runtime/collectives/aggregators.py", "_joined"), ("experiments/bench/sealing.py", "_participant"),
+    ("runtime/collectives/aggregators.py", "_joined"), ("experiments/bench/sealing.py", "_transport"),
     ("experiments/bench/sealing.py", "_ports"), ("runtime/_torch/optimizer.py", "_reduction"),
 }  # fmt: skip
 # Texts that begin so and are no names: suffixes, folders of ours, labels.

@@ -36,12 +36,12 @@ from gradbus.actors.flower.protocol import (
 )
 from gradbus.runtime.bus.bus import Bus, Subscription
 from gradbus.runtime.compute import ComputeThread
-from gradbus.runtime.dds.topics import TOPICS
 from gradbus.runtime.errors import BarrierTimeout, BusClosed, BusError, ConfigError, FrameError
 from gradbus.runtime.logs import get_logger, process_name
 from gradbus.runtime.shm.segment import SharedMemoryFault, is_here
 from gradbus.runtime.shm.shared_payload import read
 from gradbus.runtime.tasks import TaskGroup, single_error
+from gradbus.runtime.transport.channels import CHANNELS
 from gradbus.runtime.wire.control import (
     Body,
     Hello,
@@ -561,7 +561,7 @@ class MessageHub:
             self._requests[key] = upload
             await self._grant_more()
         else:
-            self._bus.memory.read_bytes[TOPICS[ClientUpdate].name] += len(payload)
+            self._bus.memory.read_bytes[CHANNELS[ClientUpdate].name] += len(payload)
             await self._conclude(key, payload)
         finally:
             self._reading.discard(key)

@@ -24,9 +24,9 @@ from gradbus.commands.buses import open_bus
 from gradbus.commands.exit_codes import NoJob
 from gradbus.runtime.config.bus import BusSettings
 from gradbus.runtime.config.settings import Settings, load_settings
-from gradbus.runtime.dds.topics import BestEffortControl
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.plain_text import plain_line
+from gradbus.runtime.transport.channels import BestEffortControl
 from gradbus.runtime.wire.control import (
     GroupHello,
     GroupLeave,

@@ -22,11 +22,11 @@ from gradbus.commands.report.followed import FollowedHost
 from gradbus.commands.report.metrics_server import host_metrics
 from gradbus.runtime.config.bus import BusSettings
 from gradbus.runtime.config.federated import ClientConfig
-from gradbus.runtime.dds.access_policy import NO_HOST
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.names import check_name
 from gradbus.runtime.private_folder import scratch_folder
+from gradbus.runtime.transport.access_policy import NO_HOST
 from gradbus.runtime.wire.id_ranges import parse_ids
 
 log = get_logger("cli")

@@ -16,7 +16,7 @@ from typing import Self
 from gradbus.experiments.bench.processes import LEASE_S, Processes
 from gradbus.runtime.dds.network import NetworkConfig
 from gradbus.runtime.dds.participant import Participant, Reader, WaitSet, Writer
-from gradbus.runtime.dds.topics import TOPICS
+from gradbus.runtime.transport.channels import CHANNELS
 from gradbus.runtime.wire.messages import Control
 
 _DOMAIN = 25
@@ -26,11 +26,11 @@ _MEET_S = 0.05  # between two first samples, while the other side has not found 
 
 class _End:
     def __init__(self, participant: Participant, outgoing: str, incoming: str) -> None:
-        topic = TOPICS[Control]
-        self._writer: Writer = participant.topic_writer(replace(topic, name=f"train/{outgoing}"))
-        self._reader: Reader = participant.topic_reader(replace(topic, name=f"train/{incoming}"))
+        topic = CHANNELS[Control]
+        self._writer: Writer = participant.outlet(replace(topic, name=f"train/{outgoing}"))
+        self._reader: Reader = participant.inlet(replace(topic, name=f"train/{incoming}"))
         self._wait_set = WaitSet(participant)
-        self._wait_set.attach(self._reader.condition, 1)
+        self._wait_set.attach(self._reader.arrivals, 1)
 
     def send(self, sample: bytes) -> None:
         self._writer.write((), (sample,))

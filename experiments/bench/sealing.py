@@ -239,7 +239,7 @@ async def _rank(member: SealingProcess) -> list[TimedBlock]:
             bus = await opened.enter_async_context(member.connect(level))
             if member.case.checksums:
                 # For its frames, that is what decides.
-                bus._participant.leaves_machine = True  # noqa: SLF001 - no setting asks for checksums on one machine
+                bus._transport.traits = replace(bus._transport.traits, leaves_machine=True)  # noqa: SLF001 - no setting asks for checksums on one machine
             joining = gradbus.join_group(bus, rank=member.number, world=2)
             groups.append(await opened.enter_async_context(joining))
             (port,) = bus._ports  # noqa: SLF001 - a group does not say whether its frames have checksums

@@ -23,19 +23,18 @@ from gradbus.runtime import drive, forks
 from gradbus.runtime.bus.participant_factory import (
     check_job,
     closed_on_error,
+    inject,
     open_participant,
     participant_maker,
     short_switch_interval,
 )
 from gradbus.runtime.bus.raw_endpoints import RawEndpoints
-from gradbus.runtime.bus.receiver import Channel, Receiver
+from gradbus.runtime.bus.receiver import InboundChannel, Receiver
 from gradbus.runtime.bus.sender import Job, Sample, Sender
 from gradbus.runtime.bus.subscription import Subscription, Subscriptions
 from gradbus.runtime.config.job_name import default_job
 from gradbus.runtime.dds import peer_processes
 from gradbus.runtime.dds.network import NetworkConfig
-from gradbus.runtime.dds.participant import Participant, Periodic, WaitSet, Writer
-from gradbus.runtime.dds.topics import READABLE, TOPICS
 from gradbus.runtime.errors import BarrierTimeout, BusClosed, ConfigError, GradbusError
 from gradbus.runtime.misuse import check_instance, opening
 from gradbus.runtime.security import Level, Security
@@ -43,6 +42,8 @@ from gradbus.runtime.shm.shared_payload import PayloadMemory
 from gradbus.runtime.testing.fault_injection import FaultInjector
 from gradbus.runtime.testing.faults import Faults
 from gradbus.runtime.traffic import Traffic
+from gradbus.runtime.transport.api import Outlet, Periodic, Transport
+from gradbus.runtime.transport.channels import CHANNELS, READABLE
 from gradbus.runtime.wire import control, frames
 from gradbus.runtime.wire.frames import FrameKey, Kind
 from gradbus.runtime.wire.messages import ClientUpdate, Control, Identity, Message, ModelBlob, PeerGone, TrainCmd
@@ -60,33 +61,29 @@ class Bus:
         memory: what passes by DDS, between its processes. traffic: payload of the collectives of all its groups.
     """
 
-    def __init__(
-        self, job: str, participant: Participant, loop: asyncio.AbstractEventLoop, stall_timeout_s: float
-    ) -> None:
+    def __init__(self, job: str, transport: Transport, loop: asyncio.AbstractEventLoop, stall_timeout_s: float) -> None:
         self.job = job
         self.stall_timeout_s = stall_timeout_s
-        self.memory = PayloadMemory(switched_on=participant.shared_memory)
+        self.memory = PayloadMemory(switched_on=transport.traits.shared_memory)
         self.traffic = Traffic()
-        self.lease_s = participant.lease_s  # after so long a silence others elsewhere are gone
-        self.has_default_lease = participant.has_default_lease  # nobody has chosen it
-        self.access_policy = participant.access_policy  # what its security says of this process
-        self.reach = participant.reach  # who can be met on it
+        self.lease_s = transport.lease_s  # after so long a silence others elsewhere are gone
+        self.has_default_lease = transport.traits.has_default_lease  # nobody has chosen it
+        self.access_policy = transport.access_policy  # what its security says of this process
+        self.reach = transport.reach  # who can be met on it
         self.faults: Faults | None = None  # of a test
-        self._participant = participant
+        self._transport = transport
         self._loop = loop
-        self._receiver = Receiver(
-            WaitSet(participant), loop, self._on_matched, self._on_fault, lease_s=participant.lease_s
-        )
+        self._receiver = Receiver(transport, loop, self._on_matched, self._on_fault)
         self._thread = self._receiver.thread
-        self._thread.add_periodic(Periodic(participant.look_around, LOOK_AROUND_S))
+        self._thread.add_periodic(Periodic(transport.look_around, LOOK_AROUND_S))
         self._sender = Sender()
         self._slots = asyncio.Semaphore(_MAX_JOBS)
-        self._writers: dict[type[Any], Writer] = {}
-        self._channels: dict[type[Any], Channel] = {}
+        self._writers: dict[type[Any], Outlet] = {}
+        self._channels: dict[type[Any], InboundChannel] = {}
         self._subscriptions = Subscriptions(self._receiver.consumed, self._receiver.handover)
         self._ports: list[RawEndpoints] = []
         self._port_bytes: Counter[str] = Counter()  # of ports that are closed
-        self._flags = int(frames.Flags.NONE if participant.needs_crc else frames.Flags.HEAD_CRC)
+        self._flags = int(frames.Flags.NONE if transport.traits.needs_crc else frames.Flags.HEAD_CRC)
         self._groups: set[str] = set()
         self.incarnations: deque[int] = deque(maxlen=64)  # of the ranks it has been; their words may still come
         self._match_waiters: list[asyncio.Future[int]] = []
@@ -96,9 +93,9 @@ class Bus:
         self._made_in = forks.generation
         self._thread.start()
         try:
-            participant.start(self._receiver)
+            transport.start(self._receiver)
             self._sender.start()
-        except BaseException:  # whoever closes the participant now must be the only one in DDS
+        except BaseException:  # whoever closes the transport now must be the only one that uses it
             self._thread.stop()
             self._thread.join(1.0)
             raise
@@ -118,10 +115,10 @@ class Bus:
 
     def open_writer(self, kind: type[Any], *, retained_samples: int = 1) -> None:
         """Make the writer of a topic, so that readers can match it. ``retained_samples``: see
-        :meth:`.Participant.topic_writer`."""
+        :meth:`Transport.outlet`."""
         if kind not in self._writers:
             self._check_open()
-            writer = self._participant.topic_writer(TOPICS[kind], retained_samples=retained_samples)
+            writer = self._transport.outlet(CHANNELS[kind], retained_samples=retained_samples)
             self._writers[kind] = writer
             self._receiver.add(writer)
 
@@ -143,7 +140,7 @@ class Bus:
         self._check_open()
         writer = self._writers[kind]
         if writer.write(*sample):
-            self._sender.sent_bytes[writer.topic.name] += sum(len(part) for part in sample[1])
+            self._sender.sent_bytes[writer.channel.name] += sum(len(part) for part in sample[1])
         else:  # some reader's queue is full: wait off the loop
             await self._submit(writer, iter([sample]))
 
@@ -202,13 +199,13 @@ class Bus:
         return await self._submit_payload(self._writers[ModelBlob], samples, payload, only)
 
     async def _submit_payload(
-        self, writer: Writer, samples: Iterator[Sample], payload: Any, only: Sequence[int] | None
+        self, writer: Outlet, samples: Iterator[Sample], payload: Any, only: Sequence[int] | None
     ) -> int:
         await self._submit(writer, samples)
         total_bytes = memoryview(payload).nbytes
         return total_bytes if only is None else frames.bytes_in(total_bytes, only)
 
-    async def _submit(self, writer: Writer, samples: Iterator[Sample]) -> int:
+    async def _submit(self, writer: Outlet, samples: Iterator[Sample]) -> int:
         self._check_open()  # close() keeps the slots that it takes: nobody waits for one after it
         async with self._slots:
             self._check_open()
@@ -229,7 +226,7 @@ class Bus:
     def raw_endpoints(self) -> RawEndpoints:
         """Topics of frames past the subscriptions, for who can take them on the receive thread; see RawEndpoints."""
         self._check_open()
-        port = RawEndpoints(self._participant, self._receiver, self._sender, self.stall_timeout_s, self._port_closed)
+        port = RawEndpoints(self._transport, self._receiver, self._sender, self.stall_timeout_s, self._port_closed)
         self._ports.append(port)
         return port
 
@@ -264,7 +261,7 @@ class Bus:
         self._check_open()
         for kind in kinds:
             if kind not in self._channels:
-                channel = self._channels[kind] = Channel(self._participant.topic_reader(READABLE[kind]), _no_messages)
+                channel = self._channels[kind] = InboundChannel(self._transport.inlet(READABLE[kind]), _no_messages)
                 channel.deliver = partial(self._subscriptions.deliver, kind, channel)
                 self._receiver.add(channel)
         return self._subscriptions.open(kinds, only, on_unused=self._remove_reader if passing else _no_messages)
@@ -288,7 +285,7 @@ class Bus:
     def matched_writers(self, kind: type[Any]) -> int:
         """Writers that match our reader of this topic."""
         channel = self._channels.get(kind)
-        return 0 if channel is None else channel.reader.matched
+        return 0 if channel is None else channel.inlet.matched
 
     async def matched(self, condition: Callable[[], bool], *, timeout_s: float, what: str = "matching") -> None:
         """Wait until ``condition``, a function of the matched counts, holds. Raises BarrierTimeout: not in time."""
@@ -323,7 +320,7 @@ class Bus:
     @property
     def fast_path(self) -> bool:
         """Whether samples go through libddsc without the GIL; False: through the binding."""
-        return self._participant.fast
+        return self._transport.traits.frees_gil
 
     @property
     def rejected(self) -> Counter[str]:
@@ -389,7 +386,7 @@ class Bus:
             port.refuse_writes()
         self._receiver.join(3.0)
         self._sender.join(3.0)
-        self._participant.close()
+        self._transport.close()
         self._post(_resolve, finished, 0)
 
 
@@ -442,15 +439,40 @@ async def connect(
     """
     job = default_job() if job is None else job
     check_job(job, domain)
+    find = partial(participant_maker, job, domain=domain, network=network, fast=fast, security=security)
     injector = FaultInjector(faults) if faults else None
+    async with _opened(job, find, stall_timeout_s, injector) as bus:
+        yield bus
+
+
+@contextlib.asynccontextmanager
+async def connect_over(
+    transport: Callable[[str], Transport], job: str, *, stall_timeout_s: float = 30.0
+) -> AsyncIterator[Bus]:
+    """Join a job over a given transport, without protection: for tests and simulations, such as over
+    :mod:`gradbus.runtime.transport.memory`.
+
+    ``transport``: opens that of the job, off the loop. Raises what this raises.
+    """
+    check_job(job, 0)
+    async with _opened(job, lambda: partial(transport, job), stall_timeout_s) as bus:
+        yield bus
+
+
+@contextlib.asynccontextmanager
+async def _opened(
+    job: str,
+    find: Callable[[], Callable[[], Transport]],
+    stall_timeout_s: float,
+    injector: FaultInjector | None = None,
+) -> AsyncIterator[Bus]:
+    """Hold a bus open on the transport that is made by what ``find`` returns."""
     with short_switch_interval():
-        participant = await open_participant(
-            partial(participant_maker, job, domain=domain, network=network, fast=fast, security=security)
-        )
-        async with closed_on_error(participant):
-            bus = Bus(job, participant, asyncio.get_running_loop(), stall_timeout_s)
+        transport = await open_participant(find)
+        async with closed_on_error(transport):
+            bus = Bus(job, transport, asyncio.get_running_loop(), stall_timeout_s)
         if injector is not None:  # what is opened from now on; the security's own messages pass unharmed
-            participant.make_writer = injector.make_writer
+            inject(injector, transport)
             bus.faults = injector.faults
         try:
             yield bus
@@ -460,4 +482,4 @@ async def connect(
             await bus.close()
 
 
-__all__ = ["Bus", "PeerGone", "Subscription", "check_bus", "connect"]
+__all__ = ["Bus", "PeerGone", "Subscription", "check_bus", "connect", "connect_over"]

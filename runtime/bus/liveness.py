@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection, Iterable, KeysView
 from dataclasses import dataclass
 
 from gradbus.runtime.dds import peer_processes
+from gradbus.runtime.transport.api import Peer
 from gradbus.runtime.wire.messages import Control, PeerGone, is_later
 
 LONGEST_TURN_S = 1.5  # of listening: what lies between two looks beyond that, this process has not listened
@@ -98,7 +99,7 @@ class Liveness:
         self._looked_s: float | None = None
 
     @property
-    def writers(self) -> Collection[int]:
+    def writers(self) -> Collection[Peer]:
         """Handles of the DDS writers through which messages have come."""
         return self._registry.writers
 
@@ -126,7 +127,7 @@ class Liveness:
             self._now_s += min(max(0.0, clock_s - self._looked_s), LONGEST_TURN_S)
         self._looked_s = clock_s
 
-    def received(self, writer: int, message: Control) -> None:
+    def received(self, writer: Peer, message: Control) -> None:
         """A message of a sender has come through a DDS writer."""
         self._registry.received(writer, message)
         sender = (message.sender, message.incarnation)
@@ -152,7 +153,7 @@ class Liveness:
         del self._of_process[claim]
         return False
 
-    def departed(self, writers: Iterable[int]) -> None:
+    def departed(self, writers: Iterable[Peer]) -> None:
         """DDS does not know these writers any more."""
         for gone in self._registry.left(writers):
             known = self._known.get((gone.sender, gone.incarnation))
@@ -172,7 +173,7 @@ class Liveness:
         """A sender has announced that its bus closes."""
         return [PeerGone(*sender, certain=True)] if self._drop(sender) else []
 
-    def block_writers(self, writers: Iterable[int], why: str) -> list[PeerGone]:
+    def block_writers(self, writers: Iterable[Peer], why: str) -> list[PeerGone]:
         """Nothing is taken from these writers any more. Returns who spoke through them."""
         lost = self._registry.left(writers, why)
         for gone in lost:
@@ -228,14 +229,14 @@ class WriterRegistry:
     """
 
     def __init__(self) -> None:
-        self._sent: dict[int, dict[Sender, _Sent]] = {}  # by handle of the writer
+        self._sent: dict[Peer, dict[Sender, _Sent]] = {}  # by handle of the writer
 
     @property
-    def writers(self) -> KeysView[int]:
+    def writers(self) -> KeysView[Peer]:
         """Handles of those through which a message has come."""
         return self._sent.keys()
 
-    def received(self, writer: int, message: Control) -> None:
+    def received(self, writer: Peer, message: Control) -> None:
         """A message has come through this writer."""
         senders = self._sent.setdefault(writer, {})
         sent = senders.get((message.sender, message.incarnation))
@@ -246,7 +247,7 @@ class WriterRegistry:
         elif len(senders) < MAX_SENDERS:
             senders[message.sender, message.incarnation] = _Sent(1, message.number)
 
-    def left(self, writers: Iterable[int], why: str = "") -> list[PeerGone]:
+    def left(self, writers: Iterable[Peer], why: str = "") -> list[PeerGone]:
         """These writers are gone, or nothing is taken from them any more. Returns the senders that are gone with
         them."""
         lost: dict[Sender, list[_Sent]] = {}

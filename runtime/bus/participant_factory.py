@@ -20,6 +20,8 @@ from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.fast_paths import LOOPBACK
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.security.settings import Level, Security, level_in_force, other_users
+from gradbus.runtime.testing.fault_injection import FaultInjector
+from gradbus.runtime.transport.api import Transport
 
 if TYPE_CHECKING:
     from gradbus.runtime.security.endpoints import JobMembership
@@ -62,7 +64,7 @@ def network_config(
 
 def participant_maker(
     job: str, *, domain: int, network: NetworkConfig, fast: bool | None, security: Level | Security
-) -> Callable[[], Participant]:
+) -> Callable[[], Transport]:
     """Return what opens the participant of a job, protected as ``security`` says.
 
     Raises:
@@ -98,7 +100,7 @@ def _shared_key_membership(job: str, level: Level, key_file: Path | None) -> Job
     return SharedKeyMembership(SessionCipher(PskKeys(job, *load_key(level, key_file))))
 
 
-def _open_unprotected(*, exposed: bool, network: NetworkConfig, **place: Any) -> Participant:
+def _open_unprotected(*, exposed: bool, network: NetworkConfig, **place: Any) -> Transport:
     """Without protection. Says who can read and join in, if that is anybody."""
     who = "anybody there" if exposed else "other users of this machine"
     others = [] if exposed else other_users()
@@ -108,8 +110,8 @@ def _open_unprotected(*, exposed: bool, network: NetworkConfig, **place: Any) ->
     return Participant(network=network, **place)
 
 
-async def open_participant(find: Callable[[], Callable[[], Participant]]) -> Participant:
-    """Open a participant off the loop: keys and files are read, and with the self-test it takes some tens of
+async def open_participant(find: Callable[[], Callable[[], Transport]]) -> Transport:
+    """Open a transport off the loop: keys and files are read, and with the self-test it takes some tens of
     milliseconds. ``find``: gives what opens it. Raises what these raise."""
     opening = asyncio.get_running_loop().run_in_executor(None, lambda: find()())
     try:
@@ -118,13 +120,20 @@ async def open_participant(find: Callable[[], Callable[[], Participant]]) -> Par
         with contextlib.suppress(Exception):  # it is not wanted any more, whatever comes of it
             await _close(opening.result())
         raise
-    if participant.fast_path_fault is not None:
-        log.warning("slow path", reason=participant.fast_path_fault, effect="large messages hold the GIL")
+    if participant.traits.slow_because is not None:
+        log.warning("slow path", reason=participant.traits.slow_because, effect="large messages hold the GIL")
     return participant
 
 
+def inject(injector: FaultInjector, transport: Transport) -> None:
+    """Have the outlets that a transport opens from now on apply faults. Raises ConfigError: it knows of none."""
+    if not isinstance(transport, Participant):
+        raise ConfigError("bus.faults: only the samples of a bus on DDS can be struck by faults. Leave it empty")
+    transport.make_writer = injector.make_writer
+
+
 @contextlib.asynccontextmanager
-async def closed_on_error(participant: Participant) -> AsyncIterator[None]:
+async def closed_on_error(participant: Transport) -> AsyncIterator[None]:
     """Close a participant of which no bus has come: its place among others of this process would stay taken."""
     try:
         yield
@@ -133,7 +142,7 @@ async def closed_on_error(participant: Participant) -> AsyncIterator[None]:
         raise
 
 
-async def _close(participant: Participant) -> None:
+async def _close(participant: Transport) -> None:
     await _whole(asyncio.get_running_loop().run_in_executor(None, participant.close))
 
 

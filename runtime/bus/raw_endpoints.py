@@ -14,11 +14,11 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from gradbus.runtime.bus.receiver import Channel, Receiver
+from gradbus.runtime.bus.receiver import InboundChannel, Receiver
 from gradbus.runtime.bus.sender import Sender
-from gradbus.runtime.dds.participant import Participant, Writer
-from gradbus.runtime.dds.topics import Topic
 from gradbus.runtime.errors import BusClosed
+from gradbus.runtime.transport.api import Outlet, Transport
+from gradbus.runtime.transport.channels import Channel
 from gradbus.runtime.wire.frames import Frame
 from gradbus.runtime.wire.messages import Message
 
@@ -38,14 +38,14 @@ class RawEndpoints:
 
     def __init__(
         self,
-        participant: Participant,
+        transport: Transport,
         receiver: Receiver,
         sender: Sender,
         stall_timeout_s: float,
         closed: Callable[[RawEndpoints], None],
     ) -> None:
         """``closed``: called once, when nothing goes through it any more."""
-        self._participant = participant
+        self._transport = transport
         self._receiver = receiver
         self.sender = sender
         self.stall_timeout_s = stall_timeout_s
@@ -53,31 +53,33 @@ class RawEndpoints:
         self._closed: Callable[[RawEndpoints], None] | None = closed
         # On one machine the bytes pass through its memory alone, as those of any other program do. To check them would
         # take a quarter of the time of a collective of some MB.
-        self.needs_crc = participant.leaves_machine and participant.needs_crc
-        self.is_sealed = not participant.needs_crc  # what it writes
-        self.shared_memory = participant.shared_memory
-        self._channels: list[Channel] = []
-        self._writers: list[Writer] = []
+        traits = transport.traits
+        self.needs_crc = traits.leaves_machine and traits.needs_crc
+        self.is_sealed = not traits.needs_crc  # what it writes
+        self.shared_memory = traits.shared_memory
+        self._channels: list[InboundChannel] = []
+        self._writers: list[Outlet] = []
         self._counting = threading.RLock()
         self.inline_bytes: Counter[str] = Counter()
 
-    def open_reader(self, topic: Topic, take: Callable[[Frame], None]) -> Channel:
-        """Read a topic. ``take`` gets every well-formed frame, on the receive thread or on one that does its work while
-        it waits (see ``wait_loop``); it must not wait. If it raises, that is counted, and the frame is lost."""
-        channel = Channel(self._participant.topic_reader(topic), _nobody, take=take)
-        self._channels.append(channel)
-        self._receiver.add(channel)
-        return channel
+    def open_reader(self, channel: Channel, take: Callable[[Frame], None]) -> InboundChannel:
+        """Read a channel. ``take`` gets every well-formed frame, on the receive thread or on one that does its work
+        while it waits (see ``wait_loop``); it must not wait. If it raises, that is counted, and the frame is
+        lost."""
+        inbound = InboundChannel(self._transport.inlet(channel), _nobody, take=take)
+        self._channels.append(inbound)
+        self._receiver.add(inbound)
+        return inbound
 
-    def open_writer(self, topic: Topic, *, retained_samples: int = 1) -> Writer:
-        """Write a topic. ``retained_samples``: of a topic that is retained, the newest that DDS keeps."""
-        writer = self._participant.topic_writer(topic, retained_samples=retained_samples)
+    def open_writer(self, channel: Channel, *, retained_samples: int = 1) -> Outlet:
+        """Write a channel. ``retained_samples``: the newest that a retained channel keeps."""
+        writer = self._transport.outlet(channel, retained_samples=retained_samples)
         self._writers.append(writer)
         self._receiver.add(writer)
         return writer
 
-    def write(self, writer: Writer, frame: Parts) -> bool:
-        """Write one frame on this thread. False: DDS did not take it within the topic's ``block_s``.
+    def write(self, writer: Outlet, frame: Parts) -> bool:
+        """Write one frame on this thread. False: it was not accepted within the channel's ``block_s``.
 
         Raises:
             BusError, BusClosed.
@@ -87,7 +89,7 @@ class RawEndpoints:
         written = writer.write((), frame)
         if written:
             with self._counting:
-                self.inline_bytes[writer.topic.name] += sum(map(len, frame))
+                self.inline_bytes[writer.channel.name] += sum(map(len, frame))
         return written
 
     def refuse_writes(self) -> None:
@@ -110,12 +112,12 @@ class RawEndpoints:
             return False
 
     def abandon(self) -> None:
-        """Have readers and writers taken out of DDS, and do not wait for that. On the loop; nobody writes any more."""
+        """Have readers and writers closed, and do not wait for that. On the loop; nobody writes any more."""
         self.refuse_writes()
         self._hand_over()
 
     async def close(self) -> None:
-        """Take readers and writers out of DDS. Returns when it is done, when the receive thread has ended, or after
+        """Close readers and writers. Returns when it is done, when the receive thread has ended, or after
         some seconds. They go also if whoever waits for that is cancelled."""
         self.refuse_writes()
         removed = self._hand_over()
@@ -129,7 +131,7 @@ class RawEndpoints:
 
     def _hand_over(self) -> asyncio.Event | None:
         """Have the receiver delete all. Returns what tells of it; None: it does not, or there is nothing."""
-        endpoints: list[Channel | Writer] = [*self._channels, *self._writers]
+        endpoints: list[InboundChannel | Outlet] = [*self._channels, *self._writers]
         self._channels, self._writers = [], []
         if not endpoints or not self._receiver.thread.is_alive() or self._receiver.thread.fault is not None:
             return None
@@ -143,7 +145,7 @@ class RawEndpoints:
         return removed
 
 
-def _drained(writers: list[Writer], timeout_s: float) -> bool:
+def _drained(writers: list[Outlet], timeout_s: float) -> bool:
     until_s = time.monotonic() + timeout_s
     return all(writer.wait_for_acks(max(0.0, until_s - time.monotonic())) for writer in writers)
 

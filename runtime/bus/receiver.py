@@ -1,4 +1,4 @@
-"""What a bus takes from DDS: samples are checked and handed to the loop, and departed peers are reported to it."""
+"""What a bus takes from its transport: samples are checked and handed to the loop. So are reports of departed peers."""
 
 from __future__ import annotations
 
@@ -8,73 +8,73 @@ import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Set as AbstractSet
+from typing import Any, TypeAlias
 
 from gradbus.runtime import drive
 from gradbus.runtime.bus.handover import Handover
 from gradbus.runtime.bus.liveness import Liveness
 from gradbus.runtime.bus.wait_loop import IDLE_S, WaitLoop
 from gradbus.runtime.dds import peer_processes
-from gradbus.runtime.dds.idl_types import SampleError
-from gradbus.runtime.dds.participant import Periodic, Reader, WaitSet, Writer, delete_together
-from gradbus.runtime.dds.topics import TOPICS
 from gradbus.runtime.errors import FrameError
 from gradbus.runtime.logs import get_logger
+from gradbus.runtime.transport.api import WOKEN, Inlet, Outlet, Peer, Periodic, Transport, Waiter
+from gradbus.runtime.transport.channels import CHANNELS
 from gradbus.runtime.wire.control import Closing
 from gradbus.runtime.wire.frames import Frame
 from gradbus.runtime.wire.messages import Control, Message, PeerGone
 
-LIVENESS_S = 0.25  # between two looks at peers that DDS has lost
+LIVENESS_S = 0.25  # between two looks at peers that the transport has lost
 DELETION_S = 10.0  # longer than readers and writers take to be deleted, also where a write does not end
 _BATCH = 8  # samples taken in one go: up to 8 MiB, so that the loop gets them in slices
 _BATCH_IN_TIME = 2  # where the time is limited, as on the thread of the loop
 
 
 class _Endpoints:
-    """The readers and writers that are in the wait set, by number. For the thread."""
+    """The inlets and outlets that the waiter watches, by number. For the thread."""
 
-    def __init__(self, waiter: WaitSet) -> None:
+    def __init__(self, waiter: Waiter) -> None:
         self._waiter = waiter
-        self._by_number: dict[int, Channel | Writer] = {}
-        self._next = WaitSet.WOKEN + 1
-        self.channels: list[Channel] = []
-        self.writers: list[Writer] = []
+        self._by_number: dict[int, _Watched] = {}
+        self._next = WOKEN + 1
+        self.channels: list[InboundChannel] = []
+        self.writers: list[Outlet] = []
 
-    def attach(self, endpoint: Channel | Writer) -> None:
+    def attach(self, endpoint: _Watched) -> None:
         """Wait for data, and for changes of what is matched."""
         number, self._next = self._next, self._next + 2
         self._by_number[number] = endpoint
-        if isinstance(endpoint, Channel):
+        if isinstance(endpoint, InboundChannel):
             self.channels.append(endpoint)
             endpoint.number = number
             self._by_number[number + 1] = endpoint
-            self._waiter.attach(endpoint.reader.condition, number)
-            self._waiter.attach(endpoint.reader.entity, number + 1)
+            self._waiter.attach(endpoint.inlet.arrivals, number)
+            self._waiter.attach(endpoint.inlet.changes, number + 1)
         else:
             self.writers.append(endpoint)
-            self._waiter.attach(endpoint.entity, number)
+            self._waiter.attach(endpoint.changes, number)
 
-    def detach(self, endpoints: Sequence[Channel | Writer]) -> tuple[list[Reader], list[Writer]]:
+    def detach(self, endpoints: Sequence[_Watched]) -> tuple[list[Inlet], list[Outlet]]:
         """Wait for them no more. Returns those that there were."""
-        channels = [one for one in endpoints if isinstance(one, Channel) and one in self.channels]
-        writers = [one for one in endpoints if isinstance(one, Writer) and one in self.writers]
+        channels = [one for one in endpoints if isinstance(one, InboundChannel) and one in self.channels]
+        writers = [one for one in endpoints if not isinstance(one, InboundChannel) and one in self.writers]
         for channel in channels:
             self.channels.remove(channel)
             if not channel.paused:
-                self._waiter.detach(channel.reader.condition)
-            self._waiter.detach(channel.reader.entity)
+                self._waiter.detach(channel.inlet.arrivals)
+            self._waiter.detach(channel.inlet.changes)
         for writer in writers:
             self.writers.remove(writer)
-            self._waiter.detach(writer.entity)
+            self._waiter.detach(writer.changes)
         self._by_number = {number: one for number, one in self._by_number.items() if one not in endpoints}
-        return [channel.reader for channel in channels], writers
+        return [channel.inlet for channel in channels], writers
 
-    def with_news(self, numbers: Iterable[int]) -> tuple[Collection[Channel], Collection[Channel | Writer]]:
+    def with_news(self, numbers: Iterable[int]) -> tuple[Collection[InboundChannel], Collection[_Watched]]:
         """Channels to take from, and endpoints whose matched ones have changed, the first attached first: a new key of
         the job is known before what is sealed with it."""
         found = [(self._by_number[number], number) for number in sorted(numbers) if number in self._by_number]
-        channels = dict.fromkeys(one for one, _ in found if isinstance(one, Channel))
-        return channels, [one for one, number in found if isinstance(one, Writer) or number != one.number]
+        channels = dict.fromkeys(one for one, _ in found if isinstance(one, InboundChannel))
+        return channels, [one for one, number in found if not isinstance(one, InboundChannel) or number != one.number]
 
 
 class Receiver:
@@ -83,62 +83,60 @@ class Receiver:
 
     def __init__(
         self,
-        waiter: WaitSet,
+        transport: Transport,
         loop: asyncio.AbstractEventLoop,
         on_matched: Callable[[], None],
         on_fault: Callable[[], None],
-        *,
-        lease_s: float,
     ) -> None:
         """Args:
         on_matched: called on the loop when matched endpoints have changed. on_fault: called there when the thread
             cannot go on, see its ``fault``.
-        lease_s: after so long a silence those that DDS has lost are gone, unless the kernel knows better.
         """
+        self._transport = transport
+        self._waiter = waiter = transport.waiter()
         self.thread = WaitLoop(waiter, self._handle, failed=lambda: self._post(on_fault), ended=self._ended)
         self.handover = Handover(loop, self.thread)
         self._on_matched = on_matched
         self._endpoints = _Endpoints(waiter)
-        self._waiter = waiter
-        self._arrivals: deque[Channel | Writer] = deque()
-        self._removals: deque[tuple[Sequence[Channel | Writer], Callable[[], None]]] = deque()
+        self._arrivals: deque[_Watched] = deque()
+        self._removals: deque[tuple[Sequence[_Watched], Callable[[], None]]] = deque()
         self._deletions: list[drive.Deferred] = []
         self._after_drain: deque[Callable[[], None]] = deque()
         self._endings: deque[str | tuple[int, int]] = deque()  # processes that have ended, senders that close their bus
         self._liveness = Liveness(
-            lease_s,
+            transport.lease_s,
             lambda claim: peer_processes.watched.watch(claim, self._on_ended),
             lambda claim: peer_processes.watched.unwatch(claim, self._on_ended),
             peer_processes.is_stopped,
         )
-        self._changes: list[tuple[Channel, set[int]] | None] = []  # of matched endpoints, not reported yet
+        self._changes: list[_Change | None] = []  # of matched endpoints, not reported yet
         self._liveness_call = Periodic(self._look_at_liveness, IDLE_S)
         self.thread.add_periodic(self._liveness_call)
         self.on_new_readers: Callable[[], None] = _nothing
-        self.before_deletion: Callable[[Sequence[Writer]], None] = _nothing
+        self.before_deletion: Callable[[Sequence[Outlet]], None] = _nothing
         self.rejections = DroppedSamples()
         self.rejected = self.rejections.counts
         self.received_bytes: Counter[str] = Counter()
 
     @property
-    def writers(self) -> Sequence[Writer]:
-        """See :class:`~gradbus.runtime.dds.participant.IoThread`."""
+    def writers(self) -> Sequence[Outlet]:
+        """See :class:`~gradbus.runtime.transport.api.IoThread`."""
         return self._endpoints.writers
 
     # From any thread
 
-    def add(self, endpoint: Channel | Writer) -> None:
+    def add(self, endpoint: _Watched) -> None:
         """Wait for one more reader or writer."""
         self._arrivals.append(endpoint)
         self.thread.wake()
 
     add_writer = add
 
-    def add_reader(self, reader: Reader) -> None:
-        """See :class:`~gradbus.runtime.dds.participant.IoThread`."""
-        self.add(Channel(reader, _not_handed_over, take=_not_handed_over))
+    def add_reader(self, reader: Inlet) -> None:
+        """See :class:`~gradbus.runtime.transport.api.IoThread`."""
+        self.add(InboundChannel(reader, _not_handed_over, take=_not_handed_over))
 
-    def remove(self, endpoints: Sequence[Channel | Writer], then: Callable[[], None]) -> None:
+    def remove(self, endpoints: Sequence[_Watched], then: Callable[[], None]) -> None:
         """Delete readers and writers; ``then`` is called after that, on a thread that does nothing else."""
         self._removals.append((endpoints, then))
         self.thread.wake()
@@ -151,19 +149,19 @@ class Receiver:
             deletion.join(max(0.0, until_s - time.monotonic()))
 
     def after_drain(self, then: Callable[[], None]) -> None:
-        """Call ``then`` on the thread when all that DDS holds now has been taken."""
+        """Call ``then`` on the thread when all that the transport holds now has been taken."""
         self._after_drain.append(then)
         self.thread.wake()
 
     def take_again(self) -> None:
-        """See :class:`~gradbus.runtime.dds.participant.IoThread`."""
+        """See :class:`~gradbus.runtime.transport.api.IoThread`."""
         self.thread.wake()
 
     def add_periodic(self, periodic: Periodic) -> None:
-        """See :class:`~gradbus.runtime.dds.participant.IoThread`."""
+        """See :class:`~gradbus.runtime.transport.api.IoThread`."""
         self.thread.add_periodic(periodic)
 
-    def consumed(self, channel: Channel, count: int) -> None:
+    def consumed(self, channel: InboundChannel, count: int) -> None:
         """The loop has consumed messages; a reader that was left alone is looked at again when half is free."""
         channel.consumed += count
         if channel.paused and channel.room * 2 >= channel.limit:
@@ -178,23 +176,23 @@ class Receiver:
     # On the thread
 
     def call_within(self, periodic: Periodic, seconds: float) -> None:
-        """See :class:`~gradbus.runtime.dds.participant.IoThread`."""
+        """See :class:`~gradbus.runtime.transport.api.IoThread`."""
         self.thread.call_within(periodic, seconds)
 
     def rematched(self) -> None:
-        """See :class:`~gradbus.runtime.dds.participant.IoThread`."""
+        """See :class:`~gradbus.runtime.transport.api.IoThread`."""
         self._post(self._on_matched)
 
-    def block_writers(self, sources: Collection[int], why: str) -> None:
-        """See :class:`~gradbus.runtime.dds.participant.IoThread`."""
+    def block_writers(self, sources: Collection[Peer], why: str) -> None:
+        """See :class:`~gradbus.runtime.transport.api.IoThread`."""
         self._report_gone(self._liveness.block_writers(sources, why))
 
     def _handle(self, numbers: list[int], until_s: float) -> bool:
         if not numbers:
             return False
-        is_woken = WaitSet.WOKEN in numbers
-        channels: Collection[Channel]
-        changed: Collection[Channel | Writer]
+        is_woken = WOKEN in numbers
+        channels: Collection[InboundChannel]
+        changed: Collection[_Watched]
         after_drain = endings = 0
         if is_woken:  # seldom
             self._attach_and_delete()
@@ -235,8 +233,8 @@ class Receiver:
 
         def delete() -> None:
             try:
-                delete_together(readers, writers)
-            except Exception as error:  # of DDS; who waits for the others must not wait for ever
+                self._transport.close_endpoints(readers, writers)
+            except Exception as error:  # of the transport; who waits for the others must not wait for ever
                 log.error("readers or writers not deleted", reason=repr(error))
             finally:
                 for _, then in removals:
@@ -246,27 +244,27 @@ class Receiver:
         under_way = [one for one in self._deletions if one.is_running()]
         self._deletions = [*under_way, drive.later(delete, name="gradbus-delete")]
 
-    def _refresh(self, endpoints: Collection[Channel | Writer]) -> Iterator[tuple[Channel, set[int]] | None]:
-        """Ask DDS which matched endpoints have changed. Yields each channel that has, and its writers now; None for a
-        writer."""
+    def _refresh(self, endpoints: Collection[_Watched]) -> Iterator[_Change | None]:
+        """Ask which matched peers have changed. Yields each channel whose have, and those it has now; None for an
+        outlet."""
         has_new_readers = False
         for one in endpoints:
-            if isinstance(one, Writer):
+            if not isinstance(one, InboundChannel):
                 if one.refresh():
                     has_new_readers = True
                     yield None
-            elif one.reader.refresh():
-                yield one, one.reader.sources()
+            elif one.inlet.refresh():
+                yield one, one.inlet.peers()
         if has_new_readers:
             self.on_new_readers()
 
     def _report_changes(self) -> None:
         changes, self._changes = self._changes, []
         for channel, sources in filter(None, changes):
-            # One that came while data was taken is not gone; of one that went meanwhile DDS will say so again.
-            now = sources | channel.reader.sources()
+            # One that came while data was taken is not gone; one that went meanwhile will be reported again.
+            now = sources | channel.inlet.peers()
             gone = channel.sources - now
-            if channel.reader.topic.to_message is TOPICS[Control].to_message:
+            if channel.inlet.channel.to_message is CHANNELS[Control].to_message:
                 gone |= set(self._liveness.writers) - now
             channel.sources = now
             if gone:
@@ -282,21 +280,21 @@ class Receiver:
 
     def _report_gone(self, gone: list[PeerGone]) -> None:
         for channel in self._endpoints.channels:
-            if gone and channel.reader.topic.to_message is TOPICS[Control].to_message:
+            if gone and channel.inlet.channel.to_message is CHANNELS[Control].to_message:
                 channel.taken += len(gone)
                 self._post(channel.deliver, list(gone))
 
-    def _drain(self, channel: Channel, until_s: float) -> bool:
+    def _drain(self, channel: InboundChannel, until_s: float) -> bool:
         """Take what the reader has, as far as there is room for it. Returns False where the time was over before."""
         batch = _BATCH if until_s == math.inf else _BATCH_IN_TIME
         if channel.take is not None:
             return self._drain_here(channel, channel.take, batch, until_s)
         while not self.thread.stopping:
             room = channel.room
-            if room <= 0 and not channel.reader.topic.may_drop:
+            if room <= 0 and not channel.inlet.channel.may_drop:
                 self._pause(channel)
                 return True
-            taken = channel.reader.take(min(batch, room) if room > 0 else batch)
+            taken = channel.inlet.take(min(batch, room) if room > 0 else batch)
             if room <= 0:
                 self.rejected["inbox full"] += len(taken)
                 if taken:
@@ -304,7 +302,7 @@ class Receiver:
             if not taken:
                 if channel.paused:
                     channel.paused = False
-                    self._waiter.attach(channel.reader.condition, channel.number)
+                    self._waiter.attach(channel.inlet.arrivals, channel.number)
                 return True
             checked = [self._check(channel, raw, source) for raw, source in taken]
             messages = [message for message in checked if message is not None and not isinstance(message, Frame)]
@@ -315,40 +313,40 @@ class Receiver:
                 return False
         return True
 
-    def _drain_here(self, channel: Channel, take: Callable[[Frame], None], batch: int, until_s: float) -> bool:
+    def _drain_here(self, channel: InboundChannel, take: Callable[[Frame], None], batch: int, until_s: float) -> bool:
         while not self.thread.stopping:
-            taken = channel.reader.take(batch)
+            taken = channel.inlet.take(batch)
             for raw, source in taken:
                 frame = self._check(channel, raw, source)
                 if isinstance(frame, Frame):
                     try:
                         take(frame)
                     except Exception:
-                        self.rejections.failed(channel.reader.topic.name)
+                        self.rejections.failed(channel.inlet.channel.name)
             if len(taken) < batch:
                 return True  # what has come meanwhile says so
             if time.monotonic() >= until_s:
                 return False
         return True
 
-    def _pause(self, channel: Channel) -> None:
+    def _pause(self, channel: InboundChannel) -> None:
         """Leave the reader alone: it fills up, and then its writers wait. That is the back-pressure."""
         if not channel.paused:
             channel.paused = True
-            self._waiter.detach(channel.reader.condition)
+            self._waiter.detach(channel.inlet.arrivals)
             if channel.room > 0:  # the loop has consumed in between and may not have seen the flag
                 self._waiter.wake()
 
-    def _check(self, channel: Channel, raw: Any, source: int) -> Message | Frame | None:
+    def _check(self, channel: InboundChannel, raw: Any, source: Peer) -> Message | Frame | None:
         try:
-            sample = channel.reader.decode(raw)
+            sample = channel.inlet.decode(raw)
             if sample is None:
                 return None
-            message = channel.reader.topic.to_message(sample)
+            message = channel.inlet.channel.to_message(sample)
         except FrameError as error:
             self.rejections.refused(error)
             return None
-        except (SampleError, ValueError, TypeError, OverflowError):
+        except (ValueError, TypeError, OverflowError):
             self.rejected["sample"] += 1
             return None
         if isinstance(message, Control):
@@ -359,7 +357,7 @@ class Receiver:
             self._liveness.advance(time.monotonic())
             self._liveness.received(source, message)
         data = getattr(sample, "data", b"")
-        self.received_bytes[channel.reader.topic.name] += len(data)
+        self.received_bytes[channel.inlet.channel.name] += len(data)
         return message
 
     def _ended(self) -> None:
@@ -382,27 +380,30 @@ def _nothing(*_: object) -> None:
     pass
 
 
-class Channel:
-    """One topic on its way in. The thread counts what it took, the loop what was consumed; nobody needs a lock."""
+class InboundChannel:
+    """One channel on its way in. The thread counts what it took, the loop what was consumed; nobody needs a lock."""
 
     def __init__(
-        self, reader: Reader, deliver: Callable[[list[Message]], None], *, take: Callable[[Frame], None] | None = None
+        self, inlet: Inlet, deliver: Callable[[list[Message]], None], *, take: Callable[[Frame], None] | None = None
     ) -> None:
         """``deliver`` gets messages on the loop; ``take``, where given, frames one by one on the receive thread."""
-        self.reader = reader
+        self.inlet = inlet
         self.deliver = deliver
         self.take = take
-        self.limit = reader.topic.inbox
+        self.limit = inlet.channel.inbox
         self.taken = 0  # written by the thread
         self.consumed = 0  # written by the loop
         self.paused = False  # written by the thread
-        self.number = 0  # in the wait set: this one for data, the next one for status
-        self.sources: set[int] = set()
+        self.number = 0  # at the waiter: this one for data, the next one for status
+        self.sources: AbstractSet[Peer] = set()
 
     @property
     def room(self) -> int:
         return self.limit - (self.taken - self.consumed)
 
+
+_Watched: TypeAlias = InboundChannel | Outlet
+_Change: TypeAlias = tuple[InboundChannel, AbstractSet[Peer]]  # a channel and its senders now
 
 WARNING_S = 10.0  # between two warnings about samples that cannot be decoded
 

@@ -1,4 +1,4 @@
-"""The writer thread of a bus: everything large leaves through it, so that no DDS write ever blocks the event loop.
+"""The writer thread of a bus: everything large leaves through it, so that no write ever blocks the event loop.
 
 Jobs take turns frame by frame. A job whose reader does not take its data, or that has to wait for something, waits
 without holding up the others.
@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from gradbus.runtime.dds.participant import Writer
 from gradbus.runtime.drive import OwnThread
 from gradbus.runtime.errors import BusClosed, WriteTimeout
+from gradbus.runtime.transport.api import Outlet
 
 Sample = tuple[tuple[Any, ...], tuple[Any, ...]]  # fields before the payload, parts of the payload
 Pause = float  # seconds: there is nothing to write just now, ask again when they have passed, or earlier
@@ -30,7 +30,7 @@ class Job:
     ``finished`` is called once, on the writer thread, with the bytes written or the error.
     """
 
-    writer: Writer
+    writer: Outlet
     samples: Iterator[Sample | Pause]
     finished: Callable[[int | Exception], None]
     stall_timeout_s: float
@@ -173,7 +173,7 @@ class Sender(OwnThread):
         if sample is None:
             return None
         if isinstance(sample, Pause):
-            job.progressed_s = time.monotonic()  # it is not DDS that it waits for
+            job.progressed_s = time.monotonic()  # it is not a reader that it waits for
             return sample
         fields, parts = sample
         if job.writer.write(fields, parts):
@@ -181,9 +181,9 @@ class Sender(OwnThread):
             job.pending = None
             job.written_bytes += size
             job.progressed_s = time.monotonic()
-            self.sent_bytes[job.writer.topic.name] += size
+            self.sent_bytes[job.writer.channel.name] += size
             return 0.0
         job.pending = sample
         if time.monotonic() - job.progressed_s > job.stall_timeout_s:
-            raise WriteTimeout(job.writer.topic.name, job.stall_timeout_s)
+            raise WriteTimeout(job.writer.channel.name, job.stall_timeout_s)
         return 0.0

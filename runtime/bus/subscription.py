@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from gradbus.runtime.bus.handover import Handover, InboxWait
-from gradbus.runtime.bus.receiver import Channel
+from gradbus.runtime.bus.receiver import InboundChannel
 from gradbus.runtime.errors import BusClosed
 from gradbus.runtime.wire.messages import ClientUpdate, Message, ModelBlob
 
@@ -21,7 +21,7 @@ _LARGE_BYTES = 64 << 10
 class Item:
     """A message in the queues of ``left`` subscriptions. Its place in the channel is free when all have taken it."""
 
-    channel: Channel
+    channel: InboundChannel
     message: Message
     left: int
 
@@ -104,7 +104,7 @@ class Subscription:
 class Subscriptions:
     """All subscriptions of one bus."""
 
-    def __init__(self, consumed: Callable[[Channel, int], None], handover: Handover) -> None:
+    def __init__(self, consumed: Callable[[InboundChannel, int], None], handover: Handover) -> None:
         """``consumed``: so many messages of a channel have been taken by all who wanted them."""
         self._consumed = consumed
         self._handover = handover
@@ -124,7 +124,7 @@ class Subscriptions:
             self._of.setdefault(kind, []).append(subscription)
         return subscription
 
-    def deliver(self, kind: type[Any], channel: Channel, messages: Sequence[Message]) -> None:
+    def deliver(self, kind: type[Any], channel: InboundChannel, messages: Sequence[Message]) -> None:
         """Hand over what has come."""
         subscriptions = self._of.get(kind, ())
         for message in messages:

@@ -1,4 +1,4 @@
-"""Who waits in DDS for news: a thread of its own, or a thread that waits for what the news bring.
+"""Who waits for news of the transport: a thread of its own, or a thread that waits for what the news bring.
 
 :meth:`WaitLoop.step` is one turn of that work. In production the thread that :meth:`WaitLoop.start` starts calls it;
 any other driver may call it in place of the thread, and :meth:`WaitLoop.finish` after the last step.
@@ -15,9 +15,9 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from gradbus.runtime.dds.participant import Periodic, WaitSet
 from gradbus.runtime.drive import OwnThread
 from gradbus.runtime.spinning import SPINNING
+from gradbus.runtime.transport.api import Periodic, Waiter
 
 # How long the thread leaves the wait to others before it asks whether they are done; the latter when threads have
 # waited inline again and again: each time it asks takes their core, and the GIL.
@@ -31,7 +31,7 @@ IDLE_S = 1.0  # the longest sleep of the thread
 
 
 class WaitLoop(OwnThread):
-    """Waits for a wait set and handles what it reports, one turn after the other, on one thread at a time.
+    """Waits for what the transport reports and handles it, one turn after the other, on one thread at a time.
 
     Attributes:
         is_relieved: whether threads that wait inline do the work of its own thread, or did since that has last begun a
@@ -40,14 +40,14 @@ class WaitLoop(OwnThread):
 
     def __init__(
         self,
-        waiter: WaitSet,
+        waiter: Waiter,
         handle: Callable[[list[int], float], bool],
         *,
         failed: Callable[[], None],
         ended: Callable[[], None],
     ) -> None:
         """Args:
-        handle: gets the numbers of the entities that have news, and until when to handle them, by ``time.monotonic``;
+        handle: gets the numbers of the endpoints that have news, and until when to handle them, by ``time.monotonic``;
             what is left is reported again. Returns whether there was anything to do.
         failed: called when the loop cannot go on, see ``fault``. ended: called once at the end, on the thread.
         """
@@ -96,7 +96,7 @@ class WaitLoop(OwnThread):
         self.waiter.wake()
 
     def add_periodic(self, periodic: Periodic) -> None:
-        """See :meth:`.dds.participant.IoThread.add_periodic`."""
+        """See :meth:`.transport.api.IoThread.add_periodic`."""
         if not self.stopping:
             self._new_calls.append(periodic)
             self.waiter.wake()
@@ -137,7 +137,7 @@ class WaitLoop(OwnThread):
                 if not self._polling.acquire(timeout=max(0.0, min(until_s - time.monotonic(), INLINE_SLEEP_S))):
                     return
             self._poll(done, until_s, may_sleep)
-        except Exception as error:  # of DDS: it is the bus that cannot go on, not the caller
+        except Exception as error:  # of the transport: it is the bus that cannot go on, not the caller
             self.fail(error)
         finally:
             self._was_inline = True
@@ -167,7 +167,7 @@ class WaitLoop(OwnThread):
     # On the thread, or on one that waits inline
 
     def call_within(self, periodic: Periodic, seconds: float) -> None:
-        """See :meth:`.dds.participant.IoThread.call_within`."""
+        """See :meth:`.transport.api.IoThread.call_within`."""
         periodic.due_s = min(periodic.due_s, time.monotonic() + seconds)
         self._due_s = min(self._due_s, periodic.due_s)
 
@@ -215,7 +215,7 @@ class WaitLoop(OwnThread):
             self.fail(error)
             raise
         finally:
-            self._polling.acquire(timeout=2 * INLINE_SLEEP_S)  # for good: DDS may be closed when this has ended
+            self._polling.acquire(timeout=2 * INLINE_SLEEP_S)  # for good: the transport may be closed after this
             self.finish()
 
     def _turn(self, timeout_s: float, until_s: float = math.inf) -> bool:

@@ -11,8 +11,8 @@ from gradbus.runtime.bus.raw_endpoints import Parts
 from gradbus.runtime.bus.sender import Job, Pause, Sample, Sender
 from gradbus.runtime.collectives.operation import Finished
 from gradbus.runtime.collectives.tensors import NOTHING, Bytes
-from gradbus.runtime.dds.participant import Writer
 from gradbus.runtime.shm.slots import SlotPool
+from gradbus.runtime.transport.api import Outlet
 from gradbus.runtime.wire import frames
 from gradbus.runtime.wire.frames import CHUNK_BYTES, FrameKey
 
@@ -74,7 +74,8 @@ class ChunkSender:
         Args:
             numbers: of the chunks that are sent.
             slots: where the data goes; None: it travels in the frames.
-            written: as :class:`.operation.OutgoingPart` has it. finished: as :meth:`.operation.Transport.send` has it.
+            written: as :class:`.operation.OutgoingPart` has it.
+            finished: as :meth:`.operation.PayloadTransport.send` has it.
         """
         self._template = template
         self._payload = payload
@@ -116,7 +117,7 @@ class ChunkSender:
         self._note_written(numbers)
         return True
 
-    def hand_over(self, sender: Sender, writer: Writer, stall_timeout_s: float, wait: Callable[[], bool]) -> None:
+    def hand_over(self, sender: Sender, writer: Outlet, stall_timeout_s: float, wait: Callable[[], bool]) -> None:
         """Have the writer thread send what is left, as :meth:`samples` gives it. Raises BusClosed."""
         self._job = Job(writer, self.samples(wait), self.note_outcome, stall_timeout_s)
         sender.submit(self._job)

@@ -2,7 +2,7 @@
 
 A frame that comes before the local call is kept, within a bound and for a limited time (MPI calls this the queue of
 unexpected messages). The engine knows no event loop and no DDS: frames come in through :meth:`Engine.receive`, on
-whatever thread, and go out through a :class:`gradbus.runtime.collectives.operation.Transport`.
+whatever thread, and go out through a :class:`gradbus.runtime.collectives.operation.PayloadTransport`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 from gradbus.runtime import forks
-from gradbus.runtime.collectives.operation import Operation, OperationKey, Transport, channel_of
+from gradbus.runtime.collectives.operation import Operation, OperationKey, PayloadTransport, channel_of
 from gradbus.runtime.collectives.rendezvous import RENDEZVOUS_BYTES, Credit
 from gradbus.runtime.errors import CollectiveError, PeerLost
 from gradbus.runtime.traffic import Traffic
@@ -112,7 +112,7 @@ class Engine:
         group: str,
         rank: int,
         world: int,
-        link: Transport,
+        link: PayloadTransport,
         *,
         early_bytes: int,
         early_age_s: float,

@@ -13,17 +13,17 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from gradbus.runtime.bus.raw_endpoints import Parts, RawEndpoints
-from gradbus.runtime.bus.receiver import Channel
+from gradbus.runtime.bus.receiver import InboundChannel
 from gradbus.runtime.bus.wait_loop import SPIN_S
 from gradbus.runtime.collectives.chunk_sender import ChunkSender, FrameTemplate
 from gradbus.runtime.collectives.engine import ProgressEngine, wire_name
 from gradbus.runtime.collectives.operation import Finished, OperationKey, OutgoingPart, Sending
-from gradbus.runtime.dds.participant import Writer
-from gradbus.runtime.dds.topics import collective_topic
 from gradbus.runtime.shm.layout import SLOTS
 from gradbus.runtime.shm.mailbox import Mailbox
 from gradbus.runtime.shm.slots import SlotPool
 from gradbus.runtime.shm.transport import SharedMemoryTransport
+from gradbus.runtime.transport.api import Outlet
+from gradbus.runtime.transport.channels import collective_channel
 from gradbus.runtime.wire import frames
 from gradbus.runtime.wire.frames import Frame, FrameKey, Kind
 from gradbus.runtime.wire.messages import Identity
@@ -31,7 +31,7 @@ from gradbus.runtime.wire.messages import Identity
 INLINE_BYTES = 64 * 1024  # to write so much takes less time than to wake another thread
 INLINE_SHARED_BYTES = 1 << 20
 SHARED_BYTES = 16 * 1024  # what is smaller travels in the sample itself
-# Frames of each topic that DDS keeps for a reader that it loses for a while; see :func:`collective_topic`.
+# Frames of each topic that DDS keeps for a reader that it loses for a while; see :func:`collective_channel`.
 RETAINED = 16
 BRIEF_S = 200e-6  # how long the thread of an event loop polls the mailbox for the end of a small collective
 _IN_VAIN = 8  # payloads that are tried, until one can be sent; each takes 10 us, and the next time it is others' turn
@@ -39,8 +39,8 @@ PROBE_ALL, PROBE_INBOX = 0, 1  # parts of the frames that prove that a topic wor
 
 
 class GroupLink(ProgressEngine):
-    """Readers and writers of one rank of one group. Implements :class:`.operation.Transport`: frames go out here. And
-    a thread that waits handles here what comes in.
+    """Readers and writers of one rank of one group. Implements :class:`.operation.PayloadTransport`: frames go out
+    here, and a thread that waits handles here what comes in.
 
     Attributes:
         port: what its frames over DDS go through.
@@ -67,19 +67,19 @@ class GroupLink(ProgressEngine):
         self._world = world
         self._group_id = 0
         self._flags = int(frames.Flags.NONE if port.needs_crc else frames.Flags.HEAD_CRC)
-        self._readers: list[Channel] = []
+        self._readers: list[InboundChannel] = []
         others = tuple(other for other in range(world) if other != identity.sender)
         self._routes: dict[int | None, _Route] = {None: self._route(others, group)}  # by receiver; None: all others
         self._routes |= {other: self._route((other,), f"{group}/{other}") for other in others}
 
     def _route(self, readers: tuple[int, ...], topic: str) -> _Route:
-        writer = self.port.open_writer(collective_topic(topic), retained_samples=RETAINED)
+        writer = self.port.open_writer(collective_channel(topic), retained_samples=RETAINED)
         return _Route(self, readers, writer)
 
     def listen(self, take: Callable[[Frame], None]) -> None:
         """Open the readers. ``take`` gets frames from now on, on another thread."""
         names = (self._group, f"{self._group}/{self._identity.sender}")
-        self._readers = [self.port.open_reader(collective_topic(name), take) for name in names]
+        self._readers = [self.port.open_reader(collective_channel(name), take) for name in names]
 
     def set_group_id(self, group_id: int) -> None:
         """The group that frames belong to from now on."""
@@ -90,7 +90,7 @@ class GroupLink(ProgressEngine):
         """Whether every topic has as many readers and writers as there are other ranks. DDS says so from its own view:
         it may still count one that is dead, and the other side may not have noticed yet. Hence the probes."""
         others = self._world - 1
-        return all(channel.reader.matched >= others for channel in self._readers) and all(
+        return all(channel.inlet.matched >= others for channel in self._readers) and all(
             route.writer.matched >= len(route.readers) for route in self._routes.values()
         )
 
@@ -104,7 +104,7 @@ class GroupLink(ProgressEngine):
             self.port.write(self._routes[to].writer, frame)
 
     def send(self, key: OperationKey, outgoing: OutgoingPart, finished: Finished) -> Sending | None:
-        """See :class:`.operation.Transport`."""
+        """See :class:`.operation.PayloadTransport`."""
         to, part, payload, signature, meta, only, written = outgoing
         route = self._routes[to]
         size = len(payload)
@@ -251,7 +251,7 @@ class _Route:
 
     __slots__ = ("_link", "readers", "writer")
 
-    def __init__(self, link: GroupLink, readers: tuple[int, ...], writer: Writer) -> None:
+    def __init__(self, link: GroupLink, readers: tuple[int, ...], writer: Outlet) -> None:
         self._link = link
         self.readers = readers
         self.writer = writer

@@ -71,7 +71,7 @@ class OutgoingPart(NamedTuple):
     written: Callable[[int], None] | None = None
 
 
-class Transport(Protocol):
+class PayloadTransport(Protocol):
     """The way out to the other ranks."""
 
     def send(self, key: OperationKey, outgoing: OutgoingPart, finished: Finished) -> Sending | None:
@@ -177,7 +177,7 @@ class Operation:
     error: BaseException | None = None
     settled = False
     label = ""  # for the log, where the name is none for people
-    _link: Transport | None = None
+    _link: PayloadTransport | None = None
     _numbers = 0
     _ended = False
     _is_calling_back = False
@@ -322,7 +322,7 @@ class Operation:
         """Whether all that it sends, as far as it can know by now, has left."""
         return not self._sendings
 
-    def begin(self, link: Transport) -> None:
+    def begin(self, link: PayloadTransport) -> None:
         """Set up and send, unless it has ended already."""
         self._link = link
         try:

@@ -152,6 +152,11 @@ def sertype_of(entity: Any) -> int:
     return pointer.value
 
 
+def matched_subscriptions(writer: Any) -> set[int]:
+    """Handles of the readers that the writer is matched with. Empty where the call is missing."""
+    return _matched(_matched_subscriptions, writer)
+
+
 def matched_publications(reader: Any) -> set[int]:
     """Handles of the writers that the reader is matched with. Empty where the call is missing."""
     return _matched(_matched_publications, reader)
@@ -193,7 +198,7 @@ def matched_readers(writer: Any, known: Mapping[int, MatchedReader]) -> dict[int
         known: what was returned before, so that only new ones are asked for.
     """
     readers: dict[int, MatchedReader] = {}
-    for handle in _matched(_matched_subscriptions, writer):
+    for handle in matched_subscriptions(writer):
         if handle in known:
             readers[handle] = known[handle]
         elif endpoint := _subscription_data(handle_of(writer), handle):  # none: it has gone meanwhile

@@ -10,9 +10,7 @@ import ctypes as ct
 import os
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -35,16 +33,17 @@ from cyclonedds.util import duration
 
 from gradbus.runtime import drive, forks
 from gradbus.runtime.dds import domains, idl_types, libddsc, malloc, native_topics
-from gradbus.runtime.dds.access_policy import AccessPolicy
 from gradbus.runtime.dds.discovery import Claim
 from gradbus.runtime.dds.exclusion import Exclusion
 from gradbus.runtime.dds.libddsc import MatchedReader
 from gradbus.runtime.dds.log_sink import dds_log
 from gradbus.runtime.dds.missing_peers import Reach
 from gradbus.runtime.dds.network import NetworkConfig, build_xml, leaves_machine
-from gradbus.runtime.dds.topics import Topic
 from gradbus.runtime.errors import BusClosed, BusError
 from gradbus.runtime.logs import get_logger
+from gradbus.runtime.transport.access_policy import AccessPolicy
+from gradbus.runtime.transport.api import WOKEN, IoThread, Traits
+from gradbus.runtime.transport.channels import Channel
 
 IDL_TYPES: dict[str, Any] = {
     "TrainCmd": idl_types.TrainCmdType,
@@ -52,7 +51,6 @@ IDL_TYPES: dict[str, Any] = {
     "ModelBlob": idl_types.ModelBlobType,
     "Frame": idl_types.FrameType,
 }
-PERIOD_S = 0.002  # how often the thread of a bus calls what waits for an answer that comes soon
 MAX_DELETING = 64  # writers at the same time, each on a thread
 WRITE_END_S = 5.0  # for the writes that are under way when a writer is deleted; DDS gives up after a topic's block_s
 _ANY = InstanceState.Any | SampleState.Any | ViewState.Any
@@ -61,12 +59,13 @@ log = get_logger("dds")
 
 
 class Writer:
-    """A DDS writer of one topic and what the fast path needs to know of it."""
+    """The :class:`~gradbus.runtime.transport.api.Outlet` of DDS: a writer of one topic, and what the fast path needs to
+    know of it."""
 
-    def __init__(self, topic: Topic, entity: Any, fast: bool) -> None:
-        self.topic = topic
-        self.entity = entity
-        self.idl_type = IDL_TYPES[topic.idl_type]
+    def __init__(self, channel: Channel, entity: Any, fast: bool) -> None:
+        self.channel = channel
+        self.entity = self.changes = entity
+        self.idl_type = IDL_TYPES[channel.sample_type]
         self._handle = libddsc.handle_of(entity)
         self._sertype = libddsc.sertype_of(entity) if fast else None
         self.matched = 0  # readers that are matched, as of the last refresh
@@ -128,7 +127,7 @@ class Writer:
         return taken
 
     def _write_with(self, write: Callable[..., int], *arguments: Any) -> bool:
-        """Write with a function of :mod:`.libddsc`, and let :meth:`delete` wait for that. The function makes the sample
+        """Write with a function of :mod:`.libddsc`, and let :meth:`close` wait for that. The function makes the sample
         with the type of the topic, which is freed with its last writer: DDS would crash.
 
         No lock is needed: a write is entered before it looks whether the writer is being deleted, and that is noted
@@ -138,7 +137,7 @@ class Writer:
         try:
             self._writing.add(thread)
             if self._write_ended is not None:
-                raise BusClosed(f"topic {self.topic.name!r}: its writer is deleted, as its group or bus is closed")
+                raise BusClosed(f"topic {self.channel.name!r}: its writer is deleted, as its group or bus is closed")
             return self._is_taken(write(self._handle, self._sertype, *arguments))
         finally:
             self._writing.discard(thread)
@@ -158,8 +157,12 @@ class Writer:
             return False
         self._refused_since_s = 0.0
         if code < 0:
-            raise BusError(f"topic {self.topic.name!r}: DDS write returned {code}")
+            raise BusError(f"topic {self.channel.name!r}: DDS write returned {code}")
         return True
+
+    def peers(self) -> set[int]:
+        """Return the handles of the matched readers."""
+        return libddsc.matched_subscriptions(self.entity)
 
     def readers(self, known: Mapping[int, MatchedReader]) -> dict[int, MatchedReader]:
         """See :func:`.libddsc.matched_readers`."""
@@ -198,7 +201,7 @@ class Writer:
         """Whether a thread is in a write."""
         return bool(self._writing)
 
-    def delete(self) -> None:
+    def close(self) -> None:
         """Take it out of DDS when the writes under way have ended; further ones are refused. If one does not end in
         time, the writer stays, and the log says so."""
         ended = self._write_ended = self._write_ended or threading.Event()
@@ -213,7 +216,7 @@ class Writer:
                 with contextlib.suppress(Exception):  # it is the host's
                     log.error(
                         "writer not deleted",
-                        topic=self.topic.name,
+                        topic=self.channel.name,
                         reason=f"a write has not ended in {WRITE_END_S:g} s",
                         effect="its DDS participant stays until the process ends",
                     )
@@ -223,13 +226,13 @@ class Writer:
 
 
 class Reader:
-    """A DDS reader of one topic."""
+    """The :class:`~gradbus.runtime.transport.api.Inlet` of DDS: a reader of one topic."""
 
-    def __init__(self, topic: Topic, entity: Any, fast: bool) -> None:
-        self.topic = topic
-        self.entity = entity
-        self.idl_type = IDL_TYPES[topic.idl_type]
-        self.condition = ReadCondition(entity, _ANY)
+    def __init__(self, channel: Channel, entity: Any, fast: bool) -> None:
+        self.channel = channel
+        self.entity = self.changes = entity
+        self.idl_type = IDL_TYPES[channel.sample_type]
+        self.arrivals = ReadCondition(entity, _ANY)
         self._taker = libddsc.Taker(entity, 16) if fast else None
         self.matched = 0  # writers that are matched, as of the last refresh
         self.deleted: Callable[[], None] = _nothing
@@ -241,8 +244,8 @@ class Reader:
         self.matched = int(self.entity.get_subscription_matched_status().current_count)
         return True
 
-    def sources(self) -> set[int]:
-        """Handles of the matched writers."""
+    def peers(self) -> set[int]:
+        """Return the handles of the matched writers."""
         return libddsc.matched_publications(self.entity)
 
     def take(self, limit: int) -> list[tuple[Any, int]]:
@@ -269,7 +272,7 @@ class Reader:
         """The octets of a sample, without looking at its other fields. Raises SampleError."""
         return self.idl_type.octets(raw) if isinstance(raw, memoryview) else self.decode(raw).data
 
-    def delete(self) -> None:
+    def close(self) -> None:
         """Take it out of DDS; it must not be used any more."""
         domains.delete(self.entity)
         self.deleted()
@@ -288,61 +291,9 @@ def _nothing() -> None:
 E = TypeVar("E", Reader, Writer)
 
 
-@dataclass(slots=True, eq=False)
-class Periodic:
-    """A function that the thread of a bus calls until it returns False. It must not wait.
-
-    Attributes:
-        every_s: from one call to the next; the function may change it. due_s: the next call, by ``time.monotonic``.
-    """
-
-    function: Callable[[], bool]
-    every_s: float = PERIOD_S
-    due_s: float = 0.0
-
-
-class IoThread(Protocol):
-    """What a participant's own protocols (joining, liveness challenge, foreign readers) need of the thread that takes
-    the samples of its bus. All but ``rejected`` and ``add_periodic`` is for that thread.
-
-    Attributes:
-        rejected: counts of dropped samples, by reason.
-        on_new_readers: called when a writer's matched readers have changed, or a writer has been deleted.
-        before_deletion: called with writers that are about to be deleted.
-    """
-
-    rejected: Counter[str]
-    on_new_readers: Callable[[], None]
-    before_deletion: Callable[[Sequence[Writer]], None]
-
-    @property
-    def writers(self) -> Sequence[Writer]:
-        """The writers of the bus."""
-
-    def add_writer(self, writer: Writer) -> None:
-        """Watch for changes of the writer's matched readers."""
-
-    def add_reader(self, reader: Reader) -> None:
-        """Take the samples of a reader that uses them itself, in ``take`` or ``decode``, and hands none over."""
-
-    def take_again(self) -> None:
-        """Take from all readers again: some hold samples that DDS does not know of."""
-
-    def rematched(self) -> None:
-        """The counts of matched endpoints have changed for another reason than DDS's."""
-
-    def block_writers(self, sources: Collection[int], why: str) -> None:
-        """Report those who send through these DDS writers as gone, and take nothing more from them."""
-
-    def add_periodic(self, periodic: Periodic) -> None:
-        """Call a function soon, and then again and again until it returns False; once where it is there already."""
-
-    def call_within(self, periodic: Periodic, seconds: float) -> None:
-        """Move the next call of a function to an earlier time."""
-
-
 class Participant:
-    """Entities of a job, on a participant that it may share. Not thread-safe: one thread makes and closes it."""
+    """The :class:`~gradbus.runtime.transport.api.Transport` of DDS: entities of a job, on a participant that it may
+    share. Not thread-safe: one thread makes and closes it."""
 
     def __init__(self, *, domain_id: int, partition: str, network: NetworkConfig, fast: bool | None = None) -> None:
         """Get a participant.
@@ -355,11 +306,9 @@ class Participant:
         Raises:
             ConfigError: wrong interface or configuration. BusError: no participant could be made.
         """
-        self.needs_crc = True  # over the payload of frames
         self.lease_s = network.effective_lease_s
-        self.has_default_lease = network.lease_s is None
         self.access_policy = AccessPolicy()
-        self.make_writer: Callable[[Topic, Any, bool], Writer] = Writer  # tests put in one on which things go wrong
+        self.make_writer: Callable[[Channel, Any, bool], Writer] = Writer  # tests put in one on which things go wrong
         malloc.keep_memory()
         xml = build_xml(network, domain_id=domain_id, user_document=os.environ.get("CYCLONEDDS_URI"))
         self._lease = domains.acquire(domain_id, xml, partition)
@@ -374,21 +323,26 @@ class Participant:
         self._subscriber: Any = None
         self._is_open = True
         self._made_in = forks.generation
-        self.leaves_machine = leaves_machine(xml)
-        self.shared_memory = network.shared_memory
         self.reach = Reach.of(domain_id, network)
         try:
             qos = Qos(Policy.Partition(partitions=[partition]))
             self._publisher = self.keep(Publisher(self.entity, qos=qos))
             self._subscriber = self.keep(Subscriber(self.entity, qos=qos))
-            self.fast_path_fault = None if fast is False else _self_test(self.entity)
-            self.fast = self.fast_path_fault is None if fast is None else fast
+            fault = None if fast is False else _self_test(self.entity)
+            self.fast = fault is None if fast is None else fast
         except DDSException as error:
             self.close()
             raise BusError(f"DDS in domain {domain_id} does not start: {error.msg or error.code}") from None
         except BaseException:
             self.close()
             raise
+        self.traits = Traits(
+            leaves_machine=leaves_machine(xml),
+            shared_memory=network.shared_memory,
+            frees_gil=self.fast,
+            slow_because=fault,
+            has_default_lease=network.lease_s is None,
+        )
 
     def look_around(self) -> bool:
         """Take note of what discovery has found, and have others find this process. Called once a second."""
@@ -418,19 +372,27 @@ class Participant:
         return self._lease.discovery.others
 
     def start(self, thread: IoThread) -> None:
-        """Have it say from now on, on the receive thread of its bus, what it has to say by itself."""
+        """Do nothing: DDS has threads of its own."""
 
-    def topic_writer(self, topic: Topic, *, retained_samples: int = 1) -> Writer:
+    def waiter(self) -> WaitSet:
+        """See :meth:`.transport.api.Transport.waiter`. What waits is deleted with this."""
+        return WaitSet(self)
+
+    def close_endpoints(self, inlets: Sequence[Reader], outlets: Sequence[Writer]) -> None:
+        """See :func:`delete_together`."""
+        delete_together(inlets, outlets)
+
+    def outlet(self, channel: Channel, *, retained_samples: int = 1) -> Writer:
         """A writer. ``retained_samples``: how many of the newest a retained topic keeps for late readers.
 
         Raises:
             BusError: there is none, and nothing is left of what was made for it.
         """
         policies = [
-            Policy.Reliability.Reliable(duration(seconds=topic.block_s)),
-            Policy.History.KeepLast(1) if topic.keep_last else Policy.History.KeepAll,
+            Policy.Reliability.Reliable(duration(seconds=channel.block_s)),
+            Policy.History.KeepLast(1) if channel.keep_last else Policy.History.KeepAll,
         ]
-        if topic.retained:
+        if channel.retained:
             policies.append(
                 Policy.DurabilityService(
                     cleanup_delay=0,
@@ -443,32 +405,32 @@ class Participant:
 
         def make(dds_topic: Any, qos: Qos) -> Writer:
             entity = DataWriter(self._publisher, dds_topic, qos=qos)
-            return _wrapped(entity, DDSStatus.PublicationMatched, partial(self.make_writer, topic, entity, self.fast))
+            return _wrapped(entity, DDSStatus.PublicationMatched, partial(self.make_writer, channel, entity, self.fast))
 
-        return self._made_endpoint("writer", topic, policies, make)
+        return self._made_endpoint("writer", channel, policies, make)
 
-    def topic_reader(self, topic: Topic) -> Reader:
-        """A reader; DDS starts to fill it at once. Raises as :meth:`topic_writer`."""
-        reliable = Policy.Reliability.Reliable(duration(seconds=topic.block_s))
-        policies = [reliable if topic.reliable else Policy.Reliability.BestEffort, _reader_history(topic)]
-        if topic.reader_samples:
+    def inlet(self, channel: Channel) -> Reader:
+        """A reader; DDS starts to fill it at once. Raises as :meth:`outlet`."""
+        reliable = Policy.Reliability.Reliable(duration(seconds=channel.block_s))
+        policies = [reliable if channel.reliable else Policy.Reliability.BestEffort, _reader_history(channel)]
+        if channel.reader_samples:
             policies.append(
-                Policy.ResourceLimits(max_samples=topic.reader_samples, max_instances=-1, max_samples_per_instance=-1)
+                Policy.ResourceLimits(max_samples=channel.reader_samples, max_instances=-1, max_samples_per_instance=-1)
             )
 
         def make(dds_topic: Any, qos: Qos) -> Reader:
             entity = DataReader(self._subscriber, dds_topic, qos=qos)
-            return _wrapped(entity, DDSStatus.SubscriptionMatched, partial(Reader, topic, entity, self.fast))
+            return _wrapped(entity, DDSStatus.SubscriptionMatched, partial(Reader, channel, entity, self.fast))
 
-        return self._made_endpoint("reader", topic, policies, make)
+        return self._made_endpoint("reader", channel, policies, make)
 
-    def _made_endpoint(self, what: str, topic: Topic, policies: list[Any], make: Callable[[Any, Qos], E]) -> E:
-        policies.append(Policy.Durability.TransientLocal if topic.retained else Policy.Durability.Volatile)
-        if topic.ignore_local:
+    def _made_endpoint(self, what: str, channel: Channel, policies: list[Any], make: Callable[[Any, Qos], E]) -> E:
+        policies.append(Policy.Durability.TransientLocal if channel.retained else Policy.Durability.Volatile)
+        if channel.ignore_local:
             policies.append(Policy.IgnoreLocal.Participant)
-        with domains.made_by_dds(f"a {what} of topic {topic.name!r}"), contextlib.ExitStack() as undo:
-            dds_topic = self.topics.enter(topic.name, IDL_TYPES[topic.idl_type])
-            undo.callback(self.topics.leave, topic.name)
+        with domains.made_by_dds(f"a {what} of topic {channel.name!r}"), contextlib.ExitStack() as undo:
+            dds_topic = self.topics.enter(channel.name, IDL_TYPES[channel.sample_type])
+            undo.callback(self.topics.leave, channel.name)
             endpoint = make(dds_topic, Qos(*policies))
             undo.pop_all()
         endpoint.deleted = partial(self._forget, endpoint)
@@ -481,7 +443,7 @@ class Participant:
             self._endpoints.remove(endpoint)
         except KeyError:  # another thread has deleted it, too
             return
-        self.topics.leave(endpoint.topic.name)
+        self.topics.leave(endpoint.channel.name)
 
     def _new_topic(self, participant: Any, name: str, idl_type: Any) -> Any:
         return (native_topics.CTopic if self.fast else DdsTopic)(participant, name, idl_type)
@@ -531,7 +493,7 @@ def delete_together(readers: Sequence[Reader], writers: Sequence[Writer]) -> Non
     late = []
     for writer in writers:
         if not writer.is_writing and writer.wait_for_acks(0.0):
-            writer.delete()
+            writer.close()
         else:
             late.append(writer)
     for start in range(0, len(late), MAX_DELETING):
@@ -541,15 +503,13 @@ def delete_together(readers: Sequence[Reader], writers: Sequence[Writer]) -> Non
 def _delete_at_once(endpoints: Sequence[Reader | Writer]) -> None:
     """Delete readers or writers, each on a thread of its own. No executor does it: that refuses work while the
     interpreter ends, which is when some programs close their last bus."""
-    for deletion in [drive.later(one.delete, name="gradbus-delete") for one in endpoints]:
+    for deletion in [drive.later(one.close, name="gradbus-delete") for one in endpoints]:
         deletion.join()
 
 
 class WaitSet:
-    """Sleeps until something happens to an entity, and says to which: entities have numbers here, which the binding's
-    wait set does not offer. ``wake`` may be called from any thread."""
-
-    WOKEN = 0  # the number that stands for a call of ``wake``
+    """The :class:`~gradbus.runtime.transport.api.Waiter` of DDS. Entities have numbers here, which the binding's wait
+    set does not offer."""
 
     def __init__(self, participant: Participant) -> None:
         """Raises BusError: DDS does not give what it takes."""
@@ -559,7 +519,7 @@ class WaitSet:
         with domains.made_by_dds("a wait set"):
             self._guard = participant.keep(GuardCondition(participant.entity))
             self._handle = libddsc.handle_of(participant.keep(DdsWaitSet(participant.entity)))
-            self.attach(self._guard, self.WOKEN)
+            self.attach(self._guard, WOKEN)
 
     def attach(self, entity: Any, number: int) -> None:
         """Wait for an entity, too; ``number`` (1 or more) stands for it."""
@@ -583,7 +543,7 @@ class WaitSet:
         if count < 0:
             raise OSError(f"dds_waitset_wait returned {count}")
         numbers = self._triggered[: min(count, room)] if count else []
-        if self.WOKEN in numbers:
+        if WOKEN in numbers:
             self._guard.take()
         return numbers
 
@@ -597,9 +557,9 @@ _fast_path: list[str | None] = []  # the verdict of the self-test, once per proc
 _self_test_lock = forks.ForkLock()
 
 
-def _reader_history(topic: Topic) -> Any:
-    if topic.keep_last or topic.overwrites:
-        return Policy.History.KeepLast(1 if topic.keep_last else topic.reader_samples)
+def _reader_history(channel: Channel) -> Any:
+    if channel.keep_last or channel.overwrites:
+        return Policy.History.KeepLast(1 if channel.keep_last else channel.reader_samples)
     return Policy.History.KeepAll
 
 

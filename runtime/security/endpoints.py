@@ -13,25 +13,26 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from gradbus.runtime.dds import libddsc
-from gradbus.runtime.dds.access_policy import AccessPolicy
 from gradbus.runtime.dds.libddsc import MatchedReader
 from gradbus.runtime.dds.network import NetworkConfig
-from gradbus.runtime.dds.participant import IoThread, Participant, Reader, Writer
+from gradbus.runtime.dds.participant import Participant, Reader, Writer
 from gradbus.runtime.dds.spdp import PREFIX_BYTES
-from gradbus.runtime.dds.topics import Topic
 from gradbus.runtime.security.foreign_readers import ForeignReaders
 from gradbus.runtime.security.peers import Release
 from gradbus.runtime.security.streams import OutboundEnvelope
+from gradbus.runtime.transport.access_policy import AccessPolicy
+from gradbus.runtime.transport.api import IoThread
+from gradbus.runtime.transport.channels import Channel
 
 # Fields beside the octets, by DDS type.
 CLEAR: dict[str, tuple[int, ...]] = {"ClientUpdate": (0, 0, 0), "ModelBlob": (0,), "Frame": ()}
 
 
-def wire_topic(topic: Topic) -> Topic:
+def wire_channel(channel: Channel) -> Channel:
     """Return the topic that carries the envelopes of a topic's samples."""
-    if topic.idl_type in CLEAR:
-        return topic
-    return replace(topic, name=f"{topic.name}_sealed", idl_type="Frame")
+    if channel.sample_type in CLEAR:
+        return channel
+    return replace(channel, name=f"{channel.name}_sealed", sample_type="Frame")
 
 
 class Decrypted(Protocol):
@@ -86,11 +87,11 @@ class JobMembership(AccessPolicy, ABC):
         """
 
     @abstractmethod
-    def decryptor(self, topic: Topic) -> Decrypt:
+    def decryptor(self, channel: Channel) -> Decrypt:
         """Return what decrypts the envelopes of a topic."""
 
     @abstractmethod
-    def accepts(self, topic: Topic, opened: Any, sample: Any, source: int, release: Release) -> bool:
+    def accepts(self, channel: Channel, opened: Any, sample: Any, source: int, release: Release) -> bool:
         """Whether to hand over a decrypted sample now.
 
         Args:
@@ -104,7 +105,7 @@ class JobMembership(AccessPolicy, ABC):
     def retain(self, topic: str, samples: int) -> None:
         """Note that DDS retains so many of the newest samples of a topic for late readers."""
 
-    def check_topic(self, topic: Topic) -> None:
+    def check_channel(self, channel: Channel) -> None:
         """Raise ConfigError: members of this kind do not use the topic."""
 
 
@@ -130,14 +131,16 @@ class EncryptedWriter(_MatchedWithKey, Writer):
         unsent: number of samples that had no recipient.
     """
 
-    def __init__(self, topic: Topic, wire: Writer, fast: bool, membership: JobMembership, own_prefix: bytes) -> None:
+    def __init__(
+        self, channel: Channel, wire: Writer, fast: bool, membership: JobMembership, own_prefix: bytes
+    ) -> None:
         """``own_prefix``: GUID prefix of the participant of this bus."""
         self._membership = membership
         self._own_prefix = own_prefix
         self._readers: dict[int, MatchedReader] = {}
-        super().__init__(topic, wire.entity, fast)
+        super().__init__(channel, wire.entity, fast)
         self._wire = wire
-        self._clear = CLEAR[wire.topic.idl_type]
+        self._clear = CLEAR[wire.channel.sample_type]
         self.unsent = 0
 
     def write(self, fields: tuple[Any, ...], parts: tuple[Any, ...]) -> bool:
@@ -146,7 +149,7 @@ class EncryptedWriter(_MatchedWithKey, Writer):
             sample: tuple[Any, ...] = (self.idl_type.prefix(*fields, sum(map(len, parts))), *parts)
         else:
             sample = (self.idl_type(*fields).serialize(),)
-        envelope = self._membership.encrypt(self.topic.name, sample)
+        envelope = self._membership.encrypt(self.channel.name, sample)
         if envelope is None:
             self.unsent += 1
             return True
@@ -201,24 +204,24 @@ class EncryptedWriter(_MatchedWithKey, Writer):
         """See :attr:`.dds.Writer.is_writing`."""
         return self._wire.is_writing
 
-    def delete(self) -> None:
-        """See :meth:`.dds.Writer.delete`: the writer below has the same entity, and late faults of its own to stop."""
-        self._wire.delete()
+    def close(self) -> None:
+        """See :meth:`.dds.Writer.close`: the writer below has the same entity, and late faults of its own to stop."""
+        self._wire.close()
 
 
 class EncryptedReader(_MatchedWithKey, Reader):
     """Decrypts every envelope, and hands over the samples that this process accepts from their senders."""
 
-    def __init__(self, topic: Topic, wire: Reader, membership: JobMembership) -> None:
+    def __init__(self, channel: Channel, wire: Reader, membership: JobMembership) -> None:
         self._membership = membership
-        super().__init__(topic, wire.entity, fast=False)
+        super().__init__(channel, wire.entity, fast=False)
         self._wire = wire
-        self._decrypt = membership.decryptor(topic)
+        self._decrypt = membership.decryptor(channel)
         self._released: deque[tuple[Any, int]] = deque()
 
-    def delete(self) -> None:
-        """See :meth:`.dds.Reader.delete`: the reader below has the same entity."""
-        self._wire.delete()
+    def close(self) -> None:
+        """See :meth:`.dds.Reader.close`: the reader below has the same entity."""
+        self._wire.close()
 
     def take(self, limit: int) -> list[tuple[Any, int]]:
         """See :meth:`.dds.Reader.take`: samples that were held back until now, then envelopes as they came. Fewer than
@@ -241,7 +244,7 @@ class EncryptedReader(_MatchedWithKey, Reader):
         if opened is None:
             return None
         sample = self.idl_type.deserialize(opened.data)
-        return sample if self._membership.accepts(self.topic, opened, sample, source, self._release) else None
+        return sample if self._membership.accepts(self.channel, opened, sample, source, self._release) else None
 
     def _release(self, sample: Any, source: int) -> None:
         self._released.append((sample, source))
@@ -263,30 +266,31 @@ class EncryptedParticipant(Participant):
         self.membership = membership()
         super().__init__(domain_id=domain_id, partition=partition, network=network, fast=fast)
         self.access_policy = self.membership
-        self.needs_crc = False  # the tag of the envelope replaces it, and a checksum takes longer than encryption
+        # The tag of the envelope replaces the checksum, which takes longer than encryption.
+        self.traits = replace(self.traits, needs_crc=False)
 
     def start(self, thread: IoThread) -> None:
         """Start the protocols of the membership, and watch for foreign readers."""
         self.membership.start(self, thread)
         ForeignReaders(self, thread, self.membership.participants, knows_all=self.membership.knows_all)
 
-    def topic_writer(self, topic: Topic, *, retained_samples: int = 1) -> EncryptedWriter:
-        """See :meth:`.dds.Participant.topic_writer`."""
-        self.membership.check_topic(topic)
-        wire = super().topic_writer(wire_topic(topic), retained_samples=retained_samples)
-        if topic.retained:
-            self.membership.retain(topic.name, 1 if topic.keep_last else retained_samples)
-        return EncryptedWriter(topic, wire, self.fast, self.membership, self.prefix)
+    def outlet(self, channel: Channel, *, retained_samples: int = 1) -> EncryptedWriter:
+        """See :meth:`.dds.Participant.outlet`."""
+        self.membership.check_channel(channel)
+        wire = super().outlet(wire_channel(channel), retained_samples=retained_samples)
+        if channel.retained:
+            self.membership.retain(channel.name, 1 if channel.keep_last else retained_samples)
+        return EncryptedWriter(channel, wire, self.fast, self.membership, self.prefix)
 
-    def topic_reader(self, topic: Topic) -> EncryptedReader:
-        """See :meth:`.dds.Participant.topic_reader`."""
-        self.membership.check_topic(topic)
-        return EncryptedReader(topic, super().topic_reader(wire_topic(topic)), self.membership)
+    def inlet(self, channel: Channel) -> EncryptedReader:
+        """See :meth:`.dds.Participant.inlet`."""
+        self.membership.check_channel(channel)
+        return EncryptedReader(channel, super().inlet(wire_channel(channel)), self.membership)
 
-    def plain_writer(self, topic: Topic) -> Writer:
+    def plain_outlet(self, channel: Channel) -> Writer:
         """Return a writer of unencrypted samples, for the join protocol."""
-        return super().topic_writer(topic)
+        return super().outlet(channel)
 
-    def plain_reader(self, topic: Topic) -> Reader:
+    def plain_inlet(self, channel: Channel) -> Reader:
         """Return a reader of unencrypted samples, for the join protocol."""
-        return super().topic_reader(topic)
+        return super().inlet(channel)

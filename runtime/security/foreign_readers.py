@@ -24,10 +24,11 @@ from gradbus.runtime import forks
 from gradbus.runtime.dds.discovery import Claim
 from gradbus.runtime.dds.exclusion import Exclusion, describe
 from gradbus.runtime.dds.libddsc import MatchedReader
-from gradbus.runtime.dds.participant import IoThread, Participant, Periodic, Writer
+from gradbus.runtime.dds.participant import Participant, Writer
 from gradbus.runtime.dds.spdp import PREFIX_BYTES
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.security.rate_limits import TokenBucket
+from gradbus.runtime.transport.api import IoThread, Periodic
 
 IDLE_S = 1.0  # interval of checks while no writer has foreign readers
 CHECK_S, QUIET_CHECK_S = 0.05, 0.25  # the same of writers that have some; the latter while none is delayed
@@ -181,7 +182,7 @@ class ForeignReaders:
                 if not self._is_out(prefix) and now_s - self._foreign.get(prefix, now_s) > GRACE_S
             }
             if late and not watched.writer.wait_for_acks(max(LEAST_ACKS_S, until_s - time.monotonic())):
-                self._exclude(dict.fromkeys(late, watched.writer.topic.name), now_s, is_logged=self._knows_all)
+                self._exclude(dict.fromkeys(late, watched.writer.channel.name), now_s, is_logged=self._knows_all)
 
     def _is_out(self, prefix: bytes) -> bool:
         known = self._excluded.get(prefix)
@@ -225,7 +226,7 @@ class ForeignReaders:
                 for prefix in foreign:  # one that is back may be a member that had no time to announce itself
                     allowed_s = min(grace_s, SHORT_GRACE_S) if prefix in self._excluded else grace_s
                     if now_s - self._foreign[prefix] > allowed_s:
-                        out[prefix] = watched.writer.topic.name
+                        out[prefix] = watched.writer.channel.name
         elapsed_s, self._strained_s = min(WINDOW_S, now_s - self._strained_s), now_s
         self._strain_s = max(0.0, self._strain_s + (WINDOW_S if is_delayed else -elapsed_s / 10))
         if self._strain_s > STRAIN_S:

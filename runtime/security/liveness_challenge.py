@@ -14,11 +14,12 @@ import struct
 import time
 from typing import Any, NamedTuple
 
-from gradbus.runtime.dds.participant import IoThread, Periodic, Writer
-from gradbus.runtime.dds.topics import TOPICS, Topic
+from gradbus.runtime.dds.participant import Writer
 from gradbus.runtime.errors import FrameError
 from gradbus.runtime.security.encryption import SessionCipher
 from gradbus.runtime.security.peers import CHALLENGE_TOPIC, LEEWAY_S, Peer
+from gradbus.runtime.transport.api import IoThread, Periodic
+from gradbus.runtime.transport.channels import CHANNELS, Channel
 from gradbus.runtime.wire.frames import Frame
 from gradbus.runtime.wire.messages import Message, ModelBlob, TrainCmd
 
@@ -33,7 +34,7 @@ _PACE_PEERS = 16
 _HEAD = struct.Struct("<BBHH16s12sQQ")
 _ANSWER = struct.Struct("<16sI")
 _VERSION = 2
-_RETAINED = (TOPICS[TrainCmd].name, TOPICS[ModelBlob].name)
+_RETAINED = (CHANNELS[TrainCmd].name, CHANNELS[ModelBlob].name)
 
 
 class ChallengeMessage(NamedTuple):
@@ -81,7 +82,7 @@ def _none(sample: Any) -> Message | Frame:
     raise FrameError("greeting", "challenges are not messages")
 
 
-SESSION_TOPIC = Topic(CHALLENGE_TOPIC, "Frame", True, False, 4096, 0, 0.01, False, _none)
+SESSION_TOPIC = Channel(CHALLENGE_TOPIC, "Frame", True, False, 4096, 0, 0.01, False, _none)
 
 
 class LivenessChallenge:

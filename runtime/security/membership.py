@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
-from gradbus.runtime.dds.participant import IoThread
-from gradbus.runtime.dds.topics import Topic
 from gradbus.runtime.security.encryption import Opened, SessionCipher
 from gradbus.runtime.security.endpoints import Decrypt, EncryptedParticipant, JobMembership
 from gradbus.runtime.security.liveness_challenge import SESSION_TOPIC, LivenessChallenge
 from gradbus.runtime.security.peers import MAX_SOURCES, Release
 from gradbus.runtime.security.streams import OutboundEnvelope
+from gradbus.runtime.transport.api import IoThread
+from gradbus.runtime.transport.channels import Channel
 
 
 class SharedKeyMembership(JobMembership):
@@ -36,27 +36,27 @@ class SharedKeyMembership(JobMembership):
         return () if self.liveness is None else self.liveness.proven
 
     def start(self, node: EncryptedParticipant, thread: IoThread) -> None:
-        reader, writer = node.topic_reader(SESSION_TOPIC), node.topic_writer(SESSION_TOPIC)
+        reader, writer = node.inlet(SESSION_TOPIC), node.outlet(SESSION_TOPIC)
         self.liveness = LivenessChallenge(self.cipher, node.prefix, writer, thread)
         thread.add_reader(reader)
 
     def encrypt(self, topic: str, sample: tuple[Any, ...]) -> OutboundEnvelope | None:
         return self.cipher.encryptor(topic).envelope(sample) if self.has_key else None
 
-    def decryptor(self, topic: Topic) -> Decrypt:
-        return self.cipher.decryptor(topic.name, ignores_own=topic.ignore_local).open
+    def decryptor(self, channel: Channel) -> Decrypt:
+        return self.cipher.decryptor(channel.name, ignores_own=channel.ignore_local).open
 
-    def accepts(self, topic: Topic, opened: Opened, sample: Any, source: int, release: Release) -> bool:
+    def accepts(self, channel: Channel, opened: Opened, sample: Any, source: int, release: Release) -> bool:
         """Accept the samples of authenticated sessions; hold those of others until they are authenticated."""
         peer = opened.peer
         if len(peer.sources) < MAX_SOURCES:
             peer.sources.add(source)
-        if topic is SESSION_TOPIC:
+        if channel is SESSION_TOPIC:
             if self.liveness is not None:
                 self.liveness.receive(peer, sample.data)
             return False
         if not peer.authenticated:
-            self.cipher.peers.hold(peer, topic.name, opened.header, sample, source, release)
+            self.cipher.peers.hold(peer, channel.name, opened.header, sample, source, release)
         return peer.authenticated
 
     def retain(self, topic: str, samples: int) -> None:

@@ -21,11 +21,11 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from gradbus.runtime.dds.participant import Seals, Writer
-from gradbus.runtime.dds.topics import Topic
 from gradbus.runtime.errors import BusClosed, BusError, FrameError
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.testing.failpoints import kill_self
 from gradbus.runtime.testing.faults import Faults, Rule
+from gradbus.runtime.transport.channels import Channel
 from gradbus.runtime.wire import control, frames
 
 _NAMES = {"train_cmd": "command", "client_update": "update", "model_blob": "model", "frame": "collective"}
@@ -57,9 +57,9 @@ class FaultInjector:
         self._late = _LateWrites()
         log.warning("faults are switched on", rules=[str(rule) for rule in self.faults.rules])
 
-    def make_writer(self, topic: Topic, entity: Any, fast: bool) -> Writer:
+    def make_writer(self, channel: Channel, entity: Any, fast: bool) -> Writer:
         """A writer for an entity, in place of :class:`~gradbus.runtime.dds.participant.Writer`."""
-        return _FaultyWriter(topic, entity, fast, faults=self.faults, late=self._late)
+        return _FaultyWriter(channel, entity, fast, faults=self.faults, late=self._late)
 
     def close(self) -> None:
         """Log what has fired, and write what is still delayed: it is late, not lost, also where its sender leaves."""
@@ -71,15 +71,15 @@ class FaultInjector:
 class _FaultyWriter(Writer):
     """Applies faults to samples on their way into DDS. A write that a fault has swallowed succeeds for its caller."""
 
-    def __init__(self, topic: Topic, entity: Any, fast: bool, *, faults: Faults, late: _LateWrites) -> None:
-        super().__init__(topic, entity, fast)
+    def __init__(self, channel: Channel, entity: Any, fast: bool, *, faults: Faults, late: _LateWrites) -> None:
+        super().__init__(channel, entity, fast)
         self._faults = faults
         self._late = late
         self._holding = threading.Lock()
         self._held: _Sample | None = None  # until another one has overtaken it
         # Those that DDS did not take, by their identity; what they are made of is kept, so that it is not used again.
         self._tried: dict[tuple[int, int], tuple[Any, _Sample, int]] = {}
-        name = topic.name.split("/")[1].removesuffix("_sealed")
+        name = channel.name.split("/")[1].removesuffix("_sealed")
         self._name = _NAMES.get(name, name)
 
     def write(self, fields: tuple[Any, ...], parts: tuple[Any, ...]) -> bool:
@@ -280,4 +280,4 @@ class _LateWrites:
             except (BusError, OSError) as error:
                 reason = str(error)
                 break
-        log.warning("late sample lost", topic=writer.topic.name, reason=reason)
+        log.warning("late sample lost", topic=writer.channel.name, reason=reason)

@@ -28,7 +28,7 @@ import gradbus
 from gradbus.runtime.dds import idl_types
 from gradbus.runtime.dds.idl_types import SampleError
 from gradbus.runtime.dds.network import NetworkConfig, build_xml
-from gradbus.runtime.dds.topics import TOPICS
+from gradbus.runtime.transport.channels import CHANNELS
 from gradbus.runtime.wire import control, frames
 from gradbus.runtime.wire.control import Leave
 from gradbus.runtime.wire.frames import CONTROLLER, FrameKey, Kind
@@ -285,19 +285,19 @@ async def talk_with_foreign_program(generated_folder: Path) -> tuple[list[Messag
     job, domain = f"idl-{os.getpid()}", new_domain()
     request = {
         "job": job, "domain": domain, "xml": build_xml(NetworkConfig(lease_s=PATIENT_S)), "samples": THEIRS,
-        "topics": {topic.idl_type: (topic.name, topic.retained) for topic in TOPICS.values()},
+        "topics": {topic.sample_type: (topic.name, topic.retained) for topic in CHANNELS.values()},
     }  # fmt: skip
     place = {"job": job, "domain": domain, "lease_s": PATIENT_S, "security": "none"}
     async with asyncio.timeout(60), gradbus.connect(**place) as bus:
-        with bus.subscribe(*TOPICS) as inbox:
-            for kind in TOPICS:
+        with bus.subscribe(*CHANNELS) as inbox:
+            for kind in CHANNELS:
                 bus.open_writer(kind)
             child = await asyncio.create_subprocess_exec(
                 sys.executable, "-c", FOREIGN, cwd=generated_folder, stdin=PIPE, stdout=PIPE
             )
             answer = asyncio.ensure_future(child.communicate(json.dumps(request).encode()))
             # Each topic has our own reader, too.
-            await bus.matched(lambda: all(bus.matched_readers(kind) == 2 for kind in TOPICS), timeout_s=30)
+            await bus.matched(lambda: all(bus.matched_readers(kind) == 2 for kind in CHANNELS), timeout_s=30)
             # Of two commands in a reader only the newest is kept, so ours goes out when theirs is in.
             received = [await inbox.get()]
             await bus.publish(Identity(7, 2), TrainCmd(4, 0, 1, 0.5, 7))

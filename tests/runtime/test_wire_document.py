@@ -11,7 +11,7 @@ from typing import get_args
 import pytest
 from doc_pages import rows, section
 
-from gradbus.runtime.dds.topics import TOPICS, collective_topic
+from gradbus.runtime.transport.channels import CHANNELS, collective_channel
 from gradbus.runtime.wire import control, frames
 from gradbus.runtime.wire.control import Body
 from gradbus.runtime.wire.frames import Flags, Kind
@@ -109,11 +109,11 @@ def test_kinds_and_flags_have_the_numbers_of_the_code(page: str) -> None:
 
 def test_topics_have_the_quality_of_service_of_the_code(page: str) -> None:
     table = {row[0].strip("`"): row for row in rows(section(page, "Topics"), "topic")}
-    topics = [*TOPICS.values(), collective_topic("<group>"), collective_topic("<group>/<rank>")]
+    topics = [*CHANNELS.values(), collective_channel("<group>"), collective_channel("<group>/<rank>")]
     assert table.keys() == {topic.name for topic in topics}
     for topic in topics:
         _, idl_type, _, durability, history, in_reader, in_process, when_full = table[topic.name]
-        assert idl_type == f"`gradbus::{topic.idl_type}`"
+        assert idl_type == f"`gradbus::{topic.sample_type}`"
         assert durability == ("transient-local" if topic.retained else "volatile")
         kept = f"keep all, readers the last {topic.reader_samples}" if topic.overwrites else "keep all"
         assert history == ("keep last 1" if topic.keep_last else kept)
@@ -152,7 +152,7 @@ def test_every_reason_to_refuse_a_frame_is_explained(root: Path, page: str) -> N
     source = (root / "runtime" / "wire" / "frames.py").read_text(encoding="utf-8")
     reasons = set(re.findall(r'FrameError\(\s*"(\w+)"', source))
     assert {row[0] for row in rows(section(page, "What is refused"), "reason")} == reasons
-    for file in ("dds/topics.py", "wire/assembler.py", "wire/control.py"):
+    for file in ("transport/channels.py", "wire/assembler.py", "wire/control.py"):
         source = (root / "runtime" / file).read_text(encoding="utf-8")
         for reason in re.findall(r'FrameError\(\s*"(\w+)"', source):
             assert f"`{reason}`" in section(page, "What is refused"), reason

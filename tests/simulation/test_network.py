@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fault_simulation.endpoints import MemoryParticipant, MemoryReader, MemoryWriter
 from fault_simulation.kernel import CLOCK, START_S, VirtualProcess, now_s
-from fault_simulation.network import MemoryNetwork
+from fault_simulation.memory import virtual_network
 from fault_simulation.trace import Trace
 from fault_simulation.virtual_loop import VirtualLoop
 
-from gradbus.runtime.dds.topics import TOPICS
+from gradbus.runtime.transport.channels import CHANNELS
+from gradbus.runtime.transport.memory.transport import MemoryTransport
 from gradbus.runtime.wire.messages import ClientUpdate, TrainCmd
 
 
@@ -33,13 +32,13 @@ class Scene:
 
     def __init__(self, seed: int, kind: type[Any], **settings: Any) -> None:
         self.loop = VirtualLoop(Silent())
-        self.network = MemoryNetwork(self.loop, random.Random(seed), Trace())
+        self.network = virtual_network(self.loop, seed, Trace())
         for name, value in settings.items():
             setattr(self.network, name, value)
-        self.topic = TOPICS[kind]
+        self.channel = CHANNELS[kind]
         self.source, self.target = self._process("controller", 0), self._process("client-0", 1)
-        self.writer: MemoryWriter = self.source.context.run(MemoryParticipant).topic_writer(self.topic)
-        self.reader: MemoryReader = self.target.context.run(MemoryParticipant).topic_reader(self.topic)
+        self.writer = MemoryTransport(self.network, self.source, "job").outlet(self.channel)
+        self.reader = MemoryTransport(self.network, self.target, "job").inlet(self.channel)
         self.got: list[int] = []
 
     def _process(self, role: str, machine: int) -> VirtualProcess:
@@ -48,7 +47,7 @@ class Scene:
 
     def write(self, *numbers: int) -> None:
         for number in numbers:
-            is_command = self.topic is TOPICS[TrainCmd]
+            is_command = self.channel is CHANNELS[TrainCmd]
             fields, parts = ((number, 0, 0, 0.0, 0), ()) if is_command else ((0, number, 0), (b"x",))
             assert self.writer.write(fields, parts)
 
@@ -128,9 +127,9 @@ def test_a_full_reader_holds_up_its_writer_and_nothing_is_lost() -> None:
     while scene.writer.write((0, written + 1, 0), (b"x",)) and written < 1000:
         written += 1
         scene.pass_time(0.01)
-    assert scene.topic.reader_samples < written < 1000
-    assert len(scene.reader.queue) == scene.topic.reader_samples
-    assert scene.source.take_blocked_s() == scene.topic.block_s
+    assert scene.channel.reader_samples < written < 1000
+    assert len(scene.reader.queue) == scene.channel.reader_samples
+    assert scene.source.take_blocked_s() == scene.channel.block_s
     while len(scene.got) < written:
         before = len(scene.got)
         scene.wait(1.0)
@@ -141,24 +140,23 @@ def test_a_full_reader_holds_up_its_writer_and_nothing_is_lost() -> None:
 def test_a_dead_process_is_lost_at_once_on_its_machine_and_after_a_lease_elsewhere() -> None:
     scene = Scene(0, ClientUpdate, lease_s=4.0)
     scene.wait(1.0)
-    assert scene.reader.sources()
+    assert scene.reader.peers()
     scene.source.dead, scene.source.ended_s = True, now_s()
     scene.network.ended(scene.source)
     scene.wait(1.0)
-    assert scene.reader.sources()
+    assert scene.reader.peers()
     scene.wait(4.0)
-    assert not scene.reader.sources()
+    assert not scene.reader.peers()
 
 
-def test_a_writer_knows_that_all_is_taken_over_when_its_last_sample_has_arrived() -> None:
+def test_a_writer_knows_that_all_is_acknowledged_when_its_last_sample_has_arrived() -> None:
     scene = Scene(0, ClientUpdate, base_s=0.5, jitter_s=0.0)
     scene.wait(1.0)
-    assert scene.writer.is_taken_over
-    scene.write(1)
     assert scene.writer.is_acknowledged
-    assert not scene.writer.is_taken_over
+    scene.write(1)
+    assert not scene.writer.is_acknowledged
     scene.wait(1.0)
-    assert scene.writer.is_taken_over
+    assert scene.writer.is_acknowledged
 
 
 def test_a_writer_waits_for_a_reader_of_a_dead_process_until_it_has_lost_it() -> None:
@@ -166,6 +164,6 @@ def test_a_writer_waits_for_a_reader_of_a_dead_process_until_it_has_lost_it() ->
     scene.wait(1.0)
     scene.target.dead = True
     scene.network.ended(scene.target)
-    assert not scene.writer.is_taken_over
+    assert not scene.writer.is_acknowledged
     scene.wait(scene.network.lease_s + 1.0)
-    assert scene.writer.is_taken_over
+    assert scene.writer.is_acknowledged

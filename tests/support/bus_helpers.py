@@ -52,7 +52,7 @@ def topics_of(bus: Bus) -> list[str]:
 def participant_of(bus: Bus) -> Any:
     """The participant of the bus, for what DDS and the other processes of its job see. A secured one has a
     ``membership``."""
-    return bus._participant  # noqa: SLF001 - a user's bus does not show what it has in DDS
+    return bus._transport  # noqa: SLF001 - a user's bus does not show what it has in DDS
 
 
 def receiver_of(bus: Bus) -> Receiver:

@@ -20,7 +20,7 @@ from typing import Any, Self
 
 from gradbus.runtime.dds.network import NetworkConfig
 from gradbus.runtime.dds.participant import Participant, Reader, Writer
-from gradbus.runtime.dds.topics import Topic
+from gradbus.runtime.transport.channels import Channel as TransportChannel
 
 ANSWER_S = 60.0  # within which any answer comes: a machine may stand still
 _NUMBER = struct.Struct("<I")
@@ -28,7 +28,7 @@ _NUMBER = struct.Struct("<I")
 
 @dataclass(frozen=True)
 class Channel:
-    """Holds what a topic of :mod:`gradbus.runtime.dds.topics` tells DDS; samples are frames."""
+    """Holds what a channel of :mod:`gradbus.runtime.transport.channels` tells DDS; samples are frames."""
 
     name: str
     retained: bool = False
@@ -37,9 +37,9 @@ class Channel:
     overwrites: bool = False
     block_s: float = 0.05
 
-    def topic(self) -> Topic:
-        """Return the topic."""
-        return Topic(
+    def opened(self) -> TransportChannel:
+        """Return the channel to open."""
+        return TransportChannel(
             f"test/{self.name}",
             "Frame",
             self.retained,
@@ -175,11 +175,11 @@ class _Process:
         return True
 
     def writer(self, key: str, channel: dict[str, Any], retained_samples: int) -> None:
-        topic = Channel(**channel).topic()
-        self.endpoints[key] = self.participant.topic_writer(topic, retained_samples=retained_samples)
+        topic = Channel(**channel).opened()
+        self.endpoints[key] = self.participant.outlet(topic, retained_samples=retained_samples)
 
     def reader(self, key: str, channel: dict[str, Any]) -> None:
-        self.endpoints[key] = self.participant.topic_reader(Channel(**channel).topic())
+        self.endpoints[key] = self.participant.inlet(Channel(**channel).opened())
 
     def write(self, key: str, numbers: list[int], size: int, until_taken: bool) -> list[bool]:
         return [self._write(key, number, size, until_taken) for number in numbers]
@@ -225,7 +225,7 @@ class _Process:
         return writer.wait_for_acks(timeout_s)
 
     def delete(self, key: str) -> None:
-        self.endpoints.pop(key).delete()
+        self.endpoints.pop(key).close()
 
 
 def main() -> None:

@@ -26,10 +26,10 @@ from gradbus.actors.federated.controller.state import RunContext
 from gradbus.codecs import Codec
 from gradbus.runtime.compute import ComputeThread
 from gradbus.runtime.config.federated import FederatedConfig
-from gradbus.runtime.dds.access_policy import AccessPolicy
 from gradbus.runtime.errors import BusError
 from gradbus.runtime.shm.shared_payload import PayloadMemory, read
 from gradbus.runtime.testing.journal import History
+from gradbus.runtime.transport.access_policy import AccessPolicy
 from gradbus.runtime.wire import frames
 from gradbus.runtime.wire.control import PROTOCOL, Hello, ModelAvailable, ModelRequest
 from gradbus.runtime.wire.frames import CONTROLLER, Flags, FrameKey, Kind

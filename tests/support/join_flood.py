@@ -70,8 +70,8 @@ def main() -> None:
     job, domain, name, public = sys.argv[1], int(sys.argv[2]), sys.argv[3], bytes.fromhex(sys.argv[4])
     node = Participant(domain_id=domain, partition=job, network=NetworkConfig(), fast=True)
     deaf = {topic.name: replace(topic, ignore_local=True) for topic in (JOIN, BEACON)}
-    readers = [node.topic_reader(topic) for topic in deaf.values()]
-    writers = {topic.name: node.topic_writer(replace(topic, retained=False)) for topic in deaf.values()}
+    readers = [node.inlet(topic) for topic in deaf.values()]
+    writers = {topic.name: node.outlet(replace(topic, retained=False)) for topic in deaf.values()}
     servers: list[Beacon] = []
     others: list[JoinHello] = []
     over = threading.Event()

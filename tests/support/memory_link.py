@@ -40,7 +40,7 @@ class Job:
 
 @dataclass
 class MemoryLink:
-    """The way out of one rank. Implements ``operation.Transport``."""
+    """The way out of one rank. Implements ``operation.PayloadTransport``."""
 
     net: MemoryNet
     rank: int

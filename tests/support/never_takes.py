@@ -14,7 +14,7 @@ from cyclonedds.core import Policy
 
 from gradbus.runtime.dds.network import NetworkConfig
 from gradbus.runtime.dds.participant import IDL_TYPES, Participant
-from gradbus.runtime.dds.topics import Topic
+from gradbus.runtime.transport.channels import Channel
 
 
 def main(domain: int, participants: int) -> None:
@@ -37,19 +37,19 @@ def main(domain: int, participants: int) -> None:
                     Participant(domain_id=domain, partition=partition, network=NetworkConfig())
                     for _ in range(participants)
                 ]
-            topic = Topic(
+            topic = Channel(
                 sample.topic_name, types[sample.type_name], True, False, 4, 0, 0.1, False, lambda sample: sample
             )
             for retained in (True, False):
                 try:
-                    readers += [node.topic_reader(_with(topic, retained)) for node in nodes[partition]]
+                    readers += [node.inlet(_with(topic, retained)) for node in nodes[partition]]
                 except Exception as error:  # a writer that retains nothing has no such readers; the other kind matches
                     print(error, file=sys.stderr)
             print(sample.topic_name, flush=True)
         time.sleep(0.01)
 
 
-def _with(topic: Topic, retained: bool) -> Topic:
+def _with(topic: Channel, retained: bool) -> Channel:
     from dataclasses import replace
 
     return replace(topic, retained=retained)

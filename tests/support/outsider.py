@@ -11,14 +11,14 @@ from dataclasses import replace
 from gradbus.runtime.dds import libddsc
 from gradbus.runtime.dds.network import NetworkConfig
 from gradbus.runtime.dds.participant import Participant, Writer
-from gradbus.runtime.dds.topics import TOPICS, Topic
-from gradbus.runtime.security.endpoints import wire_topic
+from gradbus.runtime.security.endpoints import wire_channel
 from gradbus.runtime.security.envelope import MAGIC
 from gradbus.runtime.security.liveness_challenge import SESSION_TOPIC
+from gradbus.runtime.transport.channels import CHANNELS, Channel
 from gradbus.runtime.wire import frames
 from gradbus.runtime.wire.messages import Control
 
-JOB_TOPICS = (*TOPICS.values(), SESSION_TOPIC)
+JOB_TOPICS = (*CHANNELS.values(), SESSION_TOPIC)
 
 _OCTETS_AT = 24  # at the latest
 _COUNTER_AT = 16  # in an envelope, little-endian
@@ -33,7 +33,7 @@ class Outsider:
         job: str,
         domain: int,
         *,
-        topics: Iterable[Topic] = JOB_TOPICS,
+        topics: Iterable[Channel] = JOB_TOPICS,
         echoes: bool = False,
         lease_s: float = 1.0,
         patience_s: float = 0.2,
@@ -46,10 +46,10 @@ class Outsider:
         self._random = random.Random(0)
         network = NetworkConfig(lease_s=lease_s)  # those of one process share it
         self._node = Participant(domain_id=domain, partition=job, network=network, fast=True)
-        deaf = [replace(wire_topic(topic), ignore_local=True) for topic in topics]  # to itself
-        self._readers = [self._node.topic_reader(topic) for topic in deaf]
+        deaf = [replace(wire_channel(topic), ignore_local=True) for topic in topics]  # to itself
+        self._readers = [self._node.inlet(topic) for topic in deaf]
         self.writers: dict[str, Writer] = {
-            topic.name: self._node.topic_writer(replace(topic, retained=False) if topic.keep_last else topic)
+            topic.name: self._node.outlet(replace(topic, retained=False) if topic.keep_last else topic)
             for topic in deaf
         }
         self._stop = threading.Event()
@@ -68,7 +68,7 @@ class Outsider:
         while not self._stop.wait(0.002):
             for reader in self._readers:
                 for raw, _ in reader.take(16):
-                    heard = (reader.topic.name, bytes(raw))
+                    heard = (reader.channel.name, bytes(raw))
                     self.heard.append(heard)
                     if self._echoes:
                         self._echo(heard)
@@ -96,14 +96,14 @@ class Outsider:
         for name, sample in list(heard):
             self.say(name, sample)
 
-    def wait_for_nobody(self, name: str = TOPICS[Control].name, timeout_s: float = 10.0, *, but: int = 0) -> None:
+    def wait_for_nobody(self, name: str = CHANNELS[Control].name, timeout_s: float = 10.0, *, but: int = 0) -> None:
         """Until DDS knows that those who listened have gone, ``but`` so many."""
         until_s = time.monotonic() + timeout_s
         while self.writers[name].entity.get_publication_matched_status().current_count > but:
             assert time.monotonic() < until_s, "somebody still listens"
             time.sleep(0.005)
 
-    def wait_for_readers(self, readers: int, name: str = TOPICS[Control].name, timeout_s: float = 10.0) -> None:
+    def wait_for_readers(self, readers: int, name: str = CHANNELS[Control].name, timeout_s: float = 10.0) -> None:
         """Until so many listen to what it says."""
         writer = self.writers[name]
         until_s = time.monotonic() + timeout_s

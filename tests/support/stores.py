@@ -19,7 +19,7 @@ from patience import until
 
 from gradbus.runtime.bus.background import BusThread, release
 from gradbus.runtime.bus.raw_endpoints import RawEndpoints
-from gradbus.runtime.dds.topics import store_topic
+from gradbus.runtime.transport.channels import store_channel
 from gradbus.runtime.wire.frames import MAX_CHUNK_BYTES, Frame, FrameKey, Kind, split
 from gradbus.runtime.wire.messages import new_incarnation
 from gradbus.torch.store.address import Address
@@ -79,8 +79,8 @@ class RawRank(AbstractContextManager["RawRank"]):
         self._asked_in = 0  # how often it asked without an answer yet
         self.thread = acquire_bus(Address(*job, rank, 2))
         self.port = self.thread.start(_port_of(self.thread)).result(10.0)
-        self.port.open_reader(store_topic(self.incarnation), self._take)
-        self.writer = self.port.open_writer(store_topic())
+        self.port.open_reader(store_channel(self.incarnation), self._take)
+        self.writer = self.port.open_writer(store_channel())
         until(lambda: self.writer.matched > 0)
 
     def _take(self, frame: Frame) -> None:

@@ -14,13 +14,13 @@ from gradbus.actors.aggregation.merged_buffers import split
 from gradbus.actors.federated.chosen_codecs import max_model_bytes
 from gradbus.codecs import Codec, CodecError, add_into, parse
 from gradbus.runtime.compute import ComputeThread
-from gradbus.runtime.dds.access_policy import AccessPolicy
-from gradbus.runtime.dds.topics import TOPICS
 from gradbus.runtime.errors import FrameError
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.shm.segment import SharedMemoryFault, is_here
 from gradbus.runtime.shm.shared_payload import PayloadMemory, read
 from gradbus.runtime.testing.instrumentation import Probe, no_probe
+from gradbus.runtime.transport.access_policy import AccessPolicy
+from gradbus.runtime.transport.channels import CHANNELS
 from gradbus.runtime.wire.assembler import Assembler, Verdict
 from gradbus.runtime.wire.control import CANDIDATE_ROUNDS, FROZEN_ROUND, ModelAvailable
 from gradbus.runtime.wire.frames import CONTROLLER, Flags, FrameKey, Kind
@@ -353,7 +353,7 @@ class SharedModelReader:
                     effect="models go over DDS",
                 )
         else:
-            self._memory.read_bytes[TOPICS[ModelBlob].name] += notice.total_bytes
+            self._memory.read_bytes[CHANNELS[ModelBlob].name] += notice.total_bytes
             self._copy.adopt(key, model)
 
     def _load(self, key: FrameKey, notice: ModelAvailable) -> DecodedModel | None:

@@ -26,7 +26,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from gradbus.actors.federated.client_names import MAX_CLIENT_ID, MAX_NAMED_CLIENTS, ClientNames
-from gradbus.runtime.dds.access_policy import ClientNode
+from gradbus.runtime.transport.access_policy import ClientNode
 from gradbus.runtime.wire.control import Hello
 from gradbus.runtime.wire.frames import UNASSIGNED
 from gradbus.runtime.wire.messages import Identity

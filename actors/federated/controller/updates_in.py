@@ -46,13 +46,13 @@ from gradbus.actors.federated.controller.state import RunContext
 from gradbus.actors.federated.controller.update_admission import UpdateAdmission, UpdateRefusal, unusable
 from gradbus.actors.federated.controller.uploads import UNEXPECTED, IncomingUpload, RequestedUpload, Uploads
 from gradbus.codecs import Codec, CodecError
-from gradbus.runtime.dds.topics import TOPICS
 from gradbus.runtime.errors import FrameError, WriteTimeout
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.shm.segment import SharedMemoryFault, is_here
 from gradbus.runtime.shm.shared_payload import read
 from gradbus.runtime.tasks import TaskGroup
 from gradbus.runtime.testing.journal import update_name
+from gradbus.runtime.transport.channels import CHANNELS
 from gradbus.runtime.wire.control import Body, PacketRequest, UploadRequest
 from gradbus.runtime.wire.frames import FrameKey
 from gradbus.runtime.wire.messages import ClientUpdate
@@ -582,7 +582,7 @@ class UpdateReceiver:
         finally:
             self._transfers.pop(transfer.key, None)
             if transfer.in_memory and transfer.payload is not None:
-                self._context.bus.memory.read_bytes[TOPICS[ClientUpdate].name] += len(transfer.payload)
+                self._context.bus.memory.read_bytes[CHANNELS[ClientUpdate].name] += len(transfer.payload)
             transfer.payload = None  # also where an error's traceback holds the transfer
 
     def _count(

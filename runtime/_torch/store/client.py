@@ -17,11 +17,11 @@ from torch.distributed import DistNetworkError
 from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.bus.liveness import DOUBT_S, Reachability
 from gradbus.runtime.dds.missing_peers import WaitLog
-from gradbus.runtime.dds.participant import Writer
-from gradbus.runtime.dds.topics import store_topic
 from gradbus.runtime.errors import BarrierTimeout, BusError, FrameError
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.security.liveness_challenge import SESSION_TOPIC
+from gradbus.runtime.transport.api import Outlet
+from gradbus.runtime.transport.channels import store_channel
 from gradbus.runtime.wire.frames import Frame, FrameKey
 from gradbus.torch.store.address import Address
 from gradbus.torch.store.endpoint import StoreEnd
@@ -56,12 +56,12 @@ class StoreClient(StoreEnd):
         self._decided = asyncio.Event()
         self._reachable = Reachability("", bus.lease_s)  # of the arbiter
         self._watcher: asyncio.Task[None] | None = None
-        self._reader = self._port.open_reader(store_topic(self.incarnation), self._take)
-        self._writer = self._port.open_writer(store_topic())
+        self._reader = self._port.open_reader(store_channel(self.incarnation), self._take)
+        self._writer = self._port.open_writer(store_channel())
         if (
             not self._port.is_sealed
         ):  # an encrypting rank 0 cannot answer, but greets: Bus.misconfiguration then has the reason
-            self._port.open_reader(replace(SESSION_TOPIC, to_message=store_topic().to_message), self._take)
+            self._port.open_reader(replace(SESSION_TOPIC, to_message=store_channel().to_message), self._take)
 
     async def join(self, timeout_s: float, patience_s: float) -> None:
         """Find the arbiter.
@@ -159,11 +159,11 @@ class StoreClient(StoreEnd):
             self._fail(str(error))
 
     def _is_gone(self) -> bool:
-        return self._reachable.is_gone(self._reader.reader.matched > 0, time.monotonic())
+        return self._reachable.is_gone(self._reader.inlet.matched > 0, time.monotonic())
 
     # The end
 
-    async def leave(self) -> list[Writer]:
+    async def leave(self) -> list[Outlet]:
         self._send(StoreLeave(), to=self._arbiter)
         return [self._writer]
 

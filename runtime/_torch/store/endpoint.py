@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from gradbus.runtime.bus.bus import Bus
-from gradbus.runtime.dds.participant import Writer
+from gradbus.runtime.transport.api import Outlet
 from gradbus.runtime.wire.messages import new_incarnation
 from gradbus.torch.store.address import Address
 from gradbus.torch.store.messages import READ_ONLY, StoreAnswer, StoreRequest
@@ -140,7 +140,7 @@ class StoreEnd:
     def begin_closing(self, stay_s: float) -> None:
         """On any thread: the own process needs the store no more. ``stay_s``: how long to keep it for others."""
 
-    async def leave(self) -> list[Writer]:
+    async def leave(self) -> list[Outlet]:
         """Say goodbye. Returns writers of which all that was written should be taken over before they are closed."""
         raise NotImplementedError
 

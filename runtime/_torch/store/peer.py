@@ -14,8 +14,8 @@ from collections.abc import Callable
 from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.bus.liveness import Reachability
 from gradbus.runtime.bus.sender import Job
-from gradbus.runtime.dds.topics import store_topic
 from gradbus.runtime.errors import BusError
+from gradbus.runtime.transport.channels import store_channel
 from gradbus.runtime.wire.frames import FrameKey
 from gradbus.torch.store.messages import MAX_WAITING, READ_ONLY, Message, StoreAnswer, StoreRequest, frame_of
 from gradbus.torch.store.table import StoreTable, StoreWaiter, answer
@@ -93,7 +93,7 @@ class StorePeer:
         self._seen = False  # DDS has matched its inbox
         self._reachable = Reachability(key.name, bus.lease_s)
         self._port = bus.raw_endpoints()
-        self.writer = self._port.open_writer(store_topic(key.incarnation))
+        self.writer = self._port.open_writer(store_channel(key.incarnation))
 
     # Whether it is there
 

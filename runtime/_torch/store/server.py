@@ -14,10 +14,10 @@ from collections.abc import Callable
 from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.bus.liveness import DOUBT_S
 from gradbus.runtime.dds.missing_peers import EVERY_S, WaitLog
-from gradbus.runtime.dds.participant import Writer
-from gradbus.runtime.dds.topics import store_topic
 from gradbus.runtime.errors import BarrierTimeout, BusError, FrameError
 from gradbus.runtime.logs import get_logger
+from gradbus.runtime.transport.api import Outlet
+from gradbus.runtime.transport.channels import store_channel
 from gradbus.runtime.wire.frames import Frame, FrameKey
 from gradbus.torch.store.address import Address
 from gradbus.torch.store.endpoint import StoreEnd
@@ -60,8 +60,8 @@ class StoreServer(StoreEnd):
         self._ranks: dict[int, StorePeer] = {}  # that have joined, also those that are gone
         self._left = asyncio.Event()  # some process has
         self._removals: set[asyncio.Task[None]] = set()
-        self._port.open_reader(store_topic(), self._take)
-        self._others = self._port.open_writer(store_topic())  # its own reader takes what it writes, too
+        self._port.open_reader(store_channel(), self._take)
+        self._others = self._port.open_writer(store_channel())  # its own reader takes what it writes, too
         self._watcher = asyncio.create_task(self._watch(), name=f"gradbus-store-{address.name}")
 
     def _request(self, request: StoreRequest) -> None:
@@ -237,7 +237,7 @@ class StoreServer(StoreEnd):
         self._until_s = min(self._until_s or until_s, until_s)
         self._closing = True
 
-    async def leave(self) -> list[Writer]:
+    async def leave(self) -> list[Outlet]:
         """Stay until all others have left, or the time is over: they may still have requests."""
         while time.monotonic() < self._until_s and any(map(self._has_joined, self.peers.values())):
             self._left.clear()

@@ -12,14 +12,15 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, Protocol
 
-from gradbus.runtime.dds.participant import IoThread, Periodic, Reader, Writer
-from gradbus.runtime.dds.topics import Topic
+from gradbus.runtime.dds.participant import Reader, Writer
 from gradbus.runtime.errors import ConfigError, FrameError
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.security.identity.admission import Admission
 from gradbus.runtime.security.identity.allow_list import AllowListWatcher
 from gradbus.runtime.security.identity.join_client import JoinClient
 from gradbus.runtime.security.identity.join_messages import JOIN_TOPIC
+from gradbus.runtime.transport.api import IoThread, Periodic
+from gradbus.runtime.transport.channels import Channel
 from gradbus.runtime.wire.frames import Frame
 from gradbus.runtime.wire.messages import Message
 
@@ -35,15 +36,15 @@ def _none(sample: Any) -> Message | Frame:
     raise FrameError("join", "a sample of the join protocol is no message of an actor")
 
 
-JOIN = Topic(JOIN_TOPIC, "Frame", False, False, 512, 0, 0.01, False, _none, ignore_local=True)
-BEACON = Topic(BEACON_TOPIC, "Frame", True, False, 64, 0, 0.01, False, _none, ignore_local=True)
+JOIN = Channel(JOIN_TOPIC, "Frame", False, False, 512, 0, 0.01, False, _none, ignore_local=True)
+BEACON = Channel(BEACON_TOPIC, "Frame", True, False, 64, 0, 0.01, False, _none, ignore_local=True)
 
 
 class JoinReader(Reader):
     """Passes the samples of the join protocol to the transport. No actor gets one."""
 
     def __init__(self, wire: Reader, transport: JoinTransport) -> None:
-        super().__init__(wire.topic, wire.entity, fast=False)
+        super().__init__(wire.channel, wire.entity, fast=False)
         self._wire = wire
         self._transport = transport
 
@@ -57,7 +58,7 @@ class JoinReader(Reader):
             FrameError, SampleError, ValueError, TypeError, OverflowError: it is invalid.
         """
         wire, source = raw
-        self._transport.receive(self.topic.name, memoryview(self._wire.decode(wire).data).cast("B"), source)
+        self._transport.receive(self.channel.name, memoryview(self._wire.decode(wire).data).cast("B"), source)
 
 
 class PlainEndpoints(Protocol):
@@ -65,10 +66,10 @@ class PlainEndpoints(Protocol):
 
     prefix: bytes
 
-    def plain_writer(self, topic: Topic) -> Writer:
+    def plain_outlet(self, topic: Channel) -> Writer:
         """Return a writer of unencrypted samples."""
 
-    def plain_reader(self, topic: Topic) -> Reader:
+    def plain_inlet(self, topic: Channel) -> Reader:
         """Return a reader of unencrypted samples."""
 
 
@@ -96,7 +97,7 @@ class JoinTransport:
         self._on_refused = on_refused
         self._looked_s = self._ticked_s = time.monotonic()
         self._is_polling = False
-        self._writer = node.plain_writer(JOIN)
+        self._writer = node.plain_outlet(JOIN)
         party.participant = node.prefix
         if isinstance(party, Admission):
             party.dropped = thread.rejected
@@ -106,12 +107,12 @@ class JoinTransport:
             events.rotated = lambda epoch, why: _log(log.info, "new key epoch", epoch=epoch, reason=why)
             party.on_refused = on_refused
             # DDS keeps the newest alone, so that a reader that takes nothing cannot block the writer.
-            self._beacon = node.plain_writer(replace(BEACON, keep_last=True))
+            self._beacon = node.plain_outlet(replace(BEACON, keep_last=True))
             self._send_beacon(party, self._ticked_s)
         else:
             party.on_joined = self._on_joined
-        self._beacons = JoinReader(node.plain_reader(BEACON), self)
-        for one in (JoinReader(node.plain_reader(JOIN), self), self._beacons):
+        self._beacons = JoinReader(node.plain_inlet(BEACON), self)
+        for one in (JoinReader(node.plain_inlet(JOIN), self), self._beacons):
             thread.add_reader(one)
         thread.add_writer(self._writer)
         thread.add_periodic(Periodic(self._tick, IDLE_TICK_S))
@@ -155,7 +156,7 @@ class JoinTransport:
         self._ticked_s = now_s
         if isinstance(self._party, JoinClient):
             if self._writer.matched:
-                self._send(self._party.tick(now_s, self._beacons.sources().__contains__))
+                self._send(self._party.tick(now_s, self._beacons.peers().__contains__))
             return
         if now_s - self._looked_s > LIST_S:
             self._looked_s = now_s

@@ -12,9 +12,6 @@ import time
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
-from gradbus.runtime.dds.access_policy import NO_RANKS, ClientNode, job_in_use
-from gradbus.runtime.dds.participant import IoThread
-from gradbus.runtime.dds.topics import TOPICS, Topic
 from gradbus.runtime.errors import ConfigError, FrameError, GradbusError, JoinRefused
 from gradbus.runtime.security.encryption import SessionCipher
 from gradbus.runtime.security.endpoints import Decrypt, Decrypted, EncryptedParticipant, JobMembership
@@ -29,13 +26,16 @@ from gradbus.runtime.security.identity.unassigned_clients import UnassignedClien
 from gradbus.runtime.security.membership import SharedKeyMembership
 from gradbus.runtime.security.peers import Release
 from gradbus.runtime.security.streams import OutboundEnvelope
+from gradbus.runtime.transport.access_policy import NO_RANKS, ClientNode, job_in_use
+from gradbus.runtime.transport.api import IoThread
+from gradbus.runtime.transport.channels import CHANNELS, Channel
 from gradbus.runtime.wire import control, frames
 from gradbus.runtime.wire.frames import FrameKey
 from gradbus.runtime.wire.messages import ClientUpdate, Control, TrainCmd
 
-_CONTROL, _COMMANDS = TOPICS[Control].name, TOPICS[TrainCmd].name
-_FROM_MEMBERS = frozenset({_CONTROL, TOPICS[ClientUpdate].name})
-_NAMES = frozenset(topic.name for topic in TOPICS.values())
+_CONTROL, _COMMANDS = CHANNELS[Control].name, CHANNELS[TrainCmd].name
+_FROM_MEMBERS = frozenset({_CONTROL, CHANNELS[ClientUpdate].name})
+_NAMES = frozenset(channel.name for channel in CHANNELS.values())
 _REMOVED = "its node was taken off the allow list"
 _OTHER_BUS = (
     "this bus is for ranks of a group (Security(role='worker')): a controller or client of a federated run opens "
@@ -81,25 +81,26 @@ class ControllerMembership(JobMembership):
             to = None  # no node owns that number: all members can read it, and its incarnation says whom it is for
         return self.party.seal(topic, sample, to)
 
-    def decryptor(self, topic: Topic) -> Decrypt:
+    def decryptor(self, channel: Channel) -> Decrypt:
         def decrypt(octets: Any, /) -> Decrypted | None:
-            opened = self.party.open(topic.name, octets, time.monotonic())
+            opened = self.party.open(channel.name, octets, time.monotonic())
             if opened is None:
                 return None
             plain, sender = opened
-            if topic.name not in _FROM_MEMBERS:
-                raise FrameError("identity", f"{sender.name}, a {sender.role}, sends on {topic.name}")
+            if channel.name not in _FROM_MEMBERS:
+                raise FrameError("identity", f"{sender.name}, a {sender.role}, sends on {channel.name}")
             return _Opened(plain, sender)
 
         return decrypt
 
-    def accepts(self, topic: Topic, opened: _Opened, sample: Any, source: int, release: Release) -> bool:
+    def accepts(self, channel: Channel, opened: _Opened, sample: Any, source: int, release: Release) -> bool:
         client_id, sender = frames.sender_of(sample.data), opened.sender
-        if client_id == frames.UNASSIGNED and topic.name == _CONTROL and sender is not None and sender.role == "client":
+        is_control = channel.name == _CONTROL
+        if client_id == frames.UNASSIGNED and is_control and sender is not None and sender.role == "client":
             self._unassigned.note(frames.incarnation_of(sample.data), sender.name)
             return True
         if sender is None or not sender.may_be(client_id):
-            if sender is not None and topic.name == _CONTROL:
+            if sender is not None and is_control:
                 self.party.refuse_sender(sender, client_id, time.monotonic())
             name = sender and sender.name
             raise FrameError("identity", f"{name} sends as client {client_id}, which the allow list does not give it")
@@ -115,8 +116,8 @@ class ControllerMembership(JobMembership):
     def retain(self, topic: str, samples: int) -> None:
         self.party.rotation.retain(topic, samples)
 
-    def check_topic(self, topic: Topic) -> None:
-        if topic.name not in _NAMES:
+    def check_channel(self, channel: Channel) -> None:
+        if channel.name not in _NAMES:
             raise ConfigError(NO_RANKS)
 
     def sign_model(self, key: FrameKey, flags: int, payload: Any) -> str:
@@ -133,7 +134,7 @@ class ClientMembership(JobMembership):
     """
 
     knows_all = False
-    check_topic = ControllerMembership.check_topic
+    check_channel = ControllerMembership.check_channel
 
     def __init__(self, client: JoinClient) -> None:
         self.party = client
@@ -165,19 +166,19 @@ class ClientMembership(JobMembership):
             raise JoinRefused(self.party.refusal)
         return self.party.seal(topic, sample) if topic in _FROM_MEMBERS else None
 
-    def decryptor(self, topic: Topic) -> Decrypt:
-        of_ranks = self._ranks.decryptor(topic.name, ignores_own=True)
+    def decryptor(self, channel: Channel) -> Decrypt:
+        of_ranks = self._ranks.decryptor(channel.name, ignores_own=True)
 
         def decrypt(octets: Any, /) -> Decrypted | None:
             if self.party.ranks.has_key:  # an observer requires no liveness challenge
                 return of_ranks.open(octets)
-            plain = self.party.open(topic.name, octets, time.monotonic())
+            plain = self.party.open(channel.name, octets, time.monotonic())
             return None if plain is None else _Opened(plain)
 
         return decrypt
 
-    def accepts(self, topic: Topic, opened: Decrypted, sample: Any, source: int, release: Release) -> bool:
-        is_named = topic.name != _COMMANDS and not self.party.ranks.has_key
+    def accepts(self, channel: Channel, opened: Decrypted, sample: Any, source: int, release: Release) -> bool:
+        is_named = channel.name != _COMMANDS and not self.party.ranks.has_key
         if is_named and frames.sender_of(sample.data) != frames.CONTROLLER:
             raise FrameError("identity", "the controller sends in the name of another")
         return True

@@ -21,8 +21,8 @@ from gradbus.actors.federated.controller.dispatch import Dispatcher
 from gradbus.actors.federated.controller.liveness import LivenessMonitor, make_status
 from gradbus.actors.federated.controller.report import Progress, RoundReport
 from gradbus.actors.federated.controller.state import RunContext
-from gradbus.runtime.dds.access_policy import AccessPolicy
 from gradbus.runtime.errors import BusClosed
+from gradbus.runtime.transport.access_policy import AccessPolicy
 from gradbus.runtime.wire import control
 from gradbus.runtime.wire.control import PROTOCOL, Hello, Status
 from gradbus.runtime.wire.frames import CONTROLLER

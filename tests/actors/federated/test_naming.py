@@ -18,9 +18,9 @@ from gradbus.actors.federated.client.client import Client, checked_id
 from gradbus.actors.federated.client_names import ClientNames, names_of_rows
 from gradbus.actors.federated.controller.naming import ClientNaming, NamedSender
 from gradbus.models import NoopTask
-from gradbus.runtime.dds.access_policy import ClientNode
 from gradbus.runtime.errors import ConfigError, FrameError
 from gradbus.runtime.names import check_name
+from gradbus.runtime.transport.access_policy import ClientNode
 from gradbus.runtime.wire import control
 from gradbus.runtime.wire.control import PROTOCOL, Hello
 from gradbus.runtime.wire.frames import UNASSIGNED

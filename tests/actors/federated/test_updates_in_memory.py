@@ -18,14 +18,14 @@ from intake_hall import DIM, Hall, Sender, deliver, hall_of, run_with
 from gradbus import codecs
 from gradbus.actors.federated.controller import updates_in as update_receiver
 from gradbus.actors.federated.controller.rounds import Round, RoundRules
-from gradbus.runtime.dds.topics import TOPICS, ClientUpdate
 from gradbus.runtime.shm.segment import SharedMemoryFault, machine
 from gradbus.runtime.shm.shared_payload import PayloadMemory, SharedPayload
+from gradbus.runtime.transport.channels import CHANNELS, ClientUpdate
 from gradbus.runtime.wire.control import Receipt, RetransmitRequest
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="this system has no memfd")
 
-UPDATES = TOPICS[ClientUpdate].name
+UPDATES = CHANNELS[ClientUpdate].name
 
 
 @pytest.fixture(autouse=True)

@@ -35,11 +35,11 @@ from gradbus.actors.flower.protocol import (
     make_payload,
     partitions_of,
 )
-from gradbus.runtime.dds.topics import TOPICS
 from gradbus.runtime.errors import ConfigError, JoinRefused, TrainingFailed
 from gradbus.runtime.fast_paths import has_memfd
 from gradbus.runtime.security import Security
 from gradbus.runtime.shm.shared_payload import read
+from gradbus.runtime.transport.channels import CHANNELS
 from gradbus.runtime.wire.control import PROTOCOL, Hello, Receipt
 from gradbus.runtime.wire.messages import ClientUpdate, Control, Identity, PeerGone
 
@@ -410,7 +410,7 @@ def test_the_memory_of_a_node_is_read_also_after_a_reply_that_was_withdrawn_befo
             withdrawn.set()
             again = await push(hub, [0], data)
             assert bytes((await answers(hub, again, 0))[0].payload or b"") == data[::-1]
-            assert hub.bus.memory.read_bytes[TOPICS[ClientUpdate].name] == len(data)
+            assert hub.bus.memory.read_bytes[CHANNELS[ClientUpdate].name] == len(data)
 
     asyncio.run(run())
 

@@ -30,9 +30,9 @@ from gradbus.commands.run import status
 from gradbus.commands.run.status import Observer, lines_of, observe, settings_of
 from gradbus.models import NoopTask
 from gradbus.runtime.config.bus import BusSettings
-from gradbus.runtime.dds.topics import TOPICS, BestEffortControl
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.security.job_key import new_job_key, write_secret_file
+from gradbus.runtime.transport.channels import CHANNELS, BestEffortControl
 from gradbus.runtime.wire import control
 from gradbus.runtime.wire.control import (
     PROTOCOL,
@@ -328,11 +328,11 @@ def test_nobody_waits_for_the_one_that_looks_on() -> None:
         domain = new_domain()
         async with gradbus.connect(job="o", domain=domain) as bus, gradbus.connect(job="o", domain=domain) as watching:
             with watching.subscribe(BestEffortControl):
-                reader = watching._channels[BestEffortControl].reader.entity  # noqa: SLF001 - DDS alone has its QoS
+                reader = watching._channels[BestEffortControl].inlet.entity  # noqa: SLF001 - DDS alone has its QoS
                 assert reader.get_qos()[Policy.Reliability] == Policy.Reliability.BestEffort
                 bus.open_writer(Control)
                 await bus.matched(lambda: bus.matched_readers(Control) == 1, timeout_s=10.0)
-                assert not any(map(watching.writes, TOPICS))  # it has none that others could match
+                assert not any(map(watching.writes, CHANNELS))  # it has none that others could match
 
     asyncio.run(main())
 

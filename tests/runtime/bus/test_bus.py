@@ -20,8 +20,8 @@ from bus_helpers import (
 
 import gradbus
 from gradbus.runtime.dds.network import NetworkConfig
-from gradbus.runtime.dds.topics import TOPICS
 from gradbus.runtime.errors import BarrierTimeout, BusClosed, ConfigError
+from gradbus.runtime.transport.channels import CHANNELS
 from gradbus.runtime.wire.assembler import Assembler
 from gradbus.runtime.wire.control import Leave
 from gradbus.runtime.wire.frames import CONTROLLER, Flags, FrameKey, Kind
@@ -178,7 +178,7 @@ def test_what_a_subscription_does_not_want_neither_reaches_it_nor_fills_its_inbo
             assert len(picky) == 0
             everything.close()
             for _ in range(12):  # three times as many as the inbox holds, if anybody had to take them
-                for _ in range(TOPICS[Control].inbox // 4):
+                for _ in range(CHANNELS[Control].inbox // 4):
                     await one.publish(CLIENT, Leave("later"))
                 await one.publish(CLIENT, Leave("now"))
                 async with asyncio.timeout(20):

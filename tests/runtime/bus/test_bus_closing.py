@@ -20,8 +20,8 @@ import gradbus
 from gradbus.runtime.bus import raw_endpoints
 from gradbus.runtime.bus.raw_endpoints import RawEndpoints
 from gradbus.runtime.dds import domains
-from gradbus.runtime.dds.topics import collective_topic
 from gradbus.runtime.errors import BusClosed
+from gradbus.runtime.transport.channels import collective_channel
 from gradbus.runtime.wire import frames
 from gradbus.runtime.wire.control import Leave
 from gradbus.runtime.wire.frames import FrameKey, Kind
@@ -255,7 +255,7 @@ def never_takes(place: dict[str, Any]) -> Iterator[None]:
 
 async def port_with_unacknowledged(bus: gradbus.Bus, writers: int) -> RawEndpoints:
     port = bus.raw_endpoints()
-    opened = [port.open_writer(collective_topic(f"group-{number}")) for number in range(writers)]
+    opened = [port.open_writer(collective_channel(f"group-{number}")) for number in range(writers)]
     await bus.matched(lambda: all(writer.matched for writer in opened), timeout_s=50)
     key = FrameKey(Kind.COLLECTIVE, 1, 0, 0, 1, 0, "x", 0)
     for writer in opened:
@@ -312,8 +312,8 @@ def test_a_bus_receives_while_readers_and_writers_of_a_group_are_being_deleted(
             inbox = one.subscribe(Control)
             await reads(other, Control)
             for is_reader in (True, False):
-                port, topic = one.raw_endpoints(), collective_topic("group")
-                endpoint = port.open_reader(topic, lambda _: None).reader if is_reader else port.open_writer(topic)
+                port, topic = one.raw_endpoints(), collective_channel("group")
+                endpoint = port.open_reader(topic, lambda _: None).inlet if is_reader else port.open_writer(topic)
                 closing = asyncio.create_task(port.close())
                 await eventually(began.is_set)
                 await other.publish(CLIENT, Leave("x"))

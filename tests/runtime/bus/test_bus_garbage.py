@@ -17,7 +17,7 @@ import gradbus
 from gradbus.runtime.dds import libddsc
 from gradbus.runtime.dds.network import NetworkConfig
 from gradbus.runtime.dds.participant import Participant, Writer
-from gradbus.runtime.dds.topics import TOPICS
+from gradbus.runtime.transport.channels import CHANNELS
 from gradbus.runtime.wire import control, frames
 from gradbus.runtime.wire.control import Leave
 from gradbus.runtime.wire.frames import CONTROLLER, FrameKey, Kind
@@ -43,7 +43,7 @@ class Stranger:
         self._participant = Participant(
             domain_id=place["domain"], partition=place["job"], network=NetworkConfig(), fast=fast
         )
-        self.writers: dict[type[Any], Writer] = {kind: self._participant.topic_writer(TOPICS[kind]) for kind in TOPICS}
+        self.writers: dict[type[Any], Writer] = {kind: self._participant.outlet(CHANNELS[kind]) for kind in CHANNELS}
 
     def __enter__(self) -> Stranger:
         return self
@@ -167,7 +167,7 @@ def test_samples_in_other_representations_end_neither_the_thread_nor_the_bus_and
             with Stranger(place, fast=fast) as stranger:
                 await stranger.matched()
                 written = 0
-                for kind in TOPICS:
+                for kind in CHANNELS:
                     for sample in representations():
                         stranger.write_raw(kind, sample)
                         written += 1

@@ -18,7 +18,7 @@ from gradbus.commands.peer_link import END, HERE, PEER, ROOT, Link
 from gradbus.runtime.bus import handover, wait_loop
 from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.bus.wait_loop import SPIN_S, WaitLoop
-from gradbus.runtime.dds.topics import collective_topic
+from gradbus.runtime.transport.channels import collective_channel
 from gradbus.runtime.wire import control, frames
 from gradbus.runtime.wire.control import Leave
 from gradbus.runtime.wire.frames import Frame, FrameKey, Kind
@@ -138,7 +138,7 @@ def test_a_wait_in_which_nothing_comes_is_asleep_but_for_its_beginning(
 def test_a_loop_that_polls_is_held_for_a_bounded_time_by_what_has_piled_up_and_the_thread_takes_the_rest(
     run: Run, place: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    topic, count = collective_topic("x"), 40
+    topic, count = collective_channel("x"), 40
     monkeypatch.setattr(wait_loop, "BACKOFF_S", 30.0)  # the thread leaves the work to others, as while ranks wait
     takers: list[int] = []
 

@@ -18,14 +18,15 @@ from group_node import joined
 from structlog.testing import capture_logs
 
 import gradbus
-from gradbus.runtime.bus import raw_endpoints, receiver
+from gradbus.runtime.bus import raw_endpoints
 from gradbus.runtime.bus import wait_loop as wait_loop_module
 from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.bus.wait_loop import IDLE_S, WaitLoop
-from gradbus.runtime.dds.participant import Periodic
-from gradbus.runtime.dds.topics import collective_topic
+from gradbus.runtime.dds import participant
 from gradbus.runtime.errors import BusClosed, PeerLost
 from gradbus.runtime.spinning import Spinning
+from gradbus.runtime.transport.api import Periodic
+from gradbus.runtime.transport.channels import collective_channel
 from gradbus.runtime.wire import frames
 from gradbus.runtime.wire.frames import Frame, FrameKey, Kind
 from gradbus.runtime.wire.messages import Control
@@ -278,7 +279,7 @@ def test_a_driver_in_place_of_the_thread_is_told_when_the_next_step_is_due() -> 
 def test_frames_that_nobody_can_deal_with_are_counted_and_those_after_them_arrive(
     run: Run, place: dict[str, Any]
 ) -> None:
-    topic = collective_topic("x")
+    topic = collective_channel("x")
 
     async def main() -> None:
         loop, good = asyncio.get_running_loop(), asyncio.Event()
@@ -367,8 +368,8 @@ def test_a_group_is_closed_also_where_dds_does_not_delete_what_it_had(
     async def main() -> None:
         async with gradbus.connect(**place) as bus:
             port = bus.raw_endpoints()
-            port.open_writer(collective_topic("g"))
-            monkeypatch.setattr(receiver, "delete_together", fails)
+            port.open_writer(collective_channel("g"))
+            monkeypatch.setattr(participant.Participant, "close_endpoints", fails)
             with capture_logs() as lines:
                 async with asyncio.timeout(40.0):
                     await port.close()

@@ -21,7 +21,7 @@ class Recording:
     """Takes what is written, as a DDS writer does. ``names``: of what came, in order."""
 
     def __init__(self) -> None:
-        self.topic = SimpleNamespace(name="updates")
+        self.channel = SimpleNamespace(name="updates")
         self.names: list[str] = []
 
     def write(self, fields: tuple[Any, ...], parts: tuple[Any, ...]) -> bool:

@@ -15,14 +15,14 @@ from patience import eventually
 import gradbus
 from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.bus.raw_endpoints import RawEndpoints
-from gradbus.runtime.bus.receiver import Channel
+from gradbus.runtime.bus.receiver import InboundChannel
 from gradbus.runtime.bus.subscription import Subscription
 from gradbus.runtime.collectives import Group, membership
 from gradbus.runtime.collectives.engine import wire_name
 from gradbus.runtime.collectives.formation import Formation
 from gradbus.runtime.collectives.membership import REPLY_S
-from gradbus.runtime.dds.topics import TOPICS, Topic, collective_topic
 from gradbus.runtime.errors import BusError, PeerLost, WriteTimeout
+from gradbus.runtime.transport.channels import CHANNELS, Channel, collective_channel
 from gradbus.runtime.wire import frames
 from gradbus.runtime.wire.control import GroupHello, Leave
 from gradbus.runtime.wire.frames import Frame, FrameKey, Kind
@@ -48,7 +48,7 @@ def test_a_frame_that_comes_as_soon_as_a_reader_is_open_does_no_harm(
     key = FrameKey(Kind.COLLECTIVE, 77, 0, 1, 5, 0, wire_name("x", "barrier", ""))
     ((head, data),) = frames.split(key, b"", world=2)
 
-    def opened(self: RawEndpoints, topic: Topic, take: Callable[[Frame], None]) -> Channel:
+    def opened(self: RawEndpoints, topic: Channel, take: Callable[[Frame], None]) -> InboundChannel:
         take(frames.parse(head + bytes(data)))
         return open_reader(self, topic, take)
 
@@ -69,7 +69,7 @@ async def assert_all_is_heard(bus: Bus, other: Bus) -> None:
     await reads(other, Control)
     lot = 64
     with bus.subscribe(Control, only=lambda message: getattr(message, "body", None) == Leave("lot")) as inbox:
-        for _ in range(TOPICS[Control].inbox // lot + 1):
+        for _ in range(CHANNELS[Control].inbox // lot + 1):
             for _ in range(lot):
                 await other.publish(CLIENT, Leave("lot"))
             async with asyncio.timeout(20):
@@ -80,7 +80,7 @@ async def assert_all_is_heard(bus: Bus, other: Bus) -> None:
 def test_a_group_that_cannot_be_opened_leaves_nothing_and_can_be_joined_later(
     run: Run, place: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(self: RawEndpoints, topic: Topic, take: Callable[[Frame], None]) -> Channel:
+    def refuse(self: RawEndpoints, topic: Channel, take: Callable[[Frame], None]) -> InboundChannel:
         raise BusError("no reader")
 
     async def main() -> None:
@@ -268,7 +268,7 @@ def test_who_is_cancelled_while_its_group_ends_is_cancelled_and_the_group_has_en
 
 
 def test_a_port_whose_close_is_cancelled_during_a_write_is_closed_in_any_case(run: Run, place: dict[str, Any]) -> None:
-    topic = collective_topic("x")
+    topic = collective_channel("x")
     in_dds, may_return = threading.Event(), threading.Event()
 
     async def main() -> None:

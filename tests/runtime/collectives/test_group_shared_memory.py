@@ -30,11 +30,11 @@ from shared_scripts import (
 
 import gradbus
 from gradbus.runtime.collectives import Group, chunk_sender, membership
-from gradbus.runtime.dds.participant import Periodic
 from gradbus.runtime.errors import BarrierTimeout
 from gradbus.runtime.shm import mailbox, transport
 from gradbus.runtime.shm.segment import Bytes, SharedMemoryFault
 from gradbus.runtime.shm.slots import SlotPool
+from gradbus.runtime.transport.api import Periodic
 from gradbus.runtime.wire.frames import CHUNK_BYTES
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="this system has no memfd")

@@ -79,7 +79,7 @@ def test_a_domain_that_is_not_in_use_any_more_takes_another_configuration() -> N
 
 
 @pytest.mark.parametrize(
-    ("module", "name"), [(dds, "Subscriber"), (dds, "_self_test"), (bus_module, "WaitSet"), (bus_module, "Sender")]
+    ("module", "name"), [(dds, "Subscriber"), (dds, "_self_test"), (dds, "WaitSet"), (bus_module, "Sender")]
 )
 def test_a_bus_that_cannot_be_opened_leaves_nothing(module: object, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> None:
@@ -202,7 +202,7 @@ from gradbus.runtime.dds.participant import Participant
 from gradbus.runtime.security.identity.join_transport import JOIN
 
 node = Participant(domain_id=DOMAIN, partition=f"late-{os.getpid()}", network=NetworkConfig())
-node.topic_reader(JOIN)
+node.inlet(JOIN)
 
 def close():
     threading.main_thread().join()

@@ -17,7 +17,7 @@ from gradbus.runtime.dds import domains, libddsc
 from gradbus.runtime.dds import participant as dds
 from gradbus.runtime.dds.network import NetworkConfig
 from gradbus.runtime.dds.participant import Participant
-from gradbus.runtime.dds.topics import collective_topic
+from gradbus.runtime.transport.channels import collective_channel
 from gradbus.runtime.errors import BusClosed
 
 began, go = threading.Event(), threading.Event()
@@ -32,7 +32,7 @@ def write():
     outcome.append(writer.write((), (b"head", bytes(64))))
 
 node = Participant(domain_id=DOMAIN, partition=f"late-{os.getpid()}", network=NetworkConfig())
-writer = node.topic_writer(collective_topic("late"))
+writer = node.outlet(collective_channel("late"))
 outcome = []
 libddsc._sample_of = held
 writing = threading.Thread(target=write)
@@ -62,7 +62,7 @@ print(outcome)
 AFTER_THE_DELETION = """
 go.set()
 writing.join(30)
-writer.delete()
+writer.close()
 try:
     writer.write((), (b"head", bytes(64)))
 except BusClosed as error:

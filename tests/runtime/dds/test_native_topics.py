@@ -25,7 +25,7 @@ from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.collectives.reductions import Contribution
 from gradbus.runtime.dds import libddsc, native_topics, participant
 from gradbus.runtime.dds.network import NetworkConfig
-from gradbus.runtime.dds.topics import READABLE
+from gradbus.runtime.transport.channels import READABLE, Channel
 from gradbus.runtime.wire.control import Leave
 from gradbus.runtime.wire.messages import ClientUpdate, Control, ModelBlob, TrainCmd
 
@@ -114,7 +114,7 @@ def test_discovery_tells_the_same_of_both_kinds(run: Run, place: dict[str, Any])
         """What a reader of the binding hears of a writer."""
         plain = {**place, "security": "none"}
         async with gradbus.connect(**plain, fast=False) as bus, gradbus.connect(**plain, fast=fast) as writer:
-            reader = participant_of(bus).topic_reader(READABLE[kind])
+            reader = participant_of(bus).inlet(READABLE[kind])
             try:
                 await reads(writer, kind)
                 await eventually(lambda: reader.entity.get_subscription_matched_status().current_count == 1)
@@ -122,7 +122,7 @@ def test_discovery_tells_the_same_of_both_kinds(run: Run, place: dict[str, Any])
                 data = reader.entity.get_matched_publication_data(handle)
                 return data.topic_name, data.type_name, str(data.type_id), str(data.qos)
             finally:
-                reader.delete()
+                reader.close()
 
     async def main() -> None:
         for kind in (TrainCmd, ClientUpdate, ModelBlob, Control):
@@ -210,14 +210,14 @@ async def matched_pair(place: dict[str, Any]) -> AsyncIterator[tuple[participant
     """A writer of frames and its reader, on two participants, with nothing between them and DDS."""
     place = {**place, "fast": True, "security": "none"}
     async with gradbus.connect(**place) as one, gradbus.connect(**place) as other:
-        topic = participant.Topic("train/made", "Frame", False, False, 16, 0, 1.0, False, lambda sample: sample)
-        writer, reader = participant_of(one).topic_writer(topic), participant_of(other).topic_reader(topic)
+        topic = Channel("train/made", "Frame", False, False, 16, 0, 1.0, False, lambda sample: sample)
+        writer, reader = participant_of(one).outlet(topic), participant_of(other).inlet(topic)
         await eventually(lambda: writer.entity.get_publication_matched_status().current_count == 1)
         try:
             yield writer, reader
         finally:
-            writer.delete()
-            reader.delete()
+            writer.close()
+            reader.close()
 
 
 async def next_sample(reader: participant.Reader) -> Any:

@@ -21,13 +21,13 @@ import gradbus
 from gradbus.models import NoopTask
 from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.dds.idl_types import FrameType, ModelBlobType
-from gradbus.runtime.dds.topics import TOPICS
 from gradbus.runtime.errors import BarrierTimeout, ConfigError, FrameError, JobInUse, JoinRefused
 from gradbus.runtime.security import Security
-from gradbus.runtime.security.endpoints import wire_topic
+from gradbus.runtime.security.endpoints import wire_channel
 from gradbus.runtime.security.identity.controller_signatures import check_payload
 from gradbus.runtime.security.identity.opening import read_identity
 from gradbus.runtime.security.streams import OutboundStreams
+from gradbus.runtime.transport.channels import CHANNELS
 from gradbus.runtime.wire import control, frames
 from gradbus.runtime.wire.control import Leave, Receipt, RunEnded
 from gradbus.runtime.wire.frames import CONTROLLER, FrameKey, Kind
@@ -55,7 +55,7 @@ def opens(known: Identities) -> Callable[..., Any]:
 
 def raw_writer(bus: Bus, kind: type[Any]) -> Any:
     """What a member does that leaves our program aside: a writer of DDS for bytes that it makes itself."""
-    return participant_of(bus).plain_writer(wire_topic(TOPICS[kind]))
+    return participant_of(bus).plain_outlet(wire_channel(CHANNELS[kind]))
 
 
 def group_key(party: Any) -> Any:

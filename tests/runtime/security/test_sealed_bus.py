@@ -23,12 +23,12 @@ from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.bus.participant_factory import participant_maker
 from gradbus.runtime.dds import libddsc
 from gradbus.runtime.dds.network import NetworkConfig
-from gradbus.runtime.dds.topics import TOPICS, collective_topic
 from gradbus.runtime.errors import BarrierTimeout
 from gradbus.runtime.security import Security, liveness_challenge
 from gradbus.runtime.security.endpoints import EncryptedReader
 from gradbus.runtime.security.job_key import new_job_key, write_secret_file
 from gradbus.runtime.security.peers import MAX_HELD_EACH
+from gradbus.runtime.transport.channels import CHANNELS, collective_channel
 from gradbus.runtime.wire.control import Leave
 from gradbus.runtime.wire.frames import CONTROLLER, Flags, FrameKey, Kind
 from gradbus.runtime.wire.messages import Control, Identity, ModelBlob, PeerGone, TrainCmd
@@ -121,7 +121,7 @@ def test_as_many_samples_are_taken_as_there_are_of_those_that_were_held_back_and
     )
     one, other = opened(), opened()
     try:
-        writer, reader = one.topic_writer(TOPICS[Control]), other.topic_reader(TOPICS[Control])
+        writer, reader = one.outlet(CHANNELS[Control]), other.inlet(CHANNELS[Control])
         assert isinstance(reader, EncryptedReader)
         for endpoint in (writer, reader):
             until(lambda endpoint=endpoint: endpoint.refresh() or endpoint.matched)
@@ -334,7 +334,7 @@ def test_a_sealed_group_adds_up_what_an_outsider_can_neither_read_nor_change(
             return total
 
     async def main() -> None:
-        topics = (*JOB_TOPICS, *map(collective_topic, ("g", "g/0", "g/1")))
+        topics = (*JOB_TOPICS, *map(collective_channel, ("g", "g/0", "g/1")))
         with Outsider(place["job"], place["domain"], topics=topics, echoes=True) as outsider:
             ready = asyncio.Barrier(2)
             sums = await asyncio.gather(rank(0, ready), rank(1, ready))

@@ -292,7 +292,7 @@ def test_a_sample_that_dds_takes_later_is_struck_once_and_doubled_once_and_not_k
     writers = []
 
     def full_now_and_then(self: Writer, fields: tuple[Any, ...], parts: tuple[Any, ...]) -> bool:
-        if self.topic.name == "train/control":
+        if self.channel.name == "train/control":
             writers.append(self)
             return next(answers, True) and write(self, fields, parts)
         return write(self, fields, parts)

@@ -186,7 +186,7 @@ async def drain_endpoints(port: Any, timeout_s: float) -> bool:
 
 async def _drained(writers: Collection[Any], timeout_s: float) -> bool:
     until_s = now_s() + timeout_s
-    while not all(writer.is_taken_over for writer in writers):
+    while not all(writer.is_acknowledged for writer in writers):
         if now_s() >= until_s:
             return False
         await asyncio.sleep(ACKNOWLEDGED_S)

@@ -14,11 +14,10 @@ from typing import Any
 import torch
 
 from fault_simulation.kernel import VirtualProcess, now_s
-from fault_simulation.network import IN_ONE_MEMORY
+from fault_simulation.memory import connected
 from fault_simulation.tasks import DIM, GradientTask
 from fault_simulation.world import COMPUTE_S, World
 from gradbus.actors.data_parallel.elastic import ElasticPlace, ElasticWorker
-from gradbus.runtime.bus.bus import connect
 from gradbus.runtime.collectives.generations import LOST
 from gradbus.runtime.config.data_parallel import DataParallelConfig
 from gradbus.runtime.errors import CollectiveError
@@ -173,7 +172,7 @@ class ElasticWorld(World):
             }
         )
         task = GradientTask(DIM, pulls=True, batches=self.batches)
-        async with connect("simulation", network=IN_ONE_MEMORY, security="none") as bus:
+        async with connected(process) as bus:
             begins = number < founders and not self._has_begun
             place = ElasticPlace(bus=bus, number=number, founders=founders if begins else 0)
             worker = self._workers[process.name] = ElasticWorker(place, task, config)

@@ -8,30 +8,58 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
-from fault_simulation.endpoints import MemoryParticipant, MemoryReader, MemoryWriter
-from gradbus.runtime.dds.participant import IDL_TYPES, IoThread
+from fault_simulation.kernel import running
+from gradbus.runtime.dds.participant import IDL_TYPES, Seals
 from gradbus.runtime.dds.spdp import PREFIX_BYTES
-from gradbus.runtime.dds.topics import Topic
-from gradbus.runtime.security.endpoints import CLEAR, EncryptedReader, EncryptedWriter, JobMembership, wire_topic
+from gradbus.runtime.security.endpoints import CLEAR, EncryptedReader, EncryptedWriter, JobMembership, wire_channel
 from gradbus.runtime.security.identity.join_transport import JoinReader
+from gradbus.runtime.transport.api import IoThread
+from gradbus.runtime.transport.channels import Channel
+from gradbus.runtime.transport.memory.endpoints import MemoryInlet, MemoryOutlet
+from gradbus.runtime.transport.memory.transport import MemoryTransport
+
+
+class EnvelopeOutlet(MemoryOutlet):
+    """Has what the shipped encryption asks of the DDS writer below it."""
+
+    awaited_since_s = 0.0
+
+    def write_sealed(
+        self, clear: tuple[Any, ...], fields: tuple[Any, ...], parts: tuple[Any, ...], seals: Seals
+    ) -> bool:
+        """See ``Writer.write_sealed``."""
+        envelope = seals(fields, parts)
+        taken = self.write(clear, (envelope.octets(),))
+        if taken:
+            envelope.written()
+        return taken
+
+
+class EnvelopeInlet(MemoryInlet):
+    """Has what the shipped decryption asks of the DDS reader below it."""
+
+    def octets(self, raw: Any) -> Any:
+        """Return the octets of a sample."""
+        return raw.data
 
 
 class MemoryEncryptedWriter(EncryptedWriter):
     """Encrypts every sample, and writes it with a writer in memory."""
 
-    def __init__(self, topic: Topic, wire: MemoryWriter, membership: JobMembership, own_prefix: bytes) -> None:
+    def __init__(self, channel: Channel, wire: Any, membership: JobMembership, own_prefix: bytes) -> None:
         self._membership = membership
         self._own_prefix = own_prefix
         self._readers = {}
-        self.topic = topic
-        self.entity = wire.entity
-        self.idl_type = IDL_TYPES[topic.idl_type]
+        self.channel = channel
+        self.changes = wire.changes
+        self.idl_type = IDL_TYPES[channel.sample_type]
         self.matched = 0
         self.has_new_readers = False
         self._wire = wire
-        self._clear = CLEAR[wire.topic.idl_type]
+        self._clear = CLEAR[wire.channel.sample_type]
         self.unsent = 0
 
     def refresh(self) -> bool:
@@ -55,14 +83,14 @@ class MemoryEncryptedWriter(EncryptedWriter):
 class MemoryEncryptedReader(EncryptedReader):
     """Decrypts every sample of a reader in memory."""
 
-    def __init__(self, topic: Topic, wire: Any, membership: JobMembership) -> None:
+    def __init__(self, channel: Channel, wire: Any, membership: JobMembership) -> None:
         self._membership = membership
-        self.topic = topic
-        self.entity, self.condition = wire.entity, wire.condition
-        self.idl_type = IDL_TYPES[topic.idl_type]
+        self.channel = channel
+        self.changes, self.arrivals = wire.changes, wire.arrivals
+        self.idl_type = IDL_TYPES[channel.sample_type]
         self.matched = 0
         self._wire = wire
-        self._decrypt = membership.decryptor(topic)
+        self._decrypt = membership.decryptor(channel)
         self._released: deque[tuple[Any, int]] = deque()
 
     def refresh(self) -> bool:
@@ -72,17 +100,17 @@ class MemoryEncryptedReader(EncryptedReader):
             self.matched = self._wire.matched
         return is_new
 
-    def sources(self) -> set[int]:
+    def peers(self) -> set[int]:
         """Return the handles of the writers that it knows."""
-        return set(self._wire.sources())
+        return set(self._wire.peers())
 
 
 class MemoryJoinReader(JoinReader):
     """Passes the samples of a reader in memory to the join protocol."""
 
     def __init__(self, wire: Any, transport: Any) -> None:
-        self.topic = wire.topic
-        self.entity, self.condition = wire.entity, wire.condition
+        self.channel = wire.channel
+        self.changes, self.arrivals = wire.changes, wire.arrivals
         self._wire = wire
         self._transport = transport
 
@@ -96,47 +124,51 @@ class MemoryJoinReader(JoinReader):
         """See ``Reader.refresh``."""
         return bool(self._wire.refresh())
 
-    def sources(self) -> set[int]:
+    def peers(self) -> set[int]:
         """Return the handles of the writers that it knows."""
-        return set(self._wire.sources())
+        return set(self._wire.peers())
 
-    def delete(self) -> None:
+    def close(self) -> None:
         """Take it out of the network."""
-        self._wire.delete()
+        self._wire.close()
 
 
-class MemoryEncryptedParticipant(MemoryParticipant):
+class MemoryEncryptedParticipant(MemoryTransport):
     """Stands in for ``EncryptedParticipant``: the endpoints of one bus of a process with a membership."""
 
-    def __init__(self, *, membership: Callable[[], JobMembership], **place: Any) -> None:
+    outlet_kind, inlet_kind = EnvelopeOutlet, EnvelopeInlet
+
+    def __init__(self, *, membership: Callable[[], JobMembership], partition: str, **_: Any) -> None:
         self.membership = membership()
-        super().__init__(**place)
+        process = running()
+        super().__init__(process.world.network, process, partition)
         number = len(self.network.participants)
-        self.prefix = self.process.pid.to_bytes(PREFIX_BYTES - 1, "big") + bytes([number % 256])
+        self.prefix = process.pid.to_bytes(PREFIX_BYTES - 1, "big") + bytes([number % 256])
         self.access_policy = self.membership
-        self.needs_crc = False
+        self.traits = replace(self.traits, needs_crc=False)
 
     def start(self, thread: IoThread) -> None:
         """Start the join protocol."""
         self.membership.start(self, thread)  # type: ignore[arg-type]
 
-    def topic_writer(self, topic: Topic, *, retained_samples: int = 1) -> Any:
+    # mypy: these endpoints are those of the shipped encryption, with endpoints in memory below
+    def outlet(self, channel: Channel, *, retained_samples: int = 1) -> Any:
         """Make a writer that encrypts."""
-        self.membership.check_topic(topic)
-        wire = super().topic_writer(wire_topic(topic), retained_samples=retained_samples)
-        if topic.retained:
-            self.membership.retain(topic.name, 1 if topic.keep_last else retained_samples)
-        return MemoryEncryptedWriter(topic, wire, self.membership, self.prefix)
+        self.membership.check_channel(channel)
+        wire = super().outlet(wire_channel(channel), retained_samples=retained_samples)
+        if channel.retained:
+            self.membership.retain(channel.name, 1 if channel.keep_last else retained_samples)
+        return MemoryEncryptedWriter(channel, wire, self.membership, self.prefix)
 
-    def topic_reader(self, topic: Topic) -> Any:
+    def inlet(self, channel: Channel) -> Any:
         """Make a reader that decrypts."""
-        self.membership.check_topic(topic)
-        return MemoryEncryptedReader(topic, super().topic_reader(wire_topic(topic)), self.membership)
+        self.membership.check_channel(channel)
+        return MemoryEncryptedReader(channel, super().inlet(wire_channel(channel)), self.membership)
 
-    def plain_writer(self, topic: Topic) -> MemoryWriter:
+    def plain_outlet(self, channel: Channel) -> MemoryOutlet:
         """Make a writer of samples that are not encrypted, for the join protocol."""
-        return super().topic_writer(topic)
+        return super().outlet(channel)
 
-    def plain_reader(self, topic: Topic) -> MemoryReader:
+    def plain_inlet(self, channel: Channel) -> MemoryInlet:
         """Make a reader of samples that are not encrypted, for the join protocol."""
-        return super().topic_reader(topic)
+        return super().inlet(channel)

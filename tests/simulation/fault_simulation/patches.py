@@ -48,7 +48,7 @@ def of_python() -> list[Patch]:
 
 def of_gradbus() -> list[Patch]:
     """Return the names of gradbus that are replaced. Importing this function's modules loads gradbus."""
-    from fault_simulation import decisions, drivers, encrypted_endpoints, endpoints, processes
+    from fault_simulation import decisions, drivers, encrypted_endpoints, processes
     from gradbus.actors.parameter_server.clocks import Clocks
     from gradbus.actors.parameter_server.requests import ServerRequests
     from gradbus.actors.parameter_server.service import Service
@@ -56,7 +56,7 @@ def of_gradbus() -> list[Patch]:
     from gradbus.actors.parameter_server.state import ServerState
     from gradbus.actors.secure_aggregation import masking_client, masking_server
     from gradbus.runtime import drive, spinning
-    from gradbus.runtime.bus import bus, participant_factory, raw_endpoints
+    from gradbus.runtime.bus import bus, raw_endpoints
     from gradbus.runtime.collectives.agreement import GenerationAgreement
     from gradbus.runtime.dds import peer_processes
     from gradbus.runtime.security import endpoints as security_endpoints
@@ -73,18 +73,15 @@ def of_gradbus() -> list[Patch]:
         Patch(drive, "driver", drivers.StepDriver, "the virtual loop drives the steps of a bus, not a thread"),
         Patch(drive, "later", drivers.DeferredCall, "deletions run a moment later, on the virtual loop"),
         Patch(drive, "executor", drivers.virtual_executor, "computations run in line, at a virtual cost"),
-        Patch(participant_factory, "Participant", endpoints.MemoryParticipant, "the network in memory, not DDS"),
         Patch(
             security_endpoints,
             "EncryptedParticipant",
             encrypted_endpoints.MemoryEncryptedParticipant,
-            "the same below what is encrypted",
+            "the network in memory below what is encrypted, not DDS",
         ),
         Patch(
             join_transport, "JoinReader", encrypted_endpoints.MemoryJoinReader, "it reads from the network in memory"
         ),
-        Patch(participant_factory, "other_users", list, "it reads the users of the real machine"),
-        Patch(bus, "WaitSet", endpoints.MemoryWaitSet, "it waits for the network in memory"),
         Patch(bus.Bus, "drain", drivers.drain_topic, "a thread that waits for acknowledgements would stop the time"),
         Patch(raw_endpoints.RawEndpoints, "drain", drivers.drain_endpoints, "likewise"),
         Patch(peer_processes, "own_claim", processes.own_claim, kernel_reason),

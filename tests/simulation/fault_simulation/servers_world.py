@@ -15,13 +15,12 @@ import torch
 from fault_simulation.findings import HEALTHY, SAME_MODEL
 from fault_simulation.flavours import FLAVOURS
 from fault_simulation.kernel import VirtualProcess, now_s
-from fault_simulation.network import IN_ONE_MEMORY
+from fault_simulation.memory import connected
 from fault_simulation.tasks import DIM, STEPS_IN_EPOCH, GradientTask
 from fault_simulation.world import COMPUTE_S, World
 from gradbus.actors.parameter_server.agreement import NETWORK
 from gradbus.actors.parameter_server.server import ParameterServer
 from gradbus.actors.parameter_server.worker import ParameterServerWorker
-from gradbus.runtime.bus.bus import connect
 from gradbus.runtime.collectives import join_group
 from gradbus.runtime.config.data_parallel import DataParallelConfig
 from gradbus.runtime.config.parameter_server import ParameterServerSettings
@@ -162,7 +161,7 @@ class ServersWorld(World):
             "world": workers + SERVERS,
             "name": NETWORK,
         }
-        async with connect("simulation", network=IN_ONE_MEMORY, security="none") as bus:
+        async with connected(process) as bus:
             if is_server:
                 async with join_group(bus, **place, **limits) as network:
                     return await ParameterServer(network, task, config, settings).run()

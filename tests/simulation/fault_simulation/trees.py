@@ -20,11 +20,10 @@ import torch
 from fault_simulation.faults import CONTROLLER, Fault, draw_plan
 from fault_simulation.findings import COUNTED_ONCE, LEVELS, TREE_MODEL
 from fault_simulation.flavours import FLAVOURS
-from fault_simulation.network import IN_ONE_MEMORY
+from fault_simulation.memory import connected
 from fault_simulation.tasks import DIM, TRAINING_SEED
 from gradbus.actors import Site
 from gradbus.models import NoopTask
-from gradbus.runtime.bus.bus import connect
 from gradbus.runtime.config.federated import FederatedConfig, UpstreamConfig
 
 if TYPE_CHECKING:
@@ -80,8 +79,8 @@ async def run_site(world: World, process: VirtualProcess) -> None:
     )
     upstream = UpstreamConfig(site=number_of(process.role), timeout_s=60.0, **flavour.upstream)
     async with (
-        connect("simulation", network=IN_ONE_MEMORY, security="none") as up,
-        connect(process.role, network=IN_ONE_MEMORY, security="none") as bus,
+        connected(process) as up,
+        connected(process, process.role) as bus,
     ):
         site = Site(up, bus, NoopTask(DIM, delta="seeded"), config, upstream)
         world.sites[process.role] = site

@@ -11,6 +11,7 @@ import shutil
 import traceback
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Collection, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,7 +25,7 @@ from fault_simulation.faults import CONTROLLER, MACHINES, Fault, draw_plan
 from fault_simulation.findings import BOUNDS, ENDS, EXCEPTIONS, LOGS, MEAN, REPLACED, TASKS, Finding
 from fault_simulation.flavours import CALM, FLAVOURS, Circumstances, draw_circumstances
 from fault_simulation.kernel import CLOCK, START_S, Killed, VirtualProcess, current, generator, now_s
-from fault_simulation.network import IN_ONE_MEMORY, MemoryNetwork
+from fault_simulation.memory import connected, virtual_network
 from fault_simulation.seeds import SMALL
 from fault_simulation.tasks import DIM, TRAINING_SEED, PacketTask, ReportingTask
 from fault_simulation.trace import Trace
@@ -33,10 +34,11 @@ from fault_simulation.virtual_loop import Deadlock, Livelock, VirtualLoop
 from gradbus.actors import Client, Controller, Site
 from gradbus.actors.federated.client.client import LAST_MODEL_S
 from gradbus.models import NoopTask
-from gradbus.runtime.bus.bus import connect  # not gradbus.connect, which loads on a real thread
+from gradbus.runtime.bus.bus import Bus, connect  # not gradbus.connect, which loads on a real thread
 from gradbus.runtime.config.federated import ClientConfig, FederatedConfig
+from gradbus.runtime.dds.network import NetworkConfig
 from gradbus.runtime.errors import CheckpointError, ControllerReplaced, JoinRefused
-from gradbus.runtime.security.settings import Level, Security
+from gradbus.runtime.transport.memory.network import MemoryNetwork
 
 ROUND_LIMIT_S = 65.0  # of virtual time, for each round with all faults
 COMPUTE_S = 5e-4  # mean cost of a computation that is no training
@@ -141,7 +143,7 @@ class World:
         return roles_of(clients, self.rules.sites)
 
     def _make_network(self, drawn: Circumstances) -> MemoryNetwork:
-        network = MemoryNetwork(self.loop, generator(self.seed, "network"), self.trace)
+        network = virtual_network(self.loop, f"{self.seed}/network", self.trace)
         network.base_s, network.jitter_s, network.loss = drawn.base_s, drawn.jitter_s, drawn.loss
         network.refused, network.lease_s = drawn.refused, drawn.lease_s
         return network
@@ -303,11 +305,8 @@ class World:
         """Pause a process, for so long; None: until somebody resumes it."""
         if process.paused:
             return
-        process.paused = True
         self._excuse([process.role], seconds or 0.0)
-        for pair in self.network.pairs:
-            if any(pair.side_of(process)) and pair.source.machine != pair.target.machine:
-                self.network.begin_silence(pair, lambda: process.paused)
+        self.network.pause(process)
         if seconds is not None:
             self.network.at(seconds, self._resume, process)
 
@@ -505,8 +504,7 @@ class World:
                 **self.rules.settings,
             }
         )
-        security = self._security_of(process)
-        async with connect("simulation", network=IN_ONE_MEMORY, security=security) as bus:
+        async with self._bus_of(process) as bus:
             controller = Controller(bus, NoopTask(DIM, delta="seeded"), config)
             async for report in controller.rounds():
                 if process.replaced:
@@ -536,8 +534,7 @@ class World:
         who: dict[str, Any] = {"name": f"site-{number}"} if flavour.named else {"client_id": number}
         task = PacketTask(DIM) if flavour.packets else ReportingTask(DIM, self._note_change)
         job = self.above(process.role) if flavour.sites else "simulation"
-        security = self._security_of(process)
-        async with connect(job, network=IN_ONE_MEMORY, security=security) as bus:
+        async with self._bus_of(process, job) as bus:
             client = Client(bus, task, **who, config=config)
             try:
                 return await client.run()
@@ -545,8 +542,11 @@ class World:
                 if not process.is_stranger:
                     self.client_ids[process.role] = client.client_id
 
-    def _security_of(self, process: VirtualProcess) -> Level | Security:
-        return "none" if self.identities is None else self.identities.security_of(process)
+    def _bus_of(self, process: VirtualProcess, job: str = "simulation") -> AbstractAsyncContextManager[Bus]:
+        if self.identities is None:
+            return connected(process, job)
+        security = self.identities.security_of(process)
+        return connect(job, network=NetworkConfig(shared_memory=False), security=security)
 
     def _note_change(self, client_id: int, round_id: int, change: torch.Tensor) -> None:
         self._changes[client_id, round_id] = change
@@ -570,11 +570,11 @@ class World:
 
     def _check_bounds(self) -> None:
         for participant in self.network.participants:
-            for reader in participant.readers:
-                bound = reader.topic.reader_samples
-                if bound and len(reader.queue) > bound:
-                    name = f"{reader.topic.name} of {participant.process.name}"
-                    self.finding(BOUNDS, f"{name} holds {len(reader.queue)} samples, {bound} at most")
+            for inlet in participant.inlets:
+                bound = inlet.channel.reader_samples
+                if bound and len(inlet.queue) > bound:
+                    name = f"{inlet.channel.name} of {participant.node.name}"
+                    self.finding(BOUNDS, f"{name} holds {len(inlet.queue)} samples, {bound} at most")
 
     # The run
 

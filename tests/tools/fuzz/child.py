@@ -25,7 +25,7 @@ _WATCHED = (
     "gradbus.runtime.collectives.data_movement", "gradbus.runtime.collectives.engine",
     "gradbus.runtime.collectives.objects",
     "gradbus.runtime.collectives.tensors", "gradbus.runtime.config", "gradbus.runtime.dds.idl_types",
-    "gradbus.runtime.dds.topics", "gradbus.runtime.json_text", "gradbus.runtime.profiling.summary",
+    "gradbus.runtime.transport.channels", "gradbus.runtime.json_text", "gradbus.runtime.profiling.summary",
     "gradbus.runtime.security", "gradbus.runtime.shm", "gradbus.runtime.wire", "gradbus.runtime.algorithms.parts",
     "gradbus.torch.store.messages",
 )  # fmt: skip

@@ -13,10 +13,10 @@ from fuzz.target import Target, must, reads_back
 from gradbus.runtime.collectives import engine, objects
 from gradbus.runtime.collectives.data_movement import NewPayload
 from gradbus.runtime.collectives.tensors import Bytes, describe
-from gradbus.runtime.dds.topics import TOPICS, collective_topic, store_topic
 from gradbus.runtime.errors import CollectiveError, FrameError
 from gradbus.runtime.shm import segment, shared_payload
 from gradbus.runtime.shm.segment import SharedMemoryFault
+from gradbus.runtime.transport.channels import CHANNELS, collective_channel, store_channel
 from gradbus.runtime.wire import control, frames
 from gradbus.runtime.wire.assembler import Assembler, Verdict
 from gradbus.runtime.wire.frames import CONTROLLER, Frame, FrameKey, Kind
@@ -27,7 +27,7 @@ _COLLECTIVE_BYTES = 4 << 20
 _CHUNK = memoryview(bytes(frames.CHUNK_BYTES))
 _CHUNK_FLOATS = frames.CHUNK_BYTES // 4
 _CRC = slice(frames.HEADER_BYTES - 4, frames.HEADER_BYTES)
-_TOPICS = (*TOPICS.values(), collective_topic("g"), store_topic())
+_TOPICS = (*CHANNELS.values(), collective_channel("g"), store_channel())
 
 
 def with_crc(frame: bytes) -> bytes:

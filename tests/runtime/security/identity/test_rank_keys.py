@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from joining_hall import CONTROL, JOB, ONE, RANKS, SERVER, STRANGER, TWO, RankHall, everybody_hears_everybody
 
-from gradbus.runtime.dds.topics import TOPICS
 from gradbus.runtime.errors import FrameError
 from gradbus.runtime.security.envelope import parse as parse_header
 from gradbus.runtime.security.identity import key_epoch, key_messages
@@ -21,6 +20,7 @@ from gradbus.runtime.security.identity.join_messages import JoinHello, parse
 from gradbus.runtime.security.identity.key_messages import RankKeyGrant
 from gradbus.runtime.security.identity.membership import ClientMembership
 from gradbus.runtime.security.streams import StreamEncryptor
+from gradbus.runtime.transport.channels import CHANNELS
 from gradbus.runtime.wire.messages import Control
 
 ROUNDS = 12
@@ -188,7 +188,7 @@ def test_an_observer_of_ranks_hears_nothing_more_of_who_was_removed() -> None:
     hall = RankHall(ONE, TWO, allowed=with_entry(RANKS, Entry(STRANGER.name, "observer", STRANGER.public)))
     one, two = hall.nodes
     observer = JoinClient(JOB, STRANGER, SERVER.public, "observer")
-    decrypt = ClientMembership(observer).decryptor(TOPICS[Control])
+    decrypt = ClientMembership(observer).decryptor(CHANNELS[Control])
 
     def read(data: bytes) -> bytes:
         opened = decrypt(data)

@@ -1,10 +1,13 @@
-"""Topics of a job: DDS type, quality of service, and how samples become messages and back."""
+"""The channels of a job: what a transport owes the samples of each, and how these become messages.
+
+The names and types are those of ``gradbus.idl``, which other languages read as well.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from gradbus.runtime.errors import FrameError
@@ -13,31 +16,31 @@ from gradbus.runtime.wire.messages import ClientUpdate, Control, Message, ModelB
 
 
 @dataclass(frozen=True, slots=True)
-class Topic:
-    """One DDS topic.
+class Channel:
+    """What one kind of sample asks of its transport.
 
     Attributes:
-        name: its DDS name, inside the partition of the job.
-        idl_type: name of the type in gradbus.idl.
-        retained: DDS keeps the newest for readers that come later (transient-local).
+        name: one for all processes of the job.
+        sample_type: name of the type in gradbus.idl, which says what fields a sample has.
+        retained: its outlets keep the newest samples for inlets that match later.
         keep_last: only the newest sample counts; otherwise all are kept until taken.
-        reader_samples: samples that wait in the reader at most; then its writers wait. 0: no bound.
-        inbox: messages that wait in the process at most; then the reader fills up.
+        reader_samples: samples that wait in an inlet at most; then its outlets wait. 0: no bound.
+        inbox: messages that wait in the process at most; then the inlet fills up.
         may_drop: with a full inbox, drop messages and count them instead. For data that is broadcast and can be asked
             for again: one process that does not keep up must not hold up the others.
-        block_s: how long one DDS write may wait. Short where the event loop writes, longer where the thread does.
+        block_s: how long one write may wait. Short where the event loop writes, longer where the thread does.
         to_message: from the fields of a sample to a message.
-        overwrites: a full reader drops its oldest sample in place of making its writers wait. For what is said again
-            anyhow: a process whose interpreter is held for long takes nothing, and must not stop the others.
-        ignore_local: what a process writes does not come back to its own reader.
-        reliable: its readers ask for what they miss, and its writers wait for them.
+        overwrites: a full inlet drops its oldest sample instead of making its outlets wait. For what is sent again
+            anyway: a process whose interpreter is held for long takes nothing, and must not stop the others.
+        ignore_local: what a transport writes does not arrive at its own inlet.
+        reliable: outlets send again what an inlet misses, and wait for it.
 
     Raises (to_message):
-        FrameError: the bytes are not a message of this topic.
+        FrameError: the bytes are not a message of this channel.
     """
 
     name: str
-    idl_type: str
+    sample_type: str
     retained: bool
     keep_last: bool
     reader_samples: int
@@ -85,18 +88,18 @@ class BestEffortControl:
     for such a reader, whatever becomes of its process."""
 
 
-TOPICS: dict[type[Any], Topic] = {
+CHANNELS: dict[type[Any], Channel] = {
     # A late or restarted client still reads the command of the open round: state, not event.
-    TrainCmd: Topic("train/train_cmd", "TrainCmd", True, True, 0, 64, 0.01, False, _train_cmd),
-    ClientUpdate: Topic("train/client_update", "ClientUpdate", False, False, 16, 16, 0.1, False, _client_update),
-    ModelBlob: Topic("train/model_blob", "ModelBlob", True, False, 16, 64, 0.1, True, _model_blob),
+    TrainCmd: Channel("train/train_cmd", "TrainCmd", True, True, 0, 64, 0.01, False, _train_cmd),
+    ClientUpdate: Channel("train/client_update", "ClientUpdate", False, False, 16, 16, 0.1, False, _client_update),
+    ModelBlob: Channel("train/model_blob", "ModelBlob", True, False, 16, 64, 0.1, True, _model_blob),
     # Everybody hears everything, and everything is repeated: one that hangs must not stop the others' mouths.
-    Control: Topic("train/control", "Frame", False, False, 4096, 1024, 0.01, True, _control, overwrites=True),
+    Control: Channel("train/control", "Frame", False, False, 4096, 1024, 0.01, True, _control, overwrites=True),
 }
-READABLE: dict[type[Any], Topic] = TOPICS | {
-    BestEffortControl: Topic("train/control", "Frame", False, False, 4096, 1024, 0.01, True, _control, reliable=False),
+READABLE: dict[type[Any], Channel] = CHANNELS | {
+    BestEffortControl: replace(CHANNELS[Control], reliable=False, overwrites=False),
 }
-"""What a bus may subscribe to: each topic, and a second way to read one of them."""
+"""What a bus may subscribe to: each channel, and a second way to read one of them."""
 
 
 def _collective(sample: Any) -> frames.Frame:
@@ -106,16 +109,16 @@ def _collective(sample: Any) -> frames.Frame:
     return frame
 
 
-def collective_topic(name: str) -> Topic:
-    """Topic of the frames of one group of ranks: ``train/frame/<group>`` for what goes to all of them, and
+def collective_channel(name: str) -> Channel:
+    """Return the channel of the frames of one group of ranks: ``train/frame/<group>`` for what goes to all of them, and
     ``train/frame/<group>/<rank>`` for what goes to one. Its reader is emptied at once, on the receive thread, so the
     bound on its samples holds up writers only while that thread has no turn.
 
-    The newest frames are retained, not for newcomers, who know that these are not for them, but for readers that DDS
-    loses and finds again: after a stop that was longer than a lease, or after a goodbye that somebody else has sent in
+    The newest frames are retained, not for newcomers, who know that these are not for them, but for inlets that are
+    lost and found again: after a stop that was longer than a lease, or after a goodbye that somebody else has sent in
     their name. What was written meanwhile would be lost, and a collective would wait for it until its deadline.
     """
-    return Topic(f"train/frame/{name}", "Frame", True, False, 512, 0, 0.01, False, _collective, ignore_local=True)
+    return Channel(f"train/frame/{name}", "Frame", True, False, 512, 0, 0.01, False, _collective, ignore_local=True)
 
 
 def _store(sample: Any) -> frames.Frame:
@@ -125,9 +128,9 @@ def _store(sample: Any) -> frames.Frame:
     return frame
 
 
-def store_topic(inbox: int = 0) -> Topic:
-    """Topic of a store of keys and values: ``train/store`` for what goes to the rank that holds the table, and
-    ``train/store/<incarnation>``, in 16 hexadecimal digits, for its answers to one process. Whoever waits for an answer
-    asks again, so a writer that is held up for ``block_s`` gives up."""
+def store_channel(inbox: int = 0) -> Channel:
+    """Return the channel of a store of keys and values: ``train/store`` for what goes to the rank that holds the table,
+    and ``train/store/<incarnation>``, in 16 hexadecimal digits, for its answers to one process. Whoever waits for an
+    answer asks again, so a writer that is held up for ``block_s`` gives up."""
     name = f"train/store/{inbox:016x}" if inbox else "train/store"
-    return Topic(name, "Frame", False, False, 512, 0, 0.01, False, _store)
+    return Channel(name, "Frame", False, False, 512, 0, 0.01, False, _store)

@@ -1,0 +1,289 @@
+"""What a bus asks of whatever carries its bytes: the protocols of a transport.
+
+**Theory of operation.** A :class:`Transport` is one participant of one job. It opens an :class:`Outlet` for each
+channel that the bus writes and an :class:`Inlet` for each that it reads (:mod:`.channels`). Outlets and inlets of the
+same channel, of all transports of the job, find each other: they *match*. Each side matches the other, and loses it, by
+itself. One thread, the bus's I/O thread, sits in :meth:`Waiter.wait`; other threads write.
+
+Rules of a matched pair of one outlet and one inlet, which ``tests/runtime/transport/test_contract.py`` checks:
+
+1. **Order.** Samples arrive in the order of their writes, each once, and some day. What is lost below shows as delay:
+   the outlet keeps a sample until all matched inlets have acknowledged it, and sends it again. There is no order
+   between outlets, nor between channels.
+2. **Retained.** On a retained channel an inlet that matches later gets the newest samples first; on any other it gets
+   what is written from then on.
+3. **Back-pressure.** An inlet that takes nothing holds a bounded number of samples. Then a write waits for ``block_s``
+   of its channel and returns False; that sample is not sent. No sample is dropped and no memory grows, except where the
+   channel says that the oldest is overwritten.
+4. **Departure.** A transport that is closed is lost at once by those it reaches; one that falls silent, after the
+   lease. Either way the waiters of the others report a change. Whether a process is *gone* or only *doubted* is not for
+   the transport to say: the kernel knows (a pidfd), a goodbye does, or the lease has passed.
+5. **Loss.** What is written while an outlet does not know an inlet is lost to it (volatile), or arrives at the next
+   match (retained). Only around the loss of a match are loss and repetition allowed.
+6. **Jobs.** Transports of two jobs do not see each other.
+7. **Threads and forks.** Any thread may write, close, and :meth:`Waiter.wake`. A child by fork uses nothing that it has
+   inherited; :meth:`Waiter.wake` and :meth:`Transport.close` do nothing there.
+
+The hot path is two calls: :meth:`Outlet.write`, and :meth:`Inlet.take` with :meth:`Inlet.decode`. Nothing is made per
+sample beside the pair that ``take`` returns. A sample goes in as the fields before its octets and the octets in parts,
+which the transport reads before the write returns; it comes out as an object that has these fields as attributes, and
+the octets as ``data`` (:attr:`.channels.Channel.sample_type`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
+
+from gradbus.runtime.transport.access_policy import AccessPolicy
+from gradbus.runtime.transport.channels import Channel
+
+PERIOD_S = 0.002  # how often the thread of a bus calls what waits for an answer that comes soon
+
+Peer: TypeAlias = Hashable
+"""The other end of a match, as one inlet or outlet sees it: equal while the match lasts, and new after a new match. It
+has no meaning of its own. Of one process, two inlets may see two peers."""
+
+Trigger: TypeAlias = Any
+"""What a :class:`Waiter` of the same transport waits for. It has no meaning elsewhere."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Traits:
+    """What the bus needs to know of a transport to choose how to use it.
+
+    Attributes:
+        needs_crc: frames need a checksum: the transport has none that covers the whole way.
+        leaves_machine: processes of other machines may be reached.
+        shared_memory: processes of one machine may pass payloads through its memory.
+        frees_gil: whether the interpreter is free while a large sample is written; else ``slow_because``, in words.
+        has_default_lease: nobody has chosen ``lease_s``.
+    """
+
+    needs_crc: bool = True
+    leaves_machine: bool = False
+    shared_memory: bool = False
+    frees_gil: bool = True
+    slow_because: str | None = None
+    has_default_lease: bool = True
+
+
+class Reachable(Protocol):
+    """Describes who can be met on a transport, for those that wait for others."""
+
+    @property
+    def leaves_machine(self) -> bool:
+        """Return whether other machines can be reached at all."""
+
+    def hint(self, *, elsewhere: bool | None = None, one: bool = False) -> str:
+        """Return what to look at first while processes do not come, in a few words.
+
+        Args:
+            elsewhere: whether they are on other machines; None: nobody knows. one: it is one process that is missing.
+        """
+
+    def advice(self, *, elsewhere: bool | None = None, one: bool = False) -> str:
+        """Return what to do about processes that have not come, for an error. Arguments: as for :meth:`hint`."""
+
+
+class Endpoint(Protocol):
+    """What outlets and inlets have in common.
+
+    Attributes:
+        channel: what it carries. changes: is on when the matched peers have changed, until :meth:`refresh`.
+    """
+
+    channel: Channel
+    changes: Trigger
+
+    @property
+    def matched(self) -> int:
+        """Return the number of matched peers, as of the last :meth:`refresh`. Where the transport asks for a proof that
+        they are alive, an outlet counts those that have given it."""
+
+    def refresh(self) -> bool:
+        """Return whether the matched peers have changed since the last call. Only the I/O thread calls this."""
+
+    def peers(self) -> AbstractSet[Peer]:
+        """Return the peers that are matched now, also those that do not count yet."""
+
+    def close(self) -> None:
+        """Leave the channel. Takes up to some seconds where a write is under way, and is done once: see
+        :meth:`Transport.close_endpoints` for many."""
+
+
+class Outlet(Endpoint, Protocol):
+    """Sends the samples of one channel."""
+
+    def write(self, fields: tuple[Any, ...], parts: tuple[Any, ...]) -> bool:
+        """Write one sample, on any thread.
+
+        Args:
+            fields: those before the octets.
+            parts: the octets, in memory that is read before this returns; empty: the sample has none.
+
+        Returns:
+            False: an inlet was full for the channel's ``block_s``, and the sample is not sent.
+
+        Raises:
+            BusClosed: the outlet is closed. BusError: the transport refuses the sample.
+        """
+
+    @property
+    def is_acknowledged(self) -> bool:
+        """Return whether all matched inlets have received all that was written. Does not wait."""
+
+    def wait_for_acks(self, timeout_s: float) -> bool:
+        """Return whether all matched inlets have received all that was written, within so long. Blocks."""
+
+    @property
+    def refused_since_s(self) -> float:
+        """Return ``time.monotonic()`` of the first write that was refused, if none was accepted since; else 0."""
+
+    @property
+    def is_writing(self) -> bool:
+        """Return whether a thread is in a write."""
+
+
+class Inlet(Endpoint, Protocol):
+    """Receives the samples of one channel.
+
+    Attributes:
+        arrivals: is on while there may be samples to take.
+    """
+
+    arrivals: Trigger
+
+    def take(self, limit: int) -> Sequence[tuple[Any, Peer]]:
+        """Return up to ``limit`` samples that have arrived, not decoded yet, and their senders. Fewer than ``limit``:
+        there are no more now."""
+
+    def decode(self, raw: Any) -> Any:
+        """Return a sample that :meth:`take` has returned as an object with its fields; None: it is not for now.
+
+        Raises:
+            FrameError, SampleError, ValueError, TypeError, OverflowError: it is damaged or forged.
+        """
+
+
+class Waiter(Protocol):
+    """Sleeps until something happens to the endpoints of its transport, and says to which. Endpoints have numbers here,
+    from 1."""
+
+    def attach(self, trigger: Trigger, number: int) -> None:
+        """Wait for a trigger, too; ``number`` (1 or more) stands for it."""
+
+    def detach(self, trigger: Trigger) -> None:
+        """Wait for a trigger no more."""
+
+    def wait(self, timeout_s: float) -> list[int]:
+        """Return the numbers of the triggers that are on; wait for one, for so long at most. After :meth:`wake`,
+        :data:`WOKEN` is among them. Raises OSError: the transport has failed."""
+
+    def wake(self) -> None:
+        """End the wait that is in progress, or else the next one. Any thread may call it; in a child by fork it does
+        nothing."""
+
+
+WOKEN = 0
+"""The number that stands for a call of :meth:`Waiter.wake`."""
+
+
+@dataclass(slots=True, eq=False)
+class Periodic:
+    """A function that the thread of a bus calls until it returns False. It must not wait.
+
+    Attributes:
+        every_s: from one call to the next; the function may change it. due_s: the next call, by ``time.monotonic``.
+    """
+
+    function: Callable[[], bool]
+    every_s: float = PERIOD_S
+    due_s: float = 0.0
+
+
+class IoThread(Protocol):
+    """What a transport's own protocols (joining, liveness challenge, foreign readers) need of the thread that takes
+    the samples of its bus. All but ``rejected`` and ``add_periodic`` is for that thread.
+
+    Attributes:
+        rejected: counts of dropped samples, by reason.
+        on_new_readers: called when an outlet's matched peers have changed, or an outlet has been closed.
+        before_deletion: called with outlets that are about to be closed.
+    """
+
+    rejected: Counter[str]
+    on_new_readers: Callable[[], None]
+    before_deletion: Callable[[Sequence[Any]], None]
+
+    @property
+    def writers(self) -> Sequence[Any]:
+        """Return the outlets of the bus, as its transport has made them."""
+
+    def add_writer(self, writer: Any) -> None:
+        """Watch for changes of the outlet's matched peers."""
+
+    def add_reader(self, reader: Any) -> None:
+        """Take the samples of an inlet that uses them itself, in ``take`` or ``decode``, and hands none over."""
+
+    def take_again(self) -> None:
+        """Take from all inlets again: some hold samples that the transport does not know of."""
+
+    def rematched(self) -> None:
+        """Take note that the counts of matched endpoints have changed for another reason than the transport's."""
+
+    def block_writers(self, sources: Collection[Peer], why: str) -> None:
+        """Report the senders behind these peers as gone, and take nothing more from them."""
+
+    def add_periodic(self, periodic: Periodic) -> None:
+        """Call a function soon, and then again and again until it returns False; once where it is there already."""
+
+    def call_within(self, periodic: Periodic, seconds: float) -> None:
+        """Move the next call of a function to an earlier time."""
+
+
+class Transport(Protocol):
+    """One participant of one job. Whoever has made it closes it, once no thread uses what it has opened.
+
+    Attributes:
+        traits: what it can do. reach: who can be met on it. access_policy: what its security says of this process.
+        lease_s: after so long a silence a peer elsewhere is lost.
+    """
+
+    traits: Traits
+    access_policy: AccessPolicy
+    lease_s: float
+
+    @property
+    def reach(self) -> Any:
+        """Return who can be met on it: a :class:`Reachable`."""
+
+    def start(self, thread: IoThread) -> None:
+        """Have the transport's own protocols run on the I/O thread of its bus from now on. Called once, before any
+        endpoint is opened by the bus."""
+
+    def look_around(self) -> bool:
+        """Do what is due once a second, on the I/O thread. Returns True: it is due again."""
+
+    def waiter(self) -> Waiter:
+        """Make what waits for the endpoints of this transport. Raises BusError: there is none."""
+
+    def outlet(self, channel: Channel, *, retained_samples: int = 1) -> Outlet:
+        """Open an outlet. ``retained_samples``: how many of the newest a retained channel keeps for late inlets.
+
+        Raises:
+            ConfigError: this process may not use the channel. BusError: there is none, and nothing is left of it.
+        """
+
+    def inlet(self, channel: Channel) -> Inlet:
+        """Open an inlet; it fills at once. Raises as :meth:`outlet`."""
+
+    def close_endpoints(self, inlets: Sequence[Any], outlets: Sequence[Any]) -> None:
+        """Close inlets and then outlets of this transport together, in a bounded time. Not for the event loop."""
+
+    def close(self) -> None:
+        """Close all endpoints and leave the job. May take a moment; not for the event loop. A second call, and one in a
+        child by fork, does nothing."""

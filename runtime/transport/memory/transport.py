@@ -1,0 +1,93 @@
+"""The transport in memory, for one process that may exist in name only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gradbus.runtime import forks
+from gradbus.runtime.transport.access_policy import AccessPolicy
+from gradbus.runtime.transport.api import IoThread, Traits
+from gradbus.runtime.transport.channels import Channel
+from gradbus.runtime.transport.memory.endpoints import MemoryInlet, MemoryOutlet, MemoryPlace, MemoryWaiter
+from gradbus.runtime.transport.memory.network import MemoryNetwork
+from gradbus.runtime.transport.memory.pairs import Node
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryReach:
+    """Describes who can be met on a network in memory."""
+
+    leaves_machine: bool = True
+
+    def hint(self, *, elsewhere: bool | None = None, one: bool = False) -> str:
+        """See :meth:`.api.Reachable.hint`."""
+        return f"Start {'it' if one else 'them'} in this process, with the same network in memory and the same job"
+
+    def advice(self, *, elsewhere: bool | None = None, one: bool = False) -> str:
+        """See :meth:`.api.Reachable.advice`."""
+        return self.hint(elsewhere=elsewhere, one=one)
+
+
+class MemoryTransport(MemoryPlace):
+    """One participant of one job on a network in memory.
+
+    Attributes:
+        outlet_kind, inlet_kind: the classes of its endpoints, for subclasses with others.
+    """
+
+    outlet_kind: type[MemoryOutlet] = MemoryOutlet
+    inlet_kind: type[MemoryInlet] = MemoryInlet
+
+    def __init__(self, network: MemoryNetwork, node: Node, job: str) -> None:
+        """``node``: the process that it belongs to, which others may share."""
+        super().__init__(network, node, job)
+        self.lease_s = network.lease_s
+        self.reach = MemoryReach()
+        self.traits = Traits(leaves_machine=True, has_default_lease=False)
+        self.access_policy = AccessPolicy()
+        self._is_open = True
+        self._made_in = forks.generation
+        with network.schedule.lock:
+            network.participants.append(self)
+
+    def start(self, thread: IoThread) -> None:
+        """Do nothing: there is no protocol beside the bus."""
+
+    def look_around(self) -> bool:
+        """Do nothing: there is no discovery to look at."""
+        return True
+
+    def waiter(self) -> MemoryWaiter:
+        """See :meth:`.api.Transport.waiter`."""
+        return MemoryWaiter(self)
+
+    def outlet(self, channel: Channel, *, retained_samples: int = 1) -> MemoryOutlet:
+        """See :meth:`.api.Transport.outlet`."""
+        outlet = self.outlet_kind(self, channel, retained_samples)
+        with self.network.schedule.lock:
+            self.outlets.append(outlet)
+            self.network.announce_writer(outlet)
+        return outlet
+
+    def inlet(self, channel: Channel) -> MemoryInlet:
+        """See :meth:`.api.Transport.inlet`."""
+        inlet = self.inlet_kind(self, channel)
+        with self.network.schedule.lock:
+            self.inlets.append(inlet)
+            self.network.announce_reader(inlet)
+        return inlet
+
+    def close_endpoints(self, inlets: Sequence[MemoryInlet], outlets: Sequence[MemoryOutlet]) -> None:
+        """See :meth:`.api.Transport.close_endpoints`."""
+        for one in (*inlets, *outlets):
+            one.close()
+
+    def close(self) -> None:
+        """See :meth:`.api.Transport.close`."""
+        if self._made_in != forks.generation or not self._is_open:
+            return
+        self._is_open = False
+        self.close_endpoints(list(self.inlets), list(self.outlets))
+        with self.network.schedule.lock:
+            self.network.participants = [one for one in self.network.participants if one is not self]

@@ -1,0 +1,72 @@
+"""The network in memory in virtual time, and how a virtual process gets its bus there."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import zlib
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
+from functools import partial
+from typing import Any
+
+from fault_simulation.kernel import VirtualProcess, now_s
+from fault_simulation.trace import Trace
+from fault_simulation.virtual_loop import VirtualLoop
+from gradbus.runtime.bus.bus import Bus, connect_over
+from gradbus.runtime.transport.memory.network import MemoryNetwork
+from gradbus.runtime.transport.memory.pairs import EndpointPair
+from gradbus.runtime.transport.memory.transport import MemoryTransport
+
+OUTSIDE = contextvars.Context()  # in which the network itself acts
+CONTROL = "train/control"
+
+
+class VirtualSchedule:
+    """Calls functions of the network at a virtual time: the :class:`.memory.schedule.NetworkSchedule` of a simulation.
+    No two callbacks run at the same time, so there is nothing to lock. Nothing waits; the time of a thread passes."""
+
+    lock: AbstractContextManager[None] = contextlib.nullcontext()
+
+    def __init__(self, loop: VirtualLoop) -> None:
+        self._loop = loop
+
+    def now_s(self) -> float:
+        """Return the virtual time."""
+        return now_s()
+
+    def at(self, when_s: float, function: Callable[..., object], *arguments: Any) -> None:
+        """Call a function of the network then."""
+        self._loop.call_at(when_s, function, *arguments, context=OUTSIDE)
+
+    def wait(self, node: VirtualProcess, is_over: Callable[[], bool], timeout_s: float) -> bool:
+        """Note that a thread of the process has waited in vain: nothing else runs meanwhile."""
+        if not is_over():
+            node.blocked_s += timeout_s
+        return is_over()
+
+    def notify(self) -> None:
+        """Do nothing: nobody waits."""
+
+    def close(self) -> None:
+        """Do nothing: the loop drops its callbacks itself."""
+
+
+def virtual_network(loop: VirtualLoop, seed: int | str, trace: Trace) -> MemoryNetwork:
+    """Return a network in virtual time whose deliveries are in the trace."""
+
+    def note(pair: EndpointPair, sample: Any) -> None:
+        data = getattr(sample, "data", b"")
+        about = f"crc32 {zlib.crc32(data):08x}" if data else f"round {sample.round_id}"
+        name = pair.reader.channel.name
+        text = f"{pair.target.name} receives {name} of {pair.source.name}, {about}"
+        trace.add(text, is_shown=name != CONTROL)  # these are many, and all are repeated
+
+    network = MemoryNetwork(seed, VirtualSchedule(loop))
+    network.on_delivered = note
+    return network
+
+
+def connected(process: VirtualProcess, job: str = "simulation") -> AbstractAsyncContextManager[Bus]:
+    """Open a bus of a virtual process, without protection."""
+    return connect_over(partial(MemoryTransport, process.world.network, process), job)

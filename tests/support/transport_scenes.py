@@ -1,0 +1,240 @@
+"""Where the contract of a transport is tested: on DDS, and on the network in memory in real time or in steps.
+
+In steps time is virtual and there is one thread: a wait does what is due meanwhile, so nothing is slow and each run is
+the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import itertools
+import os
+import struct
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+from channel_node import Channel, ChannelNode
+from dds_domains import new_domain
+
+from gradbus.runtime.dds.network import NetworkConfig
+from gradbus.runtime.dds.participant import Participant
+from gradbus.runtime.transport.api import Inlet, Outlet, Transport
+from gradbus.runtime.transport.memory.network import MemoryNetwork
+from gradbus.runtime.transport.memory.pairs import MemoryNode
+from gradbus.runtime.transport.memory.schedule import Call, ThreadSchedule
+from gradbus.runtime.transport.memory.transport import MemoryTransport
+
+PATIENCE_S = 30.0
+LONG_LEASE_S, SHORT_LEASE_S = 60.0, 1.0
+_NUMBER = struct.Struct("<I")
+_jobs = itertools.count()
+
+
+def write(outlet: Outlet, *numbers: int, size: int = 64) -> list[bool]:
+    """Write samples that are numbers with padding. Returns for each whether it was accepted."""
+    return [outlet.write((), (_NUMBER.pack(number), bytes(size - _NUMBER.size))) for number in numbers]
+
+
+def take(inlet: Inlet) -> list[int]:
+    """Return the numbers of the samples that are there."""
+    found: list[int] = []
+    while taken := inlet.take(16):
+        samples = [inlet.decode(raw) for raw, _ in taken]
+        found += [_NUMBER.unpack_from(sample.data)[0] for sample in samples if sample is not None]
+    return found
+
+
+class Remote(Protocol):
+    """A process elsewhere, of the job ``one``, which can be stopped and killed."""
+
+    def open_writer(self, channel: Channel, *, retained_samples: int = 1) -> None:
+        """Open an outlet."""
+
+    def open_reader(self, channel: Channel) -> None:
+        """Open an inlet."""
+
+    def write(self, key: str, *numbers: int) -> list[bool]:
+        """Write samples to the channel of this name."""
+
+    def take(self, key: str) -> list[int]:
+        """Return the numbers of the samples of this channel that are there."""
+
+    def stop(self) -> None:
+        """Have it stand still."""
+
+    def go_on(self) -> None:
+        """Let it run again."""
+
+    def kill(self) -> None:
+        """End it without a goodbye."""
+
+
+class Scene(Protocol):
+    """A network with processes on it."""
+
+    def open(self, job: str = "one") -> Transport:
+        """Open a transport of this process."""
+
+    def remote(self, lease_s: float = LONG_LEASE_S) -> Remote:
+        """Start a process elsewhere, which is lost after so long a silence."""
+
+    def until(self, condition: Callable[[], object], what: str, timeout_s: float = PATIENCE_S) -> None:
+        """Wait for a condition. Raises AssertionError: it did not hold in time."""
+
+    def pass_time(self, seconds: float) -> None:
+        """Let time pass, where there is nothing to wait for."""
+
+    def now_s(self) -> float:
+        """Return the time of this network."""
+
+
+class SteppedSchedule:
+    """A :class:`~gradbus.runtime.transport.memory.schedule.NetworkSchedule` in virtual time, for one thread."""
+
+    lock: AbstractContextManager[None] = contextlib.nullcontext()
+
+    def __init__(self) -> None:
+        self._now_s = 1000.0
+        self._calls: list[Call] = []
+        self._numbers = itertools.count()
+
+    def now_s(self) -> float:
+        return self._now_s
+
+    def at(self, when_s: float, function: Callable[..., object], *arguments: Any) -> None:
+        heapq.heappush(self._calls, (when_s, next(self._numbers), function, arguments))
+
+    def wait(self, node: Any, is_over: Callable[[], bool], timeout_s: float) -> bool:
+        until_s = self._now_s + timeout_s
+        while not is_over():
+            if not self._calls or self._calls[0][0] > until_s:
+                self._now_s = until_s
+                return is_over()
+            when_s, _, function, arguments = heapq.heappop(self._calls)
+            self._now_s = max(self._now_s, when_s)
+            function(*arguments)
+        return True
+
+    def notify(self) -> None:
+        pass
+
+    def close(self) -> None:
+        self._calls.clear()
+
+
+class MemoryRemote:
+    """A process that exists in name only."""
+
+    def __init__(self, network: MemoryNetwork) -> None:
+        self._network = network
+        self._node = MemoryNode("remote", machine=1)
+        self._transport = MemoryTransport(network, self._node, "one")
+        self._outlets: dict[str, Outlet] = {}
+        self._inlets: dict[str, Inlet] = {}
+
+    def open_writer(self, channel: Channel, *, retained_samples: int = 1) -> None:
+        opened = self._transport.outlet(channel.opened(), retained_samples=retained_samples)
+        self._outlets[channel.name] = opened
+
+    def open_reader(self, channel: Channel) -> None:
+        self._inlets[channel.name] = self._transport.inlet(channel.opened())
+
+    def write(self, key: str, *numbers: int) -> list[bool]:
+        return write(self._outlets[key], *numbers)
+
+    def take(self, key: str) -> list[int]:
+        return take(self._inlets[key])
+
+    def stop(self) -> None:
+        self._network.pause(self._node)
+
+    def go_on(self) -> None:
+        self._network.resume(self._node)
+
+    def kill(self) -> None:
+        self._network.kill(self._node)
+
+
+class MemoryScene:
+    """The network in memory: packets are late by up to 2 ms, and one in ten is lost between machines."""
+
+    def __init__(self, schedule: ThreadSchedule | SteppedSchedule) -> None:
+        self.network = MemoryNetwork(seed=1, schedule=schedule)
+        self.network.jitter_s, self.network.loss, self.network.resend_s = 0.002, 0.1, 0.005
+        self._schedule = schedule
+        self._nodes = itertools.count()
+
+    def open(self, job: str = "one") -> Transport:
+        return MemoryTransport(self.network, MemoryNode(f"local-{next(self._nodes)}"), job)
+
+    def remote(self, lease_s: float = LONG_LEASE_S) -> Remote:
+        self.network.lease_s = lease_s
+        return MemoryRemote(self.network)
+
+    def until(self, condition: Callable[[], object], what: str, timeout_s: float = PATIENCE_S) -> None:
+        with self._schedule.lock:
+            assert self._schedule.wait(None, lambda: bool(condition()), timeout_s), (
+                f"not within {timeout_s:g} s: {what}"
+            )
+
+    def pass_time(self, seconds: float) -> None:
+        with self._schedule.lock:
+            self._schedule.wait(None, lambda: False, seconds)
+
+    def now_s(self) -> float:
+        return self._schedule.now_s()
+
+    def close(self) -> None:
+        for participant in list(self.network.participants):
+            assert isinstance(participant, MemoryTransport)
+            participant.close()
+        self.network.close()
+
+
+class DdsScene:
+    """Cyclone DDS on the loopback interface. Remote processes are true ones."""
+
+    def __init__(self) -> None:
+        self._domain, self._number = new_domain(), next(_jobs)
+        self._opened = contextlib.ExitStack()
+
+    def _partition(self, job: str) -> str:
+        return f"contract-{os.getpid()}-{self._number}-{job}"
+
+    def open(self, job: str = "one") -> Transport:
+        network = NetworkConfig(shared_memory=False, lease_s=LONG_LEASE_S)
+        made = Participant(domain_id=self._domain, partition=self._partition(job), network=network)
+        self._opened.callback(made.close)
+        return made
+
+    def remote(self, lease_s: float = LONG_LEASE_S) -> Remote:
+        node = ChannelNode(domain=self._domain, job=self._partition("one"), lease_s=lease_s)
+        return self._opened.enter_context(node)
+
+    def until(self, condition: Callable[[], object], what: str, timeout_s: float = PATIENCE_S) -> None:
+        until_s = time.monotonic() + timeout_s
+        while not condition():
+            assert time.monotonic() < until_s, f"not within {timeout_s:g} s: {what}"
+            time.sleep(0.002)  # what is awaited has no one event: it is of several endpoints and processes
+
+    def pass_time(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+    def now_s(self) -> float:
+        return time.monotonic()
+
+    def close(self) -> None:
+        self._opened.close()
+
+
+def in_steps() -> MemoryScene:
+    """Return the network in memory in virtual time."""
+    return MemoryScene(SteppedSchedule())
+
+
+def with_threads() -> MemoryScene:
+    """Return the network in memory in real time."""
+    return MemoryScene(ThreadSchedule())
