@@ -38,7 +38,11 @@ def fail_at(rank: int, step: int, place: str = "after_send") -> str:
 
 
 class FailPoint:
-    """The places at which one process is to die."""
+    """The places at which one process is to die.
+
+    Attributes:
+        armed: name and number of those that are left; empty: nothing is to happen.
+    """
 
     def __init__(self, spec: str | None = None, action: Callable[[], None] = kill_self, *, who: str = "") -> None:
         """Arm some of them.
@@ -51,7 +55,7 @@ class FailPoint:
         Raises:
             ValueError: the spec is malformed, or no such place is known.
         """
-        self._armed: set[tuple[str, int]] = set()
+        self.armed: set[tuple[str, int]] = set()
         self._action = action
         for part in (spec or "").split(","):
             if part.strip():
@@ -71,15 +75,15 @@ class FailPoint:
         if name not in known and not (not whom and any(name in places for places in PLACES.values())):
             raise ValueError(f"fail point {part!r}: no such place; {role or 'known'}: {', '.join(known)}")
         if whom in ("", who):
-            self._armed.add((name, int(number)))
+            self.armed.add((name, int(number)))
 
     @property
     def is_armed(self) -> bool:
         """Return whether there is a place left at which something is to happen."""
-        return bool(self._armed)
+        return bool(self.armed)
 
     def reached(self, name: str, round_id: int) -> None:
         """The program is at this place in this round."""
-        if (name, round_id) in self._armed:
-            self._armed.discard((name, round_id))
+        if (name, round_id) in self.armed:
+            self.armed.discard((name, round_id))
             self._action()

@@ -23,11 +23,13 @@ class Probe:
 
     def reached(self, place: str, number: int) -> None:
         """The program is at this place in this round or step; see :mod:`.failpoints`."""
-        self.fail.reached(place, number)
+        if self.fail.armed:
+            self.fail.reached(place, number)
 
     def note(self, event: str, **facts: Any) -> None:
         """Something has happened; see :meth:`.history.History.note`."""
-        self.history.note(event, **facts)
+        if self.history.on:
+            self.history.note(event, **facts)
 
     def end(self, **facts: Any) -> None:
         """The process, or its part in the run, ends gracefully."""
