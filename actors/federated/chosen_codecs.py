@@ -17,7 +17,8 @@ from gradbus.runtime.config.federated import FederatedConfig
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.wire.control import Welcome
 
-_DENSITY, _CLIENTS = "density", "client.codecs"
+DENSITY = "density"
+CLIENT_SETTING = "client.codecs"
 
 
 def check_codecs(config: FederatedConfig) -> None:
@@ -77,18 +78,21 @@ def names_of(welcome: Welcome) -> tuple[str, ...]:
     return welcome.codec, welcome.section_codec, welcome.downlink_codec
 
 
-def check_allowed(welcome: Welcome, allowed: Collection[str], setting: str) -> None:
-    """Look whether this node takes the codecs that a controller has chosen.
+def read_codecs(welcome: Welcome, allowed: Collection[str], setting: str) -> tuple[Codec, Codec]:
+    """Return the codec of the updates and that of what they hold beside the model, as a controller has chosen them.
 
     Args:
-        allowed: codecs of one's own that its configuration names. setting: where.
+        allowed: codecs of one's own that this node's configuration names. setting: where.
 
     Raises:
-        ConfigError: one is neither built in nor allowed, or does not have the options that the controller has sent.
+        ConfigError: a codec, of models too, is neither built in nor allowed, or does not have the options that the
+            controller has sent.
     """
     _check_name(welcome.downlink_codec, allowed, setting)
-    _made(welcome.codec, welcome.codec_options, {}, allowed, setting)
-    _made(welcome.section_codec, welcome.section_options, {}, allowed, setting)
+    return (
+        _made(welcome.codec, welcome.codec_options, {}, allowed, setting),
+        _made(welcome.section_codec, welcome.section_options, {}, allowed, setting),
+    )
 
 
 def codec_of(welcome: Welcome, terms: Mapping[str, Any] | None = None, *, allowed: Collection[str] = ()) -> Codec:
@@ -101,18 +105,13 @@ def codec_of(welcome: Welcome, terms: Mapping[str, Any] | None = None, *, allowe
     Raises:
         ConfigError: it is neither built in nor allowed, or its options are wrong.
     """
-    density = (terms or {}).get(_DENSITY)
-    changed = {} if density is None else {_DENSITY: density}
+    density = (terms or {}).get(DENSITY)
+    changed = {} if density is None else {DENSITY: density}
     return _made(welcome.codec, welcome.codec_options, changed, allowed)
 
 
-def section_codec_of(welcome: Welcome, *, allowed: Collection[str] = ()) -> Codec:
-    """The codec of what an update holds beside the model. Raises ConfigError: as :func:`codec_of`."""
-    return _made(welcome.section_codec, welcome.section_options, {}, allowed)
-
-
 def _made(
-    name: str, options: str, changed: Mapping[str, Any], allowed: Collection[str], setting: str = _CLIENTS
+    name: str, options: str, changed: Mapping[str, Any], allowed: Collection[str], setting: str = CLIENT_SETTING
 ) -> Codec:
     _check_name(name, allowed, setting)
     try:

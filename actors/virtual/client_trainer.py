@@ -22,19 +22,14 @@ from torch import Tensor
 
 from gradbus.actors.federated.client.client_state import ClientStateStore
 from gradbus.actors.federated.client.local_evaluation import EvaluationStopped, LocalEvaluation, told
-from gradbus.actors.federated.client.local_training import (
-    NOTHING_OWN,
-    Allowed,
-    LocalTraining,
-    NothingToTrain,
-    RoundInputs,
-    reason_of,
-)
+from gradbus.actors.federated.client.local_training import LocalTraining
+from gradbus.actors.federated.client.round_inputs import RoundInputs
+from gradbus.actors.federated.client.run_terms import NOTHING_OWN, Allowed, RunChoices
 from gradbus.actors.federated.model.flat_model import FlatModel
 from gradbus.actors.federated.model.sharing import Sharing
 from gradbus.actors.federated.protocol import SAT_OUT
 from gradbus.actors.federated.task import FederatedTask
-from gradbus.actors.privacy.client import privacy_of
+from gradbus.actors.federated.task_results import NothingToTrain, reason_of
 from gradbus.actors.virtual.channel import Parcel
 from gradbus.runtime.built_model import build_model
 from gradbus.runtime.shm.shared_payload import PayloadMemory, SharedPayload
@@ -104,6 +99,7 @@ class ClientTrainer:
         self._memory = PayloadMemory(switched_on=settings.shared_memory)
         self._no_memory = PayloadMemory(switched_on=False)
         self._probe = no_probe()
+        self._choices = RunChoices(settings.allowed)
         self._prepared: tuple[int, int] | None = None  # client, and number of clients
         self._sealed: dict[int, SharedPayload] = {}  # by transfer: updates that the controller may still read
         self._inputs: RoundInputs
@@ -192,11 +188,11 @@ class ClientTrainer:
         self, inputs: RoundInputs, client: Identity, transfer: int, open_kept: OpenKept, should_stop: Callable[[], bool]
     ) -> Parcel:
         self._prepare(client.sender, inputs.welcome.num_clients)
-        privacy = privacy_of(inputs.welcome.options)
+        privacy = self._choices.read(inputs.welcome).privacy
         releases = privacy is not None and privacy.is_local  # which are kept before they leave
         with contextlib.closing(open_kept(client.sender, releases)) as kept:
             memory = self._memory if len(self._sealed) < MAX_SEALED else self._no_memory
-            training = LocalTraining(self._task, client, self._model, kept, memory, self._probe, self._settings.allowed)
+            training = LocalTraining(self._task, client, self._model, kept, memory, self._probe, self._choices)
             update = training.train(inputs, transfer, should_stop)
             released = kept.released(inputs.command.round_id) if releases and not kept.is_durable else None
         if should_stop():

@@ -19,12 +19,11 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
-from gradbus.actors.federated.chosen_codecs import codec_of
 from gradbus.actors.federated.client.client import Client
 from gradbus.actors.federated.client.client_optimizer import split_terms
 from gradbus.actors.federated.client.client_report import ClientSummary
 from gradbus.actors.federated.client.local_evaluation import DECLINED, HOSTED
-from gradbus.actors.federated.client.local_training import RoundInputs
+from gradbus.actors.federated.client.round_inputs import RoundInputs
 from gradbus.actors.federated.client.session import ControllerSession
 from gradbus.actors.federated.client.updates_out import ANSWERS, EncodedUpdate, UpdateSender, note_receipt
 from gradbus.actors.federated.controller.clients import FIRST_HOST
@@ -312,7 +311,7 @@ class ClientHost(Client):
         self._status.set("training")
         group.create_task(self._heartbeat.send_hello(), name="host-hello")
         buffers = layout_of(self._model.specs, Sharing.of_welcome(welcome))
-        codec = codec_of(welcome, split_terms(inputs.options())[1], allowed=self._config.codecs)
+        codec = self._choices.read(welcome).codec_in(split_terms(inputs.options())[1])
         largest = codec.max_bytes(self._shape.dim) + buffers.max_bytes
         if current.is_held(command):
             check_room(asked, largest)

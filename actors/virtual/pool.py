@@ -19,7 +19,7 @@ from torch import Tensor
 
 from gradbus.actors.federated.client.client_state import ClientStateStore
 from gradbus.actors.federated.client.local_evaluation import MAX_FAILURE_CHARS, kept_for
-from gradbus.actors.federated.client.local_training import RoundInputs
+from gradbus.actors.federated.client.round_inputs import RoundInputs
 from gradbus.actors.federated.client.updates_out import EncodedUpdate
 from gradbus.actors.federated.model.own_tensors import PERSONAL
 from gradbus.actors.virtual.channel import Parcel

@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeVar
 
 from torch import nn
 
-from gradbus.actors.federated.client.local_training import Allowed
+from gradbus.actors.federated.client.run_terms import Allowed
 from gradbus.actors.federated.controller.combinations import check_combination, make_strategy
 from gradbus.actors.federated.controller.controller import Controller
 from gradbus.actors.federated.controller.progress_line import ProgressLine

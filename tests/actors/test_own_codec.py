@@ -20,7 +20,7 @@ from torch import nn
 from trees import DIM, UnequalTask, rules, site_of, tree
 
 import gradbus
-from gradbus.actors.federated.chosen_codecs import check_allowed, check_codecs, codec_of, own_codecs
+from gradbus.actors.federated.chosen_codecs import check_codecs, codec_of, own_codecs, read_codecs
 from gradbus.actors.federated.controller.combinations import check_combination
 from gradbus.models import NoopTask
 from gradbus.models.task import EvalResult, TrainResult
@@ -109,7 +109,7 @@ def test_the_configurations_of_the_page_fit_together() -> None:
     config = gradbus.FederatedConfig(**controller["federated"])
     check_combination(config)
     welcome = Welcome(0, 1, 7, 1, config.codec.name, CODECS.to_json(config.codec), 1, 0.5)
-    check_allowed(welcome, gradbus.ClientConfig(**client["client"]).codecs, "client.codecs")
+    read_codecs(welcome, gradbus.ClientConfig(**client["client"]).codecs, "client.codecs")
 
 
 def test_what_it_rounds_off_is_sent_later() -> None:
@@ -129,12 +129,12 @@ def test_a_client_that_does_not_allow_the_codec_imports_nothing_and_says_what_to
     welcome = Welcome(0, 1, 7, 1, COARSE, "{}", 1, 0.5)
     text = r"chose the codec 'coarse:Coarse', which is not allowed here: client.codecs is \['a:B'\]"
     with pytest.raises(ConfigError, match=text):
-        check_allowed(welcome, ("a:B",), "client.codecs")
+        read_codecs(welcome, ("a:B",), "client.codecs")
     with pytest.raises(ConfigError, match="not allowed"):
         codec_of(welcome)
     for other in ({"section_codec": COARSE}, {"downlink_codec": COARSE}):
         with pytest.raises(ConfigError, match="not allowed"):
-            check_allowed(Welcome(0, 1, 7, 1, "fp32", "{}", 1, 0.5, **other), (), "client.codecs")
+            read_codecs(Welcome(0, 1, 7, 1, "fp32", "{}", 1, 0.5, **other), (), "client.codecs")
     assert "coarse" not in sys.modules
 
 

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import gradbus
-from gradbus.actors.federated.client.local_training import RoundInputs
+from gradbus.actors.federated.client.round_inputs import RoundInputs
 from gradbus.actors.federated.client.updates_out import EncodedUpdate
 from gradbus.actors.virtual import pool as pool_module
 from gradbus.actors.virtual.client_trainer import PoolSettings

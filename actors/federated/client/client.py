@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from gradbus.actors.federated.chosen_codecs import check_allowed, own_codecs
+from gradbus.actors.federated.chosen_codecs import CLIENT_SETTING, own_codecs
 from gradbus.actors.federated.client.client_models import ClientModels, FrozenParameters
 from gradbus.actors.federated.client.client_observer import MAX_REPORTS, ClientObserver
 from gradbus.actors.federated.client.client_report import CALLED_OFF, ClientReport, ClientSummary
@@ -27,15 +27,11 @@ from gradbus.actors.federated.client.early_failures import EarlyFailures
 from gradbus.actors.federated.client.evaluation_answers import EvaluationAnswers
 from gradbus.actors.federated.client.id_request import request_id
 from gradbus.actors.federated.client.local_evaluation import LocalEvaluation
-from gradbus.actors.federated.client.local_training import (
-    Allowed,
-    LocalTraining,
-    NothingToTrain,
-    RoundInputs,
-    reason_of,
-)
+from gradbus.actors.federated.client.local_training import LocalTraining
 from gradbus.actors.federated.client.pacing import TrainingBudget
 from gradbus.actors.federated.client.packets_out import PacketRoute, PacketSender
+from gradbus.actors.federated.client.round_inputs import RoundInputs
+from gradbus.actors.federated.client.run_terms import Allowed, RunChoices
 from gradbus.actors.federated.client.session import (
     ClientContext,
     ClientHeartbeat,
@@ -52,7 +48,7 @@ from gradbus.actors.federated.model.own_tensors import PERSONAL, part_of
 from gradbus.actors.federated.model.sharing import Shape, Sharing, check_buffers_sent, check_kept, layout_of
 from gradbus.actors.federated.protocol import PAUSED, REPEAT_AFTER_S, SAT_OUT
 from gradbus.actors.federated.task import FederatedTask
-from gradbus.actors.privacy.client import privacy_of
+from gradbus.actors.federated.task_results import NothingToTrain, reason_of
 from gradbus.actors.secure_aggregation.keys import Attempt
 from gradbus.actors.secure_aggregation.masked_values import TooLarge
 from gradbus.runtime.built_model import build_model
@@ -143,7 +139,7 @@ class Client:
         client_id: its id; -1 until the controller has assigned it. name: empty: it has none.
     """
 
-    _codecs_setting: ClassVar[str] = "client.codecs"  # which names the codecs that a controller may choose
+    _codecs_setting: ClassVar[str] = CLIENT_SETTING  # which names the codecs that a controller may choose
     _budget_kind: ClassVar[type[TrainingBudget]] = TrainingBudget
     _task_methods: ClassVar[tuple[str, ...]] = ("build_model", "prepare", "train")  # that are called here
 
@@ -184,6 +180,8 @@ class Client:
         self._bus = bus
         self._task = task
         self._config = ClientConfig.expect(config)
+        allowed = Allowed(self._config.rule, self._config.codecs, self._config.share_model)
+        self._choices = RunChoices(allowed, setting=self._codecs_setting, least_noise=self._config.least_noise)
         self._changed = asyncio.Event()
         self._session = ControllerSession(self._config.controller_timeout_s)
         self._status = ClientStatus()
@@ -287,9 +285,8 @@ class Client:
             kept,
             self._bus.memory,
             self._probe,
-            Allowed(self._config.rule, self._config.codecs),
+            self._choices,
         )
-        self._training.keeps_local_model = self._config.share_model
         self._opened.callback(self._training.close)
         evaluation = LocalEvaluation(
             self._task, self._model, self.client_id, kept, tells_errors=self._config.report_failures
@@ -660,11 +657,10 @@ class Client:
                 f"controller"
             )
         try:
-            check_allowed(welcome, self._config.codecs, self._codecs_setting)
-            privacy = privacy_of(welcome.options, least_noise=self._config.least_noise)
-            check_kept(self._model.specs, Sharing.of_welcome(welcome), self._config.keep_personal)
+            run = self._choices.read(welcome)
+            check_kept(self._model.specs, run.sharing, self._config.keep_personal)
             insists = bool(self._config.least_members)
-            check_buffers_sent(self._model.specs, welcome, is_private=privacy is not None, insists_on_masks=insists)
+            check_buffers_sent(self._model.specs, welcome, is_private=run.privacy is not None, insists_on_masks=insists)
         except ConfigError as error:
             raise JoinDeclined(str(error)) from None
 
@@ -826,7 +822,7 @@ class Client:
 
     async def _prepare(self, welcome: Welcome, group: TaskGroup) -> None:
         """Do what has to be done once, before this client is ready; tasks that it starts belong to ``group``."""
-        await self._compute.run(self._training.prepare, welcome.num_clients)
+        await self._compute.run(self._training.load_data, welcome.num_clients)
         self._observer.personal = await self._compute.run(self._training.kept_personal, welcome)
 
     async def _make_update(self, welcome: Welcome, command: TrainCmd, base: Tensor) -> EncodedUpdate:

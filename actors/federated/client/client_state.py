@@ -1,8 +1,8 @@
 """What a client keeps from round to round: the residual of its codec, the state of its rule, what it does not share,
 and what it has released with local privacy.
 
-Of each tensor that is kept the name begins with the part that it belongs to: ``rule.``, ``optimizer.``, and the names
-here. Those of ``personal.`` and ``own_model.`` go on with the name in the model's state.
+Of each tensor that is kept the name begins with the part that it belongs to, as the names here say. Those of
+``personal.`` and ``own_model.`` go on with the name in the model's state.
 """
 
 from __future__ import annotations
@@ -18,6 +18,11 @@ from gradbus.runtime.errors import CheckpointError
 
 RESIDUAL = "residual"  # of the codec
 SECTION_RESIDUAL = "section_residual."  # of the codec of the sections beside the model's, by their names
+OF_RULE = "rule."
+OF_OPTIMIZER, OF_OWN_OPTIMIZER = (
+    "optimizer.",
+    "own_optimizer.",
+)  # that are kept; the latter trains the client's own model
 _RELEASED = "released"
 _KEPT = 3
 

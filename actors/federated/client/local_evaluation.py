@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from gradbus.actors.federated.model.flat_model import FlatModel
 from gradbus.actors.federated.model.own_tensors import PERSONAL, part_of
 from gradbus.actors.federated.model.sharing import Sharing
 from gradbus.actors.federated.task import FederatedTask
-from gradbus.actors.federated.task_results import as_floats, unreadable
+from gradbus.actors.federated.task_results import as_floats, sendable, unreadable
 from gradbus.actors.privacy.client import privacy_of
 from gradbus.runtime.compute_limiter import TRAINING
 from gradbus.runtime.logs import get_logger
@@ -26,8 +25,6 @@ from gradbus.runtime.plain_text import plain_line
 from gradbus.runtime.user_errors import user_error
 from gradbus.runtime.wire.control import (
     CANDIDATE_ROUNDS,
-    MAX_METRIC_CHARS,
-    MAX_METRICS,
     EvaluationRequest,
     EvaluationResult,
     Welcome,
@@ -142,12 +139,6 @@ def told(error: Exception, client_id: int, tells_errors: bool) -> str:
     text = plain_line(str(user_error(error)))
     log.warning("evaluation failed", client=client_id, error=text)
     return (text if tells_errors else type(error).__name__)[:MAX_FAILURE_CHARS]
-
-
-def sendable(metrics: Mapping[str, float], others: int = 0) -> dict[str, float]:
-    """The first of these that are finite, as many as a message has room for beside ``others``, with names that fit."""
-    finite = {name[:MAX_METRIC_CHARS]: value for name, value in metrics.items() if math.isfinite(value)}
-    return dict(list(finite.items())[: MAX_METRICS - others])
 
 
 def _read(task: object, found: Any) -> tuple[int, dict[str, float]]:

@@ -15,6 +15,16 @@ def part_of(kept: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): tensor for name, tensor in kept.items() if name.startswith(prefix)}
 
 
+def named(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors by names that begin so; the inverse of :func:`part_of`."""
+    return {prefix + name: tensor for name, tensor in tensors.items()}
+
+
+def without(kept: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """Return those whose names do not begin so."""
+    return {name: tensor for name, tensor in kept.items() if not name.startswith(prefix)}
+
+
 def own_tensors(kept: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors of the model that a client has of its own, by their names there: those of the model that its rule
     trains, else its personal ones."""

@@ -21,13 +21,13 @@ from gradbus import codecs
 from gradbus.actors.aggregation.strategies import FedAvg, Strategy
 from gradbus.actors.aggregation.updates import Facts, Update
 from gradbus.actors.federated.chosen_codecs import codec_of, names_of, own_codecs
-from gradbus.actors.federated.client.local_training import NothingToTrain
 from gradbus.actors.federated.controller.combinations import make_strategy
 from gradbus.actors.federated.controller.controller import Controller
 from gradbus.actors.federated.controller.liveness import tolerate_write_timeout
 from gradbus.actors.federated.controller.report import Progress, RoundReport
 from gradbus.actors.federated.controller.rounds import Outcome, Round, RoundTotals
 from gradbus.actors.federated.task import FederatedTask
+from gradbus.actors.federated.task_results import NothingToTrain
 from gradbus.codecs import Codec
 from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.config.federated import FederatedConfig

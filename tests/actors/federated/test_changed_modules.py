@@ -14,7 +14,8 @@ from torch.nn.utils import parametrizations, prune
 
 from gradbus.actors.federated.client.client_state import ClientStateStore
 from gradbus.actors.federated.client.local_evaluation import LocalEvaluation
-from gradbus.actors.federated.client.local_training import LocalTraining, RoundInputs
+from gradbus.actors.federated.client.local_training import LocalTraining
+from gradbus.actors.federated.client.round_inputs import RoundInputs
 from gradbus.actors.federated.model.flat_model import FlatModel
 from gradbus.actors.federated.model.sharing import Sharing
 from gradbus.models.task import EvalResult, TrainResult

@@ -13,7 +13,6 @@ from torch import nn
 
 from gradbus.actors.federated.client.client_state import ClientStateStore
 from gradbus.actors.federated.client.local_evaluation import (
-    MAX_METRICS,
     NO_DATA,
     NO_METHOD,
     PRIVATE,
@@ -24,7 +23,7 @@ from gradbus.actors.federated.model.flat_model import FlatModel
 from gradbus.models import NoopTask
 from gradbus.models.task import EvalResult
 from gradbus.runtime.wire import control
-from gradbus.runtime.wire.control import EvaluationRequest, EvaluationResult, Welcome
+from gradbus.runtime.wire.control import MAX_METRICS, EvaluationRequest, EvaluationResult, Welcome
 
 REQUEST = EvaluationRequest(5, 3, "7", 9.0)
 

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from gradbus import codecs
 from gradbus.actors.aggregation import updates
 from gradbus.actors.federated.client.client_state import ClientStateStore
-from gradbus.actors.federated.client.local_training import LocalTraining, RoundInputs
+from gradbus.actors.federated.client.local_training import LocalTraining
+from gradbus.actors.federated.client.round_inputs import RoundInputs
 from gradbus.actors.federated.client.rules.scaffold import ControlVariates
 from gradbus.actors.federated.client.updates_out import EncodedUpdate
 from gradbus.actors.federated.model.flat_model import FlatModel

@@ -26,9 +26,10 @@ from torch import Tensor
 import gradbus
 from gradbus.actors.aggregation.common_grid import MAX_SCALES, CommonGrid
 from gradbus.actors.aggregation.grid_steps import CommonSteps
-from gradbus.actors.federated.client import local_training
+from gradbus.actors.federated.client.local_training import LocalTraining
 from gradbus.actors.federated.client.update_masks import ClientMasking
 from gradbus.actors.federated.controller.masked_attempt import MaskedAttempt
+from gradbus.actors.secure_aggregation import masked_values
 from gradbus.actors.secure_aggregation.keys import ENTRY_BYTES, TooFewMembers
 from gradbus.actors.secure_aggregation.masked_values import SMALL_BYTES, size_of
 from gradbus.codecs import random_k
@@ -330,7 +331,7 @@ def test_the_roster_of_most_clients_with_most_steps_is_one_control_message() -> 
 
 
 def test_an_update_in_the_width_of_another_round_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    encode = local_training.masked_values.encode
+    encode = masked_values.encode
 
     def too_wide(update: Any, base: Tensor, masks: Any, num_samples: int) -> Any:
         if masks.roster.grid.is_small and num_samples == 22:
@@ -339,7 +340,7 @@ def test_an_update_in_the_width_of_another_round_is_refused(monkeypatch: pytest.
             return encode(update, base, exact, 22)._replace(residual=torch.zeros(DIM))
         return encode(update, base, masks, num_samples)
 
-    monkeypatch.setattr(local_training.masked_values, "encode", too_wide)
+    monkeypatch.setattr(masked_values, "encode", too_wide)
     run = Run(range(3), rounds=2, codec=Q8)
     controller = run()
     second = controller.progress.reports[1]
@@ -356,7 +357,7 @@ def test_what_a_client_has_helped_to_unmask_goes_out_in_no_later_round_though_th
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The difference of the sums of two rounds would be what clients had kept. The model is that with all receipts."""
-    on_receipt, refused = local_training.LocalTraining.on_receipt, []
+    on_receipt, refused = LocalTraining.on_receipt, []
 
     def told_otherwise(training: Any, update: Any, receipt: Any) -> None:
         if receipt.round_id in (2, 3) and (client_id := receipt.to):
@@ -364,7 +365,7 @@ def test_what_a_client_has_helped_to_unmask_goes_out_in_no_later_round_though_th
             receipt = dataclasses.replace(receipt, accepted=False, reason="none")
         on_receipt(training, update, receipt)
 
-    monkeypatch.setattr(local_training.LocalTraining, "on_receipt", told_otherwise)
+    monkeypatch.setattr(LocalTraining, "on_receipt", told_otherwise)
     controller = Run(range(3), rounds=5, codec=codec)()
     assert sorted(refused) == [(1, 2), (1, 3), (2, 2), (2, 3)]
     assert np.array_equal(controller.weights.numpy(), oracle_of(controller, codec, [range(3)] * 5).weights)
