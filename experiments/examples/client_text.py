@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from gradbus.experiments.examples.text import CharTransformer, TextTask, corpus
+from gradbus.models import TrainingStopped, TrainResult
 from gradbus.models.lora import add_lora
 from gradbus.models.seeds import seeded_generator
-from gradbus.models.task import TrainingStopped, TrainResult
 
 MakeOptimizer = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
 EVALUATED = 256  # windows
