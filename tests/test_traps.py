@@ -30,7 +30,7 @@ PLACES = re.compile(r"(/proc|/sys)(?=/)")  # what the kernel shows, as text
 
 # Private names of classes of ours that another file of ours uses, each with its reason beside the line.
 OURS = {
-    ("actors/aggregation/merged_buffers.py", "_by_name"), ("runtime/_torch/elastic/generation_store.py", "_call"),
+    ("actors/aggregation/merged_buffers.py", "_by_name"), ("runtime/_torch/elastic/generation_store.py", "_link"),
     ("runtime/_torch/groups.py", "_engine"), ("runtime/_torch/groups.py", "_membership"),
     ("runtime/collectives/aggregators.py", "_joined"), ("experiments/bench/sealing.py", "_transport"),
     ("experiments/bench/sealing.py", "_ports"), ("runtime/_torch/optimizer.py", "_reduction"),

@@ -27,7 +27,7 @@ from gradbus.experiments.bench.recipes import Recipe, local_recipes
 from gradbus.experiments.bench.results import Measurement, commit, measurement
 from gradbus.experiments.bench.training import Data
 from gradbus.experiments.bench.utilisation import measure_utilisation
-from gradbus.models.text import TextTask
+from gradbus.experiments.examples.text import TextTask
 
 _MODELS: Mapping[str, Callable[..., nn.Module]] = {"CNN": models.mnist_cnn, "MLP": models.mnist_mlp}
 _OF_CHANCE = 0.1  # accuracy of a training that has diverged

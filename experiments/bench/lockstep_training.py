@@ -24,7 +24,7 @@ from gradbus.actors.data_parallel.optimization import RunOptimizer
 from gradbus.codecs.base import are_finite
 from gradbus.commands.simulate.lockstep import Lockstep, reduced
 from gradbus.experiments.bench.recipes import Recipe
-from gradbus.models.text import TextTask
+from gradbus.experiments.examples.text import TextTask
 from gradbus.runtime.algorithms.base import Algorithm, Place, Scope, Step, TensorBucket, bucket_of, make_algorithm
 from gradbus.runtime.algorithms.live_weights import apply_result, write_weights
 from gradbus.runtime.algorithms.prediction import weights_ahead

@@ -24,9 +24,9 @@ from gradbus.actors.federated.model.own_tensors import OWN_MODEL
 from gradbus.experiments.bench.federation import UPDATES, OpenBus, RoleWork, controller_of, run_federation, take_part
 from gradbus.experiments.bench.processes import DOMAIN, LEASE_S
 from gradbus.experiments.bench.results import Measurement, measurement
-from gradbus.models.client_text import ClientTextTask
+from gradbus.experiments.examples.client_text import ClientTextTask
+from gradbus.experiments.examples.text import corpus
 from gradbus.models.lora import PATTERN
-from gradbus.models.text import corpus
 
 CLIENTS = 2
 SAMPLES = 128

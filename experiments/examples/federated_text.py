@@ -1,6 +1,6 @@
 """A language model of characters, federated: perplexity in place of an accuracy.
 
-The text of :mod:`gradbus.models.text`, of which each client has a piece, and holds the end of that out. As
+The text of :mod:`.text`, of which each client has a piece, and holds the end of that out. As
 ``text.json``:
 
     {"task": {"task": "gradbus.experiments.examples.federated_text:FederatedText"},
@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from gradbus.experiments.examples.text import CharTransformer, corpus
 from gradbus.models import EvalResult, TrainResult, local_sgd
-from gradbus.models.text import CharTransformer, corpus
 
 
 class FederatedText:

@@ -189,7 +189,7 @@ def static_memory_s(gradient_bytes: float, link: LinkSpec, *, memory: float) -> 
 
 
 def exchange_share_for(wanted: float, factor: float) -> float:
-    """The r from which on :func:`.speed_up` is at least ``wanted``: ``(s - 1) / (c - s)``.
+    """Return the r from which on a speed-up is at least ``wanted``, s: ``(s - 1) / (c - s)``.
 
     Infinity where none is enough: no speed-up reaches c.
     """

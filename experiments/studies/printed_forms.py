@@ -74,7 +74,7 @@ def _to_leaf_s(gradient_bytes: float, blocks: int, fabric: Fabric) -> float:
 
 
 def chain_overlap_s(gradient_bytes: float, blocks: int, fabric: Fabric) -> float:
-    """Return how much of :func:`.chain_in_host_s` can be hidden behind a network that is slower: all but the time until
+    """Return how much of the chain within a host can be hidden behind a network that is slower: all but the time until
     the first block has gone through the host.
 
     The proposal subtracts this time on the link of the host, not on the links within it, and so gets less than 0 where

@@ -47,6 +47,8 @@ MOVED = {
     "gradbus.experiments.simulate": "gradbus.commands.simulate",
     "gradbus.experiments.simulate.claims": "gradbus.experiments.studies.claims",
     "gradbus.experiments.simulate.printed_forms": "gradbus.experiments.studies.printed_forms",
+    "gradbus.models.client_text": "gradbus.experiments.examples.client_text",
+    "gradbus.models.text": "gradbus.experiments.examples.text",
 }
 """Old name: new name, of a module, or of a package and all below it. The longest old name that fits counts."""
 

@@ -12,7 +12,7 @@ from gradbus.experiments.bench import __main__ as bench
 from gradbus.experiments.bench import local
 from gradbus.experiments.bench.recipes import local_recipes
 from gradbus.experiments.bench.results import Results
-from gradbus.models.text import VOCABULARY, CharTransformer, TextTask, corpus, sentences
+from gradbus.experiments.examples.text import VOCABULARY, CharTransformer, TextTask, corpus, sentences
 from gradbus.runtime.algorithms.base import ALGORITHMS
 from gradbus.runtime.choices import Choice
 

@@ -49,7 +49,7 @@ def test_a_private_training_is_kept_and_compared_with_one_without_noise(
     (figure,) = privacy.measure_accuracy(chosen, 1, **smaller)
     assert figure.name.startswith("accuracy, 3 clients, round 5, epsilon ")
     assert 0 < figure.judged < 1  # three clients are too few for that noise
-    monkeypatch.setattr(privacy, "Processes", None)
+    monkeypatch.setattr(privacy, "run_alone", None)
     assert list(privacy.measure_accuracy(chosen, 1, **smaller)) == [figure]
 
 
@@ -80,7 +80,7 @@ def test_rounds_to_a_target_are_counted_and_runs_that_are_there_are_not_trained_
     (figure,) = drift.measure_setting(chosen, reached, fedavg, 1)
     assert (figure.samples, figure.note) == ((1.0,), "")
     assert "2 of 3 clients, 2 epochs" in figure.name
-    monkeypatch.setattr(drift, "Processes", None)
+    monkeypatch.setattr(drift, "run_alone", None)
     assert list(drift.measure_setting(chosen, missed, ways, 1)) == figures
 
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from gradbus.models.client_text import ClientTextTask
+from gradbus.experiments.examples.client_text import ClientTextTask
+from gradbus.experiments.examples.text import CharTransformer
 from gradbus.models.lora import PATTERN, LoraLinear, add_lora, merge_lora
-from gradbus.models.text import CharTransformer
 
 TARGETS = ("*.qkv", "*.out")
 

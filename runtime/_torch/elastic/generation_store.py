@@ -39,7 +39,7 @@ class GenerationStore(DdsStore):
         self._is_closed = False
 
     @property
-    def _link(self) -> StoreLink:  # type: ignore[override]  # the others get it when they are made
+    def _link(self) -> StoreLink:  # type: ignore[override]  # others get it when they are made
         return self._open()._link  # noqa: SLF001 - of its class
 
     def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:

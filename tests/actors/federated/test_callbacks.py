@@ -281,17 +281,15 @@ def test_trackers_of_a_program_of_ones_own_are_callbacks() -> None:
     assert recorder.written == [*((one.round_id, one.loss) for one in result.rounds), (0, 0.0)]
 
 
-@pytest.mark.parametrize(("metric", "hint"), [("rmse", ""), ("accuracy", ""), ("evalloss", ". Did you mean eval_loss")])
-def test_a_metric_that_no_evaluation_has_is_refused_before_a_client_trains(metric: str, hint: str) -> None:
+def test_a_metric_that_no_evaluation_has_is_refused_before_a_client_trains() -> None:
     task = Measured()
     task.train = lambda *_, **__: pytest.fail("a client has trained")  # type: ignore[method-assign, misc]
-    with pytest.raises(
-        ConfigError, match=f"early_stop.metric: the evaluation has no '{metric}'; it has eval_loss{hint}"
-    ):
-        simulated(task, early_stop={"patience": 1, "metric": metric})
+    told = "early_stop.metric: the evaluation has no 'evalloss'; it has eval_loss. Did you mean eval_loss"
+    with pytest.raises(ConfigError, match=told):
+        simulated(task, early_stop={"patience": 1, "metric": "evalloss"})
     task.evaluate = lambda model: None  # type: ignore[method-assign, assignment, return-value]
     with pytest.raises(ConfigError, match="evaluate of the task has returned None"):
-        simulated(task, early_stop={"patience": 1, "metric": metric})
+        simulated(task, early_stop={"patience": 1, "metric": "evalloss"})
     gc.collect()  # which warns of a channel that is left open to a training process that was being started
 
 

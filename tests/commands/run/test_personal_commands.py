@@ -12,7 +12,7 @@ from fresh_shells import command_lines
 from safetensors.torch import load_file
 
 from gradbus.commands.rundir.export import export
-from gradbus.models.client_text import ClientTextTask
+from gradbus.experiments.examples.client_text import ClientTextTask
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .lora import add_lora
-from .seeds import seeded_generator
-from .task import TrainingStopped, TrainResult
-from .text import CharTransformer, TextTask, corpus
+from gradbus.experiments.examples.text import CharTransformer, TextTask, corpus
+from gradbus.models import TrainingStopped, TrainResult
+from gradbus.models.lora import add_lora
+from gradbus.models.seeds import seeded_generator
 
 MakeOptimizer = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
 EVALUATED = 256  # windows
@@ -41,8 +41,8 @@ class ClientTextTask(TextTask):
             model: ``width``, ``layers``, ``heads``, ``context`` of the :class:`.text.CharTransformer`.
             base: safetensors file with the weights that the model begins with, as ``gradbus export`` writes it; None:
                 random ones, the same on every node.
-            lora: ``rank``, ``alpha``, ``targets`` of :func:`.lora.add_lora`: the model is frozen and adapters are
-                trained; None: all of the model is.
+            lora: ``rank``, ``alpha``, ``targets`` of :func:`~gradbus.models.lora.add_lora`: the model is frozen and
+                adapters are trained; None: all of the model is.
         """
         self._shape = {"context": 64, **(model or {})}
         super().__init__(batch_size=batch_size, seed=seed, context=self._shape["context"], windows=EVALUATED)

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
-from .seeds import derive_seed, seeded_generator
-from .task import EvalResult, ShardResult
+from gradbus.models.seeds import derive_seed, seeded_generator
+from gradbus.models.task import EvalResult, ShardResult
 
 VOCABULARY = 96  # printable ASCII, and one for all else
 _SOURCES = (
