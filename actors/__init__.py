@@ -18,21 +18,21 @@ if TYPE_CHECKING:
     from gradbus.actors.data_parallel.report import EpochReport, WorkerSummary
     from gradbus.actors.data_parallel.task import DataParallelTask, ShardCounts
     from gradbus.actors.data_parallel.worker import Worker
-    from gradbus.actors.federated.client import Client
-    from gradbus.actors.federated.client_report import ClientReport
-    from gradbus.actors.federated.controller import Controller
-    from gradbus.actors.federated.report import ClientSummary, Progress, RoundReport
-    from gradbus.actors.federated.site import Site
+    from gradbus.actors.federated.client.client import Client
+    from gradbus.actors.federated.client.client_report import ClientReport, ClientSummary
+    from gradbus.actors.federated.controller.controller import Controller
+    from gradbus.actors.federated.controller.report import Progress, RoundReport
+    from gradbus.actors.federated.site.site import Site
     from gradbus.actors.federated.task import EvalOutcome, FederatedTask, TrainOutcome
     from gradbus.actors.parameter_server.server import ParameterServer, ServerSummary
     from gradbus.actors.parameter_server.worker import ParameterServerWorker
 
 _WHERE = {
-    "Client": "federated.client",
+    "Client": "federated.client.client",
     "ClientOrder": "aggregation.orders",
-    "ClientReport": "federated.client_report",
-    "ClientSummary": "federated.report",
-    "Controller": "federated.controller",
+    "ClientReport": "federated.client.client_report",
+    "ClientSummary": "federated.client.client_report",
+    "Controller": "federated.controller.controller",
     "CoordinateMedian": "aggregation.robust",
     "DataParallelTask": "data_parallel.task",
     "ElasticPlace": "data_parallel.elastic",
@@ -48,12 +48,12 @@ _WHERE = {
     "MultiKrum": "aggregation.robust",
     "ParameterServer": "parameter_server.server",
     "ParameterServerWorker": "parameter_server.worker",
-    "Progress": "federated.report",
+    "Progress": "federated.controller.report",
     "RoundOrder": "aggregation.orders",
-    "RoundReport": "federated.report",
+    "RoundReport": "federated.controller.report",
     "ServerSummary": "parameter_server.server",
     "ShardCounts": "data_parallel.task",
-    "Site": "federated.site",
+    "Site": "federated.site.site",
     "Strategy": "aggregation.strategies",
     "TrainOutcome": "federated.task",
     "TrimmedMean": "aggregation.robust",

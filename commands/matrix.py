@@ -1,8 +1,8 @@
 """``gradbus matrix``: which choices of a federated run work together, found by asking for every pair of them.
 
 Nothing is written down here of what goes with what: each cell is a configuration, and the answer is that of
-:func:`~gradbus.actors.federated.combinations.check_combination`, which a controller asks before it starts. The tests
-run whole configurations, few of them, that have every pair that works.
+:func:`~gradbus.actors.federated.controller.combinations.check_combination`, which a controller asks before it starts.
+The tests run whole configurations, few of them, that have every pair that works.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from gradbus.actors.federated.combinations import check_combination, fitting_rules, make_strategy
+from gradbus.actors.federated.controller.combinations import check_combination, fitting_rules, make_strategy
 from gradbus.runtime.choices import CLIENT_RULES, CODECS, PRIVACY, SELECTORS, STRATEGIES, Choices
 from gradbus.runtime.config.federated import FederatedConfig
 from gradbus.runtime.errors import ConfigError

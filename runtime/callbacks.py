@@ -1,9 +1,10 @@
 """The user's own code at certain points of a run: objects with methods that the run calls by name.
 
 A callback is any object with some of the methods of its kind of run; what they get and when they are called stands with
-what calls them: :mod:`gradbus.actors.federated.early_stop`, :mod:`gradbus.actors.federated.client_observer` and
-:mod:`gradbus.actors.data_parallel.callbacks`. They may return True, which ends the run, but for ``on_end``. What they
-return is True, False or None, of Python or numpy, or one of these in a tensor; else the callback has failed.
+what calls them: :mod:`gradbus.actors.federated.controller.early_stop`,
+:mod:`gradbus.actors.federated.client.client_observer` and :mod:`gradbus.actors.data_parallel.callbacks`. They may
+return True, which ends the run, but for ``on_end``. What they return is True, False or None, of Python or numpy, or one
+of these in a tensor; else the callback has failed.
 
 While a run goes on it waits for a callback as long as that takes; a warning names one of a client or a controller that
 takes long. Once the run has ended, each callback that does not return within :data:`END_S` is an error: see

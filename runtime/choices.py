@@ -361,10 +361,10 @@ STRATEGIES: Choices[Any] = Choices(
     "gradbus.actors.aggregation", key="federated.strategy", what="aggregation strategy", default="fedavg"
 )
 CLIENT_RULES: Choices[Any] = Choices(
-    "gradbus.actors.federated.rules", key="federated.training.rule", what="training rule", default="plain"
+    "gradbus.actors.federated.client.rules", key="federated.training.rule", what="training rule", default="plain"
 )
 SELECTORS: Choices[Any] = Choices(
-    "gradbus.actors.federated.selectors", key="federated.selection", what="selector", default="uniform"
+    "gradbus.actors.federated.controller.selectors", key="federated.selection", what="selector", default="uniform"
 )
 PRIVACY: Choices[Any] = Choices(
     "gradbus.actors.privacy", key="federated.privacy", what="privacy mechanism", default="none", own=False

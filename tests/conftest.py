@@ -237,7 +237,7 @@ def domain() -> int:
 @pytest.fixture
 def lone_controllers(monkeypatch: pytest.MonkeyPatch) -> None:
     """A controller in this process begins at once: it does not look for another one of its job for 0.25 s."""
-    if liveness := sys.modules.get("gradbus.actors.federated.liveness"):
+    if liveness := sys.modules.get("gradbus.actors.federated.controller.liveness"):
         monkeypatch.setattr(liveness, "LISTEN_S", 0.01)
 
 

@@ -439,12 +439,25 @@ def file_of(name: str) -> str | None:
     return None
 
 
-def test_a_client_needs_nothing_of_the_controllers_half() -> None:
-    controllers = {
-        f"actors/federated/{name}.py" for name in ("publish", "updates_in", "clients", "liveness", "dispatch")
-    }
-    assert needs("actors/federated/controller.py") >= controllers
-    assert needs("actors/federated/client.py") & controllers == set()
+def test_the_wings_of_a_federated_run_stand_apart() -> None:
+    """The programs of a controller and of a client, and what both are built on; a site has a part of each."""
+    wings = [f"actors/federated/{wing}/" for wing in ("controller", "client", "site")]
+    own: dict[str, set[str]] = {wing: set() for wing in wings}
+    shared: set[str] = set()
+    for file in (str(path) for path, _ in sources("actors/federated")):
+        next((own[wing] for wing in wings if file.startswith(wing)), shared).add(file)
+    controller, client, site = own.values()
+    imported = imported_files(["actors/federated"])
+    for files, others in (
+        (controller, client | site),
+        (client, controller | site),
+        (shared, controller | client | site),
+    ):
+        found = {file: imported[file] & others for file in files if imported[file] & others}
+        assert found == {}, "what both wings need is a file of actors/federated, or of its model/"
+    for wing in own.values():
+        assert len(wing) > 1
+    assert needs("actors/federated/client/client.py") & controller == set()  # nor by way of other folders
 
 
 BAD = [
@@ -470,16 +483,16 @@ BAD = [
     (arrows_go_down, "codecs/q8.py", "import importlib\nimportlib.import_module('gradbus.actors')"),
     (arrows_go_down, "codecs/sub/q8.py", "from ...actors import client"),
     (arrows_go_down, "runtime/bus/bus.py", "from gradbus import Controller"),
-    (arrows_go_down, "runtime/bus/bus.py", "from gradbus.actors.federated.client import Client"),
+    (arrows_go_down, "runtime/bus/bus.py", "from gradbus.actors.federated.client.client import Client"),
     (arrows_go_down, "runtime/bus/bus.py", "from gradbus.models.networks import Cnn"),
     (arrows_go_down, "models/data.py", "from gradbus.runtime import logs"),
-    (arrows_go_down, "actors/federated/client.py", "from gradbus.models import task"),
-    (arrows_go_down, "actors/federated/client.py", "if TYPE_CHECKING:\n    from gradbus.models import task"),
-    (arrows_go_down, "actors/federated/client.py", "from gradbus.commands import cli"),
+    (arrows_go_down, "actors/federated/client/client.py", "from gradbus.models import task"),
+    (arrows_go_down, "actors/federated/client/client.py", "if TYPE_CHECKING:\n    from gradbus.models import task"),
+    (arrows_go_down, "actors/federated/client/client.py", "from gradbus.commands import cli"),
     (arrows_go_down, "commands/run/demo.py", "def f():\n    from gradbus.experiments.bench import cells"),
-    (arrows_go_down, "actors/federated/client.py", "from runtime import bus"),
-    (arrows_go_down, "actors/federated/client.py", "import models.cnn"),
-    (arrows_go_down, "actors/federated/client.py", "from codecs import get"),
+    (arrows_go_down, "actors/federated/client/client.py", "from runtime import bus"),
+    (arrows_go_down, "actors/federated/client/client.py", "import models.cnn"),
+    (arrows_go_down, "actors/federated/client/client.py", "from codecs import get"),
     (arrows_go_down, "commands/cli.py", "from gradbus.runtime._front import connect"),
     (arrows_go_down, "runtime/_front/__init__.py", "from gradbus.commands import cli"),
     (arrows_go_down, "runtime/_front/__init__.py", "def f():\n    from gradbus.experiments import bench"),
@@ -510,10 +523,10 @@ BAD = [
     (what_comes_from_outside_is_read_within_limits, "runtime/wire/bounded_msgpack.py", "json.loads(text)"),
     (what_comes_from_outside_is_read_within_limits, "models/mnist_files.py", "gzip.decompress(data)"),
     (what_comes_from_outside_is_read_within_limits, "codecs/s4.py", "zstandard.ZstdDecompressor().decompress(x)"),
-    (torchvision_is_lazy, "actors/federated/client.py", "def f():\n    import torchvision"),
+    (torchvision_is_lazy, "actors/federated/client/client.py", "def f():\n    import torchvision"),
     (commands_work_without_the_backend_of_torch, "commands/run/commands.py", "def f():\n    import gradbus.torch"),
     (commands_work_without_the_backend_of_torch, "runtime/_front/__init__.py", "from gradbus.torch import register"),
-    (task_groups_leave_no_cycle, "actors/federated/client.py", "async with asyncio.TaskGroup() as group: ..."),
+    (task_groups_leave_no_cycle, "actors/federated/client/client.py", "async with asyncio.TaskGroup() as group: ..."),
     (torchvision_is_lazy, "runtime/_front/__init__.py", "import torchvision"),
     (torchvision_is_lazy, "models/data.py", "from torchvision import datasets"),
     (torchvision_is_lazy, "models/data.py", "class A:\n    from torchvision import datasets"),
@@ -545,7 +558,7 @@ GOOD = [
     ),
     (
         arrows_go_down,
-        "actors/federated/client.py",
+        "actors/federated/client/client.py",
         "from gradbus.runtime.bus import Bus\nfrom ..codecs import q8\nfrom . import rounds",
     ),
     (
@@ -580,7 +593,7 @@ GOOD = [
     ),
     (torchvision_is_lazy, "models/data.py", "def f():\n    from torchvision import datasets"),
     (torchvision_is_lazy, "models/data.py", "if TYPE_CHECKING:\n    import torchvision"),
-    (task_groups_leave_no_cycle, "actors/federated/client.py", "from gradbus.runtime.tasks import TaskGroup"),
+    (task_groups_leave_no_cycle, "actors/federated/client/client.py", "from gradbus.runtime.tasks import TaskGroup"),
     (commands_work_without_the_backend_of_torch, "runtime/_torch/work.py", "from gradbus.torch.calls import Task"),
     (commands_work_without_the_backend_of_torch, "experiments/examples/local_updates.py", "import gradbus.torch"),
 ]

@@ -110,6 +110,15 @@ def test_what_only_a_checkout_has_says_so(name: str) -> None:
         importlib.import_module(name)
 
 
+@pytest.mark.usefixtures("places")
+def test_what_only_a_checkout_has_says_so_to_those_who_look_without_an_import() -> None:
+    finder = sys.meta_path[-1]
+    package = finder.find_spec("workshop", None)
+    assert package is not None
+    with pytest.raises(ImportError, match=r"workshop\.bench is not part of an installed gradbus"):
+        finder.find_spec("workshop.bench", package.submodule_search_locations)
+
+
 def test_a_moved_program_runs_and_says_where_it_is(places: Path) -> None:
     code = (
         "import runpy, sys; from gradbus.moved import MovedModuleFinder; "

@@ -8,8 +8,8 @@ import pytest
 
 NAMES = public_names.listed()
 PLACES = {
-    "gradbus.rules:ClientRule": "gradbus.actors.federated.rules.base:ClientRule",
-    "gradbus.selectors:Selector": "gradbus.actors.federated.selectors.base:Selector",
+    "gradbus.rules:ClientRule": "gradbus.actors.federated.client.rules.base:ClientRule",
+    "gradbus.selectors:Selector": "gradbus.actors.federated.controller.selectors.base:Selector",
     "gradbus.metrics:Scalars": "gradbus.commands.report.scalars:Scalars",
     "gradbus.metrics:TensorBoard": "gradbus.commands.report.trackers:TensorBoard",
 }
@@ -36,7 +36,7 @@ def test_a_name_is_found_in_prose_in_imports_in_attributes_and_as_a_base():
     page = (
         "Use `gradbus.FederatedConfig`, not `gradbus.toml` or ~/gradbus.runtime.\n\n"
         "```python\nimport gradbus.torch as hvd\nfrom gradbus.models import Task as Mine\n...\nhvd.poll(x)\n```\n\n"
-        "A rule inherits `ClientRule` in [base.py](../actors/federated/rules/base.py)."
+        "A rule inherits `ClientRule` in [base.py](../actors/federated/client/rules/base.py)."
     )
     assert public_names.names_in_page(page) == {
         "gradbus:FederatedConfig",
@@ -44,7 +44,7 @@ def test_a_name_is_found_in_prose_in_imports_in_attributes_and_as_a_base():
         "gradbus.models",
         "gradbus.models:Task",
         "gradbus.torch:poll",
-        "gradbus.actors.federated.rules.base:ClientRule",
+        "gradbus.actors.federated.client.rules.base:ClientRule",
     }
 
 

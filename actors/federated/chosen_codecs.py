@@ -95,7 +95,7 @@ def codec_of(welcome: Welcome, terms: Mapping[str, Any] | None = None, *, allowe
     """The codec of the updates, with the options that the controller has sent.
 
     Args:
-        terms: of the round, as :func:`.client_optimizer.split_terms` finds them, which may have another density.
+        terms: of the round, as :func:`.client.client_optimizer.split_terms` finds them, which may have another density.
         allowed: codecs of one's own that this node takes.
 
     Raises:

@@ -15,10 +15,10 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from gradbus.actors.federated.clients import ClientRegistry, HelloAnswer
-from gradbus.actors.federated.liveness import BeatClock, DuplicateControllers, claim_job
-from gradbus.actors.federated.resend_queue import RESEND_FRAMES, RESEND_TIMES, ResendQueue
-from gradbus.actors.federated.uploads import REPEATED, UNEXPECTED, IncomingUpload, RequestedUpload, Uploads
+from gradbus.actors.federated.controller.clients import ClientRegistry, HelloAnswer
+from gradbus.actors.federated.controller.liveness import BeatClock, DuplicateControllers, claim_job
+from gradbus.actors.federated.controller.resend_queue import RESEND_FRAMES, RESEND_TIMES, ResendQueue
+from gradbus.actors.federated.controller.uploads import REPEATED, UNEXPECTED, IncomingUpload, RequestedUpload, Uploads
 from gradbus.actors.flower.protocol import (
     CODEC,
     DEFAULT_MAX_BYTES,

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
-from gradbus.actors.federated.session import ControllerSession
-from gradbus.actors.federated.updates_out import ANSWERS, EncodedUpdate, UpdateSender
+from gradbus.actors.federated.client.session import ControllerSession
+from gradbus.actors.federated.client.updates_out import ANSWERS, EncodedUpdate, UpdateSender
 from gradbus.actors.flower.protocol import (
     DEFAULT_MAX_BYTES,
     HEARTBEAT_S,

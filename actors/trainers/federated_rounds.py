@@ -27,8 +27,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from gradbus.actors.federated.handover import TrainingRound
-from gradbus.actors.federated.script_client import ScriptClient
+from gradbus.actors.federated.client.handover import TrainingRound
+from gradbus.actors.federated.client.script_client import ScriptClient
 from gradbus.actors.trainers.ranks import Ranks, Turn
 from gradbus.actors.trainers.round_counts import RoundCounts, distinct_samples
 from gradbus.runtime.errors import ConfigError, GradbusError, OutOfTurn

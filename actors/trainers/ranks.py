@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gradbus.actors.federated.handover import TrainingRound
+from gradbus.actors.federated.client.handover import TrainingRound
 from gradbus.runtime.errors import RunAborted
 from gradbus.runtime.json_text import parse_json
 

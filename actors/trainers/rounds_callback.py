@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from gradbus.actors.federated.handover import TrainingRound
-from gradbus.actors.federated.script_client import check_named, client, keywords
+from gradbus.actors.federated.client.handover import TrainingRound
+from gradbus.actors.federated.client.script_client import check_named, client, keywords
 from gradbus.actors.trainers.federated_rounds import FederatedRounds, OptimizerState, RoundLength
 from gradbus.actors.trainers.round_counts import batch_size_of
 from gradbus.runtime.misuse import check_keywords

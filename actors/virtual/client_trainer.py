@@ -20,10 +20,9 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from gradbus.actors.federated.client_state import ClientStateStore
-from gradbus.actors.federated.flat_model import FlatModel
-from gradbus.actors.federated.local_evaluation import EvaluationStopped, LocalEvaluation, told
-from gradbus.actors.federated.local_training import (
+from gradbus.actors.federated.client.client_state import ClientStateStore
+from gradbus.actors.federated.client.local_evaluation import EvaluationStopped, LocalEvaluation, told
+from gradbus.actors.federated.client.local_training import (
     NOTHING_OWN,
     Allowed,
     LocalTraining,
@@ -31,8 +30,9 @@ from gradbus.actors.federated.local_training import (
     RoundInputs,
     reason_of,
 )
-from gradbus.actors.federated.rounds import SAT_OUT
-from gradbus.actors.federated.sharing import Sharing
+from gradbus.actors.federated.model.flat_model import FlatModel
+from gradbus.actors.federated.model.sharing import Sharing
+from gradbus.actors.federated.protocol import SAT_OUT
 from gradbus.actors.federated.task import FederatedTask
 from gradbus.actors.privacy.client import privacy_of
 from gradbus.actors.virtual.channel import Parcel

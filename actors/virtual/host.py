@@ -20,18 +20,18 @@ from typing import Any, NoReturn
 from torch import Tensor
 
 from gradbus.actors.federated.chosen_codecs import codec_of
-from gradbus.actors.federated.client import Client
-from gradbus.actors.federated.client_optimizer import split_terms
-from gradbus.actors.federated.clients import FIRST_HOST
-from gradbus.actors.federated.flat_model import FlatModel
-from gradbus.actors.federated.local_evaluation import DECLINED, HOSTED
-from gradbus.actors.federated.local_training import RoundInputs
-from gradbus.actors.federated.report import ClientSummary
-from gradbus.actors.federated.rounds import SAT_OUT, TRAINING_FAILED
-from gradbus.actors.federated.session import ControllerSession
-from gradbus.actors.federated.sharing import Sharing, layout_of
+from gradbus.actors.federated.client.client import Client
+from gradbus.actors.federated.client.client_optimizer import split_terms
+from gradbus.actors.federated.client.client_report import ClientSummary
+from gradbus.actors.federated.client.local_evaluation import DECLINED, HOSTED
+from gradbus.actors.federated.client.local_training import RoundInputs
+from gradbus.actors.federated.client.session import ControllerSession
+from gradbus.actors.federated.client.updates_out import ANSWERS, EncodedUpdate, UpdateSender, note_receipt
+from gradbus.actors.federated.controller.clients import FIRST_HOST
+from gradbus.actors.federated.model.flat_model import FlatModel
+from gradbus.actors.federated.model.sharing import Sharing, layout_of
+from gradbus.actors.federated.protocol import SAT_OUT, TRAINING_FAILED
 from gradbus.actors.federated.task import FederatedTask
-from gradbus.actors.federated.updates_out import ANSWERS, EncodedUpdate, UpdateSender, note_receipt
 from gradbus.actors.virtual.client_trainer import open_state, vector_bytes
 from gradbus.actors.virtual.pool import (
     ClientFailed,

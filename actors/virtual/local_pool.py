@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+from gradbus.actors.federated.client.updates_out import EncodedUpdate
 from gradbus.actors.federated.task import FederatedTask
-from gradbus.actors.federated.updates_out import EncodedUpdate
 from gradbus.actors.virtual.channel import ChannelClosed, Parcel, receive_soon, send_soon
 from gradbus.actors.virtual.client_trainer import PoolSettings
 from gradbus.actors.virtual.pool import (

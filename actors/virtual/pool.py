@@ -17,10 +17,11 @@ from typing import Any, Generic, TypeVar
 from safetensors.torch import load
 from torch import Tensor
 
-from gradbus.actors.federated.client_state import PERSONAL, ClientStateStore
-from gradbus.actors.federated.local_evaluation import MAX_FAILURE_CHARS, kept_for
-from gradbus.actors.federated.local_training import RoundInputs
-from gradbus.actors.federated.updates_out import EncodedUpdate
+from gradbus.actors.federated.client.client_state import ClientStateStore
+from gradbus.actors.federated.client.local_evaluation import MAX_FAILURE_CHARS, kept_for
+from gradbus.actors.federated.client.local_training import RoundInputs
+from gradbus.actors.federated.client.updates_out import EncodedUpdate
+from gradbus.actors.federated.model.own_tensors import PERSONAL
 from gradbus.actors.virtual.channel import Parcel
 from gradbus.actors.virtual.client_trainer import EVALUATE, MODEL, ROUND, TRAIN, vector_bytes
 from gradbus.runtime.errors import TrainingFailed

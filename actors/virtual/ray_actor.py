@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from safetensors.torch import load
 
-from gradbus.actors.federated.client_state import ClientStateStore
+from gradbus.actors.federated.client.client_state import ClientStateStore
 from gradbus.actors.federated.task import FederatedTask
 from gradbus.actors.virtual.client_trainer import ClientTrainer, PoolSettings, prepare_task
 

@@ -24,10 +24,10 @@ import numpy as np
 import torch
 from safetensors.torch import save
 
-from gradbus.actors.federated.client_state import ClientStateStore
-from gradbus.actors.federated.rounds import TRAINING_FAILED
+from gradbus.actors.federated.client.client_state import ClientStateStore
+from gradbus.actors.federated.client.updates_out import EncodedUpdate
+from gradbus.actors.federated.protocol import TRAINING_FAILED
 from gradbus.actors.federated.task import FederatedTask
-from gradbus.actors.federated.updates_out import EncodedUpdate
 from gradbus.actors.virtual.channel import Parcel
 from gradbus.actors.virtual.client_trainer import MAX_SEALED, TRAIN, PoolSettings, open_state, vector_bytes
 from gradbus.actors.virtual.pool import (

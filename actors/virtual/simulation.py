@@ -14,14 +14,14 @@ from typing import Any, Literal, TypeVar
 
 from torch import nn
 
-from gradbus.actors.federated.combinations import check_combination, make_strategy
-from gradbus.actors.federated.controller import Controller
-from gradbus.actors.federated.flat_model import FlatModel
-from gradbus.actors.federated.local_training import Allowed
-from gradbus.actors.federated.progress_line import ProgressLine
-from gradbus.actors.federated.report import RoundReport
-from gradbus.actors.federated.selectors.base import make_selector
-from gradbus.actors.federated.sharing import Sharing
+from gradbus.actors.federated.client.local_training import Allowed
+from gradbus.actors.federated.controller.combinations import check_combination, make_strategy
+from gradbus.actors.federated.controller.controller import Controller
+from gradbus.actors.federated.controller.progress_line import ProgressLine
+from gradbus.actors.federated.controller.report import RoundReport
+from gradbus.actors.federated.controller.selectors.base import make_selector
+from gradbus.actors.federated.model.flat_model import FlatModel
+from gradbus.actors.federated.model.sharing import Sharing
 from gradbus.actors.federated.task import FederatedTask
 from gradbus.actors.virtual.client_trainer import PoolSettings
 from gradbus.actors.virtual.host import ClientHost, check_room

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from gradbus.actors.federated.client_state import ClientStateStore
+from gradbus.actors.federated.client.client_state import ClientStateStore
 from gradbus.actors.federated.task import FederatedTask
 from gradbus.actors.virtual.channel import ChannelClosed, Parcel, receive, send
 from gradbus.actors.virtual.client_trainer import ClientTrainer, PoolSettings, open_state, prepare_task

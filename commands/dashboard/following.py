@@ -16,8 +16,8 @@ from pydantic import TypeAdapter
 
 from gradbus.actors.data_parallel.report import EpochReport
 from gradbus.actors.federated.client_names import NAMES_FILE, names_of_rows
-from gradbus.actors.federated.evaluation import CrossSite
-from gradbus.actors.federated.report import RoundReport
+from gradbus.actors.federated.controller.evaluation import CrossSite
+from gradbus.actors.federated.controller.report import RoundReport
 from gradbus.commands.dashboard.growing_file import GrowingFile
 from gradbus.commands.rundir.reading import Kind, RunFiles, client_names_in, profiles_of, reason, report_in
 from gradbus.commands.rundir.report_size import names_in, weight_of

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from gradbus.actors.data_parallel.report import EpochReport
 from gradbus.actors.federated.client_names import label_of
-from gradbus.actors.federated.evaluation import CrossSite
-from gradbus.actors.federated.report import ClientTimeline, Piece, RoundReport
+from gradbus.actors.federated.controller.evaluation import CrossSite
+from gradbus.actors.federated.controller.report import ClientTimeline, Piece, RoundReport
 from gradbus.commands.report import style
 from gradbus.commands.report.shown_metrics import MAX_SHOWN_METRICS, client_metric_names
 from gradbus.commands.report.style import Look

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from gradbus.actors import Client, EpochReport, Progress, RoundReport
 from gradbus.actors.data_parallel.rank import Rank
-from gradbus.actors.federated.evaluation import ClientEvaluation
+from gradbus.actors.federated.controller.evaluation import ClientEvaluation
 from gradbus.actors.virtual.host import ClientHost
 from gradbus.actors.virtual.pool import TrainingPool
 from gradbus.commands.report.scalars import PHASES

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from gradbus.actors.federated.report import RoundReport
+from gradbus.actors.federated.controller.report import RoundReport
 from gradbus.commands.amounts import number, percent
 from gradbus.commands.report.page import Column, Tile, column
 from gradbus.commands.report.shown_metrics import MAX_SHOWN_METRICS, Evaluated

@@ -13,7 +13,7 @@ from gradbus.runtime.plain_text import plain_line
 
 if TYPE_CHECKING:
     from gradbus.actors.data_parallel.report import EpochReport
-    from gradbus.actors.federated.report import RoundReport
+    from gradbus.actors.federated.controller.report import RoundReport
 
 
 def draw_rounds(folder: Path, reports: Sequence[RoundReport], *, title: str) -> bool:

@@ -22,8 +22,8 @@ from gradbus.runtime.logs import get_logger
 
 if TYPE_CHECKING:
     from gradbus.actors.data_parallel.report import EpochReport
-    from gradbus.actors.federated.evaluation import ClientEvaluation
-    from gradbus.actors.federated.report import RoundReport
+    from gradbus.actors.federated.controller.evaluation import ClientEvaluation
+    from gradbus.actors.federated.controller.report import RoundReport
     from gradbus.commands.files import ControllerFile, WorkerFile
     from gradbus.runtime.profiling.summary import WindowStats
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from gradbus.actors.federated.report import RoundReport
+    from gradbus.actors.federated.controller.report import RoundReport
 
 MAX_SHOWN_METRICS = 3  # beside the accuracy; the report and the files have them all
 

@@ -98,7 +98,9 @@ def plan(options: DemoOptions) -> DemoPlan:
     controller = controller.model_copy(update={"run_dir": run_dir})
     own = (controller.federated.strategy, controller.federated.training.rule)
     if any(":" in choice.name for choice in own):
-        from gradbus.actors.federated.combinations import check_combination  # takes seconds, so only if it has to be
+        from gradbus.actors.federated.controller.combinations import (
+            check_combination,  # takes seconds, so only if it has to be
+        )
 
         check_combination(controller.federated)
     # An orphan should not wait for long: this is how clients end when the demo itself was killed.

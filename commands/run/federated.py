@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from gradbus.actors import Client, ClientSummary, Controller, Progress, RoundReport, Site
 from gradbus.actors.federated.client_names import json_rows
-from gradbus.actors.federated.combinations import check_choices, check_combination
-from gradbus.actors.federated.liveness import MAX_NAMED, announce_run_ended
-from gradbus.actors.federated.site import check_site, not_its_own
+from gradbus.actors.federated.controller.combinations import check_choices, check_combination
+from gradbus.actors.federated.controller.liveness import MAX_NAMED, announce_run_ended
+from gradbus.actors.federated.site.site import check_site, not_its_own
 from gradbus.commands.buses import open_bus
 from gradbus.commands.configured_task import ConfiguredTask
 from gradbus.commands.files import ClientFile, ControllerFile

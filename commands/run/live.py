@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from gradbus.actors import Controller, Site
     from gradbus.actors.data_parallel.report import EpochReport, StepProgress
     from gradbus.actors.federated.client_names import ClientNames
-    from gradbus.actors.federated.evaluation import CrossSite
-    from gradbus.actors.federated.report import Progress, RoundReport
+    from gradbus.actors.federated.controller.evaluation import CrossSite
+    from gradbus.actors.federated.controller.report import Progress, RoundReport
 
 _REFRESH_PER_S = 5
 _BAR_WIDTH = 24

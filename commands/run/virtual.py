@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from gradbus.actors.federated.chosen_codecs import names_in
-from gradbus.actors.federated.local_training import Allowed
+from gradbus.actors.federated.client.local_training import Allowed
 from gradbus.actors.virtual.client_trainer import PoolSettings
 from gradbus.actors.virtual.host import ClientHost
 from gradbus.actors.virtual.pool import TrainingPool

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, Self, TextIO, TypeV
 
 from gradbus.actors.data_parallel.report import EpochReport
 from gradbus.actors.federated.client_names import NAMES_FILE, ClientNames, json_rows
-from gradbus.actors.federated.report import RoundReport
+from gradbus.actors.federated.controller.report import RoundReport
 from gradbus.commands.files import CLIENT_ONLY_SETTINGS, WorkerFile
 from gradbus.commands.rundir.traces import trace_of
 from gradbus.commands.rundir.versions import machine, versions
@@ -45,7 +45,7 @@ from gradbus.runtime.private_folder import keep_private, make_private
 
 if TYPE_CHECKING:
     from gradbus.actors.data_parallel.report import WorkerSummary
-    from gradbus.actors.federated.evaluation import CrossSite
+    from gradbus.actors.federated.controller.evaluation import CrossSite
     from gradbus.runtime.config.data_parallel import DataParallelConfig
     from gradbus.runtime.config.federated import FederatedConfig
     from gradbus.runtime.profiling.summary import ProfileSummary

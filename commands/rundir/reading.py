@@ -15,8 +15,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from gradbus.actors.data_parallel.report import EpochReport
 from gradbus.actors.federated.client_names import NAMES_FILE, label_of, names_of_rows
-from gradbus.actors.federated.evaluation import CrossSite
-from gradbus.actors.federated.report import RoundReport
+from gradbus.actors.federated.controller.evaluation import CrossSite
+from gradbus.actors.federated.controller.report import RoundReport
 from gradbus.commands.rundir.report_size import Report, check_line, check_report, weight_of
 from gradbus.commands.rundir.thinned import Thinned
 from gradbus.commands.rundir.traces import MAX_TRACE_BYTES

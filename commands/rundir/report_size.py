@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import TypeAlias
 
 from gradbus.actors.data_parallel.report import EpochReport
-from gradbus.actors.federated.report import RoundReport
+from gradbus.actors.federated.controller.report import RoundReport
 from gradbus.runtime.json_text import count_values
 
 MAX_VALUES = 2_000_000  # of JSON in a line, 200 MB at most: 10,000 clients with timelines have 200,000

@@ -6,9 +6,9 @@ import torch
 from torch import nn
 
 from gradbus.actors.data_parallel.state import restore_model
-from gradbus.actors.federated.client_state import own_tensors
-from gradbus.actors.federated.sharing import divide, specs_of
-from gradbus.actors.federated.state import SavedRun, restore_weights
+from gradbus.actors.federated.controller.state import SavedRun, restore_weights
+from gradbus.actors.federated.model.own_tensors import own_tensors
+from gradbus.actors.federated.model.sharing import divide, specs_of
 from gradbus.actors.parameter_server.state import restore_model as restore_from_servers
 from gradbus.commands.configured_task import ConfiguredShardTask, ConfiguredTask
 from gradbus.commands.files import ControllerFile, TaskSettings, WorkerFile

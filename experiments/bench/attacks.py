@@ -33,7 +33,7 @@ from gradbus.actors.aggregation.clipping import LimitedStrategy, l2_norm
 from gradbus.actors.aggregation.robust import CoordinateMedian, Krum, MultiKrum, TrimmedMean
 from gradbus.actors.aggregation.strategies import FedAvg, Strategy
 from gradbus.actors.aggregation.updates import Facts, Update
-from gradbus.actors.federated.flat_model import FlatModel
+from gradbus.actors.federated.model.flat_model import FlatModel
 from gradbus.experiments.bench.command import Benchmark, Part
 from gradbus.experiments.bench.results import Measurement, measurement
 from gradbus.experiments.bench.timing import block

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 import gradbus
-from gradbus.actors.federated.client_report import ClientReport
+from gradbus.actors.federated.client.client_report import ClientReport
 from gradbus.experiments.bench.command import Benchmark, Part, add_effort
 from gradbus.experiments.bench.federated import MODEL_4_8_MB
 from gradbus.experiments.bench.federation import note_rounds, take_part

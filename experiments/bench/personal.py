@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import gradbus
-from gradbus.actors.federated.client_state import OWN_MODEL
+from gradbus.actors.federated.model.own_tensors import OWN_MODEL
 from gradbus.experiments.bench.federation import UPDATES, OpenBus, RoleWork, controller_of, run_federation, take_part
 from gradbus.experiments.bench.processes import DOMAIN, LEASE_S
 from gradbus.experiments.bench.results import Measurement, measurement

@@ -50,8 +50,8 @@ context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(
     [
         "gradbus.actors.data_parallel.elastic",
-        "gradbus.actors.federated.controller",
-        "gradbus.actors.federated.site",
+        "gradbus.actors.federated.controller.controller",
+        "gradbus.actors.federated.site.site",
         "gradbus.actors.parameter_server.server",
         "gradbus.actors.parameter_server.worker",
         "gradbus.models",

@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator
 
 from gradbus.actors.data_parallel.report import EpochReport
-from gradbus.actors.federated.report import RoundReport
+from gradbus.actors.federated.controller.report import RoundReport
 from gradbus.commands.simulate.closed_forms import Fabric
 from gradbus.commands.simulate.comparison import ComparisonRow
 from gradbus.commands.simulate.deployment import deployment, slot_bytes

@@ -35,9 +35,9 @@ if TYPE_CHECKING:
         Strategy,
         Worker,
     )
-    from gradbus.actors.federated.handover import TrainingRound
-    from gradbus.actors.federated.progress_line import ProgressLine
-    from gradbus.actors.federated.script_client import ScriptClient, client
+    from gradbus.actors.federated.client.handover import TrainingRound
+    from gradbus.actors.federated.client.script_client import ScriptClient, client
+    from gradbus.actors.federated.controller.progress_line import ProgressLine
     from gradbus.actors.virtual.simulation import SimulationOptions, SimulationResult, simulate
     from gradbus.codecs import CodecError, DimMismatchError, NonFiniteError
     from gradbus.connecting import connect
@@ -78,27 +78,27 @@ if TYPE_CHECKING:
 
 _WHERE = {
     "Bus": "gradbus.runtime.bus.bus",
-    "Client": "gradbus.actors.federated.client",
+    "Client": "gradbus.actors.federated.client.client",
     "ClientConfig": "gradbus.runtime.config.federated",
     "ClientOrder": "gradbus.actors.aggregation.orders",
-    "ClientReport": "gradbus.actors.federated.client_report",
-    "ClientSummary": "gradbus.actors.federated.report",
-    "Controller": "gradbus.actors.federated.controller",
+    "ClientReport": "gradbus.actors.federated.client.client_report",
+    "ClientSummary": "gradbus.actors.federated.client.client_report",
+    "Controller": "gradbus.actors.federated.controller.controller",
     "FederatedConfig": "gradbus.runtime.config.federated",
     "NetworkConfig": "gradbus.runtime.dds.network",
-    "Progress": "gradbus.actors.federated.report",
-    "ProgressLine": "gradbus.actors.federated.progress_line",
+    "Progress": "gradbus.actors.federated.controller.report",
+    "ProgressLine": "gradbus.actors.federated.controller.progress_line",
     "RoundOrder": "gradbus.actors.aggregation.orders",
-    "RoundReport": "gradbus.actors.federated.report",
-    "ScriptClient": "gradbus.actors.federated.script_client",
+    "RoundReport": "gradbus.actors.federated.controller.report",
+    "ScriptClient": "gradbus.actors.federated.client.script_client",
     "Strategy": "gradbus.actors.aggregation.strategies",
-    "TrainingRound": "gradbus.actors.federated.handover",
+    "TrainingRound": "gradbus.actors.federated.client.handover",
     "DataParallelConfig": "gradbus.runtime.config.data_parallel",
     "ElasticPlace": "gradbus.actors.data_parallel.elastic",
     "ElasticWorker": "gradbus.actors.data_parallel.elastic",
     "Group": "gradbus.runtime.collectives",
     "Worker": "gradbus.actors.data_parallel.worker",
-    "client": "gradbus.actors.federated.script_client",
+    "client": "gradbus.actors.federated.client.script_client",
     "connect": "gradbus.connecting",
     "join_group": "gradbus.runtime.collectives",
     "log_to": "gradbus.runtime.logs",

@@ -22,9 +22,9 @@ _BUS = (
     "gradbus.runtime.security.user_key",
 )
 _ACTORS = (
-    "gradbus.actors.federated.client",
-    "gradbus.actors.federated.controller",
-    "gradbus.actors.federated.site",
+    "gradbus.actors.federated.client.client",
+    "gradbus.actors.federated.controller.controller",
+    "gradbus.actors.federated.site.site",
     "gradbus.actors.data_parallel.worker",
     "gradbus.actors.data_parallel.elastic",
     "gradbus.actors.parameter_server.server",

@@ -18,6 +18,8 @@ from types import CodeType, ModuleType
 from typing import Any
 
 MOVED = {
+    "gradbus.actors.federated.rules": "gradbus.actors.federated.client.rules",
+    "gradbus.actors.federated.selectors": "gradbus.actors.federated.controller.selectors",
     "gradbus.experiments.amounts": "gradbus.commands.amounts",
     "gradbus.experiments.buses": "gradbus.commands.buses",
     "gradbus.experiments.cli": "gradbus.commands.cli",
@@ -84,9 +86,8 @@ class MovedModuleFinder:
             return _spec_of_moved(fullname, new_name)
         if fullname == self._checkout_only:  # nothing has found it before: there is no checkout
             return ModuleSpec(fullname, _EmptyPackage(), is_package=True)
-        package = sys.modules.get(self._checkout_only)
-        is_stand_in = package is not None and isinstance(package.__loader__, _EmptyPackage)
-        if is_stand_in and fullname.startswith(f"{self._checkout_only}."):
+        # The path of the package that stands in is empty, also for who looks for a module without an import of it.
+        if fullname.startswith(f"{self._checkout_only}.") and path is not None and not path:
             raise ImportError(
                 f"{fullname} is not part of an installed gradbus: benchmarks, figures, studies, examples and their "
                 "configurations are in a checkout of the repository. Clone it, run 'make setup' there, and use its "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gradbus.actors.federated.rules.base import ClientRule, PersonalTraining, RoundEnd, RoundStart
+from gradbus.actors.federated.client.rules.base import ClientRule, PersonalTraining, RoundEnd, RoundStart
 from gradbus.runtime.choices import Options
 
 __all__ = ["ClientRule", "Options", "PersonalTraining", "RoundEnd", "RoundStart"]

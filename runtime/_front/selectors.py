@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from gradbus.actors.federated.selectors.base import ClientFacts, Draw, Selector, SelectorOptions
+from gradbus.actors.federated.controller.selectors.base import ClientFacts, Draw, Selector, SelectorOptions
 
 __all__ = ["ClientFacts", "Draw", "Selector", "SelectorOptions"]

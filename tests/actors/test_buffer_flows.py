@@ -24,9 +24,9 @@ from trees import tree
 
 import gradbus
 from gradbus.actors import Site
-from gradbus.actors.federated.saved_state import saved_state
-from gradbus.actors.federated.sharing import check_buffers_sent, specs_of
-from gradbus.actors.federated.state import restore_weights
+from gradbus.actors.federated.controller.saved_state import saved_state
+from gradbus.actors.federated.controller.state import restore_weights
+from gradbus.actors.federated.model.sharing import check_buffers_sent, specs_of
 from gradbus.commands.history.invariants import check
 from gradbus.commands.history.reader import read_history
 from gradbus.commands.rundir.export import export

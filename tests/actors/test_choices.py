@@ -12,7 +12,7 @@ import torch
 from pydantic import BaseModel, Field
 
 from gradbus.actors.aggregation.strategies import FedAvg
-from gradbus.actors.federated.rules.base import ClientRule, RoundStart, make_rule
+from gradbus.actors.federated.client.rules.base import ClientRule, RoundStart, make_rule
 from gradbus.runtime.choices import ALGORITHMS, CLIENT_RULES, CODECS, SELECTORS, STRATEGIES, Choices
 from gradbus.runtime.config.federated import FederatedConfig
 from gradbus.runtime.errors import ConfigError

@@ -19,8 +19,8 @@ from structlog.testing import capture_logs
 from torch import nn
 
 import gradbus
-from gradbus.actors.federated.client import Client
-from gradbus.actors.federated.rounds import SAT_OUT
+from gradbus.actors.federated.client.client import Client
+from gradbus.actors.federated.protocol import SAT_OUT
 from gradbus.models import TrainResult
 from gradbus.models.local_sgd import local_sgd
 from gradbus.runtime.errors import ConfigError, TrainingFailed

@@ -14,12 +14,12 @@ from dds_domains import new_domain
 from torch import Tensor, nn
 
 import gradbus
-from gradbus.actors.federated.flat_model import FlatModel
-from gradbus.actors.federated.rules.base import RoundStart
-from gradbus.actors.federated.rules.fedprox import FedProx
-from gradbus.actors.federated.saved_state import saved_state
-from gradbus.actors.federated.sharing import Sharing
-from gradbus.actors.federated.state import restore_weights
+from gradbus.actors.federated.client.rules.base import RoundStart
+from gradbus.actors.federated.client.rules.fedprox import FedProx
+from gradbus.actors.federated.controller.saved_state import saved_state
+from gradbus.actors.federated.controller.state import restore_weights
+from gradbus.actors.federated.model.flat_model import FlatModel
+from gradbus.actors.federated.model.sharing import Sharing
 from gradbus.models.task import EvalResult, TrainResult
 from gradbus.runtime.checkpoint import CheckpointStore
 from gradbus.runtime.config.federated import ClientConfig

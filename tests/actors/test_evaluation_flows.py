@@ -28,9 +28,9 @@ from torch import nn
 
 import gradbus
 from gradbus.actors import Client, Controller
-from gradbus.actors.federated.combinations import check_combination
-from gradbus.actors.federated.evaluation import LATE, LOST, CrossSite
-from gradbus.actors.federated.local_evaluation import DECLINED, HOSTED, NO_DATA, NO_METHOD, NO_MODEL, NOT_SHARED
+from gradbus.actors.federated.client.local_evaluation import DECLINED, HOSTED, NO_DATA, NO_METHOD, NO_MODEL, NOT_SHARED
+from gradbus.actors.federated.controller.combinations import check_combination
+from gradbus.actors.federated.controller.evaluation import LATE, LOST, CrossSite
 from gradbus.actors.virtual.client_trainer import PoolSettings
 from gradbus.actors.virtual.host import ClientHost
 from gradbus.actors.virtual.local_pool import LocalPool

@@ -16,7 +16,8 @@ from structlog.testing import capture_logs
 from torch import nn
 
 import gradbus
-from gradbus.actors.federated import early_failures, liveness, selection
+from gradbus.actors.federated.client import early_failures
+from gradbus.actors.federated.controller import liveness, selection
 from gradbus.models import EvalResult, NoopTask
 from gradbus.runtime.errors import BarrierTimeout, ConfigError, JoinDeclined, RunAborted, TrainingFailed
 from gradbus.runtime.wire.control import BEFORE_FIRST_ROUND, NOT_WELCOMED, TrainingFailure

@@ -20,10 +20,10 @@ from structlog.testing import capture_logs
 
 import gradbus
 from gradbus import codecs
-from gradbus.actors.federated import client as client_module
-from gradbus.actors.federated import global_model as shared_model_reader
-from gradbus.actors.federated import publish
-from gradbus.actors.federated.report import RoundTiming
+from gradbus.actors.federated.client import client as client_module
+from gradbus.actors.federated.client import global_model as shared_model_reader
+from gradbus.actors.federated.controller import publish
+from gradbus.actors.federated.controller.report import RoundTiming
 from gradbus.models import NoopTask
 from gradbus.runtime.dds.participant import Participant
 from gradbus.runtime.errors import BusClosed, TrainingFailed

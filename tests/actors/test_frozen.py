@@ -18,9 +18,9 @@ from trees import rules, tree
 import gradbus
 from gradbus import codecs
 from gradbus.actors import Client, Controller, Site
-from gradbus.actors.federated.client_models import ClientModels
-from gradbus.actors.federated.flat_model import FlatModel
-from gradbus.actors.federated.sharing import Sharing
+from gradbus.actors.federated.client.client_models import ClientModels
+from gradbus.actors.federated.model.flat_model import FlatModel
+from gradbus.actors.federated.model.sharing import Sharing
 from gradbus.models import TrainResult
 from gradbus.runtime.config.federated import UpstreamConfig
 from gradbus.runtime.errors import TrainingFailed

@@ -15,8 +15,8 @@ from other_payloads import send_instead
 
 import gradbus
 from gradbus import codecs
-from gradbus.actors.federated import session
-from gradbus.actors.federated import updates_out as update_sender
+from gradbus.actors.federated.client import session
+from gradbus.actors.federated.client import updates_out as update_sender
 from gradbus.models import NoopTask
 from gradbus.runtime.shm.segment import machine
 from gradbus.runtime.wire import control, frames

@@ -17,7 +17,7 @@ from identities import Identities
 from outsider import Outsider
 
 import gradbus
-from gradbus.actors.federated.rounds import CLIENT_LOST
+from gradbus.actors.federated.controller.rounds import CLIENT_LOST
 from gradbus.models import NoopTask
 from gradbus.runtime.errors import JobInUse
 from gradbus.runtime.security import Security
@@ -193,7 +193,7 @@ def test_a_controller_that_is_refused_after_it_has_claimed_the_job_ends_and_says
     async def nothing_heard(*_: Any, **__: Any) -> None:
         """As on a machine that is so slow that the answer comes later."""
 
-    monkeypatch.setattr("gradbus.actors.federated.controller.claim_job", nothing_heard)
+    monkeypatch.setattr("gradbus.actors.federated.controller.controller.claim_job", nothing_heard)
     said = {k: Path(v) if k.endswith("_file") else v for k, v in known.security("server").items()}
     place: dict[str, Any] = {
         "job": f"late-answer-{os.getpid()}",

@@ -12,8 +12,8 @@ from patience import eventually
 from trees import DIM, DiesAfterCommit, UnequalTask, rules, site_of, state, tree
 
 import gradbus
-from gradbus.actors.federated import liveness
-from gradbus.actors.federated.dispatch import Dispatcher
+from gradbus.actors.federated.controller import liveness
+from gradbus.actors.federated.controller.dispatch import Dispatcher
 from gradbus.models import NoopTask
 
 

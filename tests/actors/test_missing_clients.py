@@ -15,8 +15,8 @@ from dds_domains import new_domain
 from patience import PATIENT_S, eventually, run
 
 import gradbus
-from gradbus.actors.federated import selection
-from gradbus.actors.federated.client import Client
+from gradbus.actors.federated.client.client import Client
+from gradbus.actors.federated.controller import selection
 from gradbus.models import NoopTask
 from gradbus.runtime.errors import BarrierTimeout
 

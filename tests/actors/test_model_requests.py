@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import pytest
 from downlink_scene import DIM, Scene, new_copy, rounds, run_with
 
-from gradbus.actors.federated import publish as downlink_module
+from gradbus.actors.federated.controller import publish as downlink_module
 
 
 def test_a_request_for_frames_that_do_not_exist_alone_is_nothing() -> None:

@@ -20,9 +20,9 @@ from structlog.testing import capture_logs
 import gradbus
 from gradbus.actors.aggregation.orders import RoundOrder
 from gradbus.actors.aggregation.strategies import FedAvg
-from gradbus.actors.federated.dispatch import ids_in_terms
-from gradbus.actors.federated.order_book import check_order
-from gradbus.actors.federated.ordered_run import OrderedRun
+from gradbus.actors.federated.controller.dispatch import ids_in_terms
+from gradbus.actors.federated.controller.order_book import check_order
+from gradbus.actors.federated.controller.ordered_run import OrderedRun
 from gradbus.actors.virtual.client_trainer import PoolSettings
 from gradbus.actors.virtual.host import ClientHost
 from gradbus.actors.virtual.local_pool import LocalPool

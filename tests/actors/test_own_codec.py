@@ -21,7 +21,7 @@ from trees import DIM, UnequalTask, rules, site_of, tree
 
 import gradbus
 from gradbus.actors.federated.chosen_codecs import check_allowed, check_codecs, codec_of, own_codecs
-from gradbus.actors.federated.combinations import check_combination
+from gradbus.actors.federated.controller.combinations import check_combination
 from gradbus.models import NoopTask
 from gradbus.models.task import EvalResult, TrainResult
 from gradbus.runtime.choices import CODECS

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import gradbus
 from gradbus import codecs
 from gradbus.actors.aggregation.exact_sum import ExactMean
-from gradbus.actors.federated.packets_in import PacketCollector
+from gradbus.actors.federated.controller.packets_in import PacketCollector
 from gradbus.commands.configured_task import ConfiguredTask
 from gradbus.commands.files import ClientFile
 from gradbus.commands.history.invariants import check

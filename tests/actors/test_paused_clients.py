@@ -22,10 +22,11 @@ from trees import DIM as TREE_DIM
 from trees import rules, site_of, tree
 
 import gradbus
-from gradbus.actors.federated.client import Client
-from gradbus.actors.federated.rounds import PAUSED, SAT_OUT, Outcome, Round, RoundRules
-from gradbus.actors.federated.selection import StartCondition
-from gradbus.actors.federated.session import ClientStatus
+from gradbus.actors.federated.client.client import Client
+from gradbus.actors.federated.client.session import ClientStatus
+from gradbus.actors.federated.controller.rounds import Outcome, Round, RoundRules
+from gradbus.actors.federated.controller.selection import StartCondition
+from gradbus.actors.federated.protocol import PAUSED, SAT_OUT
 from gradbus.commands.history.invariants import check
 from gradbus.commands.history.reader import read_history
 from gradbus.models import NoopTask, TrainingStopped

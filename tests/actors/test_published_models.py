@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from joining_hall import ONE, Hall
 
-from gradbus.actors.federated.global_model import ModelReplica
+from gradbus.actors.federated.client.global_model import ModelReplica
 from gradbus.runtime.security.identity.controller_signatures import sign_model
 from gradbus.runtime.security.identity.membership import ClientMembership, ControllerMembership
 from gradbus.runtime.wire import frames

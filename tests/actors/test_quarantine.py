@@ -16,9 +16,9 @@ from other_payloads import send_instead
 from settings import nested
 
 import gradbus
-from gradbus.actors.federated import selection
-from gradbus.actors.federated.participation import FOR_GOOD
-from gradbus.actors.federated.selection import StartCondition
+from gradbus.actors.federated.controller import selection
+from gradbus.actors.federated.controller.participation import FOR_GOOD
+from gradbus.actors.federated.controller.selection import StartCondition
 from gradbus.models import NoopTask
 from gradbus.runtime.checkpoint import CheckpointStore
 from gradbus.runtime.errors import BarrierTimeout, JoinRefused

@@ -20,8 +20,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 import gradbus
-from gradbus.actors.federated.local_training import RoundInputs
-from gradbus.actors.federated.updates_out import EncodedUpdate
+from gradbus.actors.federated.client.local_training import RoundInputs
+from gradbus.actors.federated.client.updates_out import EncodedUpdate
 from gradbus.actors.virtual import pool as pool_module
 from gradbus.actors.virtual.client_trainer import PoolSettings
 from gradbus.actors.virtual.pool import ClientFailed, ProcessDied, RoundWork

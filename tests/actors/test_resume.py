@@ -11,7 +11,7 @@ import pytest
 from dds_domains import new_domain
 from federation import NOBODY_DIES_S, Federation
 
-from gradbus.actors.federated.rounds import CLIENT_LOST
+from gradbus.actors.federated.controller.rounds import CLIENT_LOST
 
 pytestmark = [pytest.mark.slow, pytest.mark.faults]
 

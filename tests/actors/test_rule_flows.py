@@ -18,10 +18,10 @@ from torch import nn
 
 import gradbus
 from gradbus import codecs
-from gradbus.actors.federated.client_optimizer import split_terms
-from gradbus.actors.federated.local_training import LocalTraining
-from gradbus.actors.federated.rules.base import RoundEnd
-from gradbus.actors.federated.rules.scaffold import ControlVariates
+from gradbus.actors.federated.client.client_optimizer import split_terms
+from gradbus.actors.federated.client.local_training import LocalTraining
+from gradbus.actors.federated.client.rules.base import RoundEnd
+from gradbus.actors.federated.client.rules.scaffold import ControlVariates
 from gradbus.models.task import EvalResult, TrainResult
 from gradbus.runtime.errors import ConfigError
 

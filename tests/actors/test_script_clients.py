@@ -23,7 +23,7 @@ from structlog.testing import capture_logs
 from torch import nn
 
 import gradbus
-from gradbus.actors.federated.flat_model import FlatModel
+from gradbus.actors.federated.model.flat_model import FlatModel
 from gradbus.runtime.errors import (
     BarrierTimeout,
     ConfigError,

@@ -18,7 +18,8 @@ from trees import DIM as TREE_DIM
 from trees import rules, site_of, tree
 
 import gradbus
-from gradbus.actors.federated.rounds import SAT_OUT, Outcome, Round, RoundRules
+from gradbus.actors.federated.controller.rounds import Outcome, Round, RoundRules
+from gradbus.actors.federated.protocol import SAT_OUT
 from gradbus.commands.history.invariants import check
 from gradbus.commands.history.reader import read_history
 from gradbus.models import NoopTask, TrainResult

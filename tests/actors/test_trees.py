@@ -21,12 +21,12 @@ from trees import DIM, DiesAfterCommit, UnequalTask, rules, site_of, state, tree
 
 import gradbus
 from gradbus.actors import Site
-from gradbus.actors.federated import site as site_module
-from gradbus.actors.federated.report import Progress
-from gradbus.actors.federated.session import ControllerStart
-from gradbus.actors.federated.site import Followed, site_config
-from gradbus.actors.federated.site_controller import RoundsAlone, SiteController, SiteSum, UpstreamChanged
-from gradbus.actors.federated.state import SavedRun
+from gradbus.actors.federated.client.session import ControllerStart
+from gradbus.actors.federated.controller.report import Progress
+from gradbus.actors.federated.controller.state import SavedRun
+from gradbus.actors.federated.site import site as site_module
+from gradbus.actors.federated.site.site import Followed, site_config
+from gradbus.actors.federated.site.site_controller import RoundsAlone, SiteController, SiteSum, UpstreamChanged
 from gradbus.commands.history.invariants import check
 from gradbus.commands.history.reader import read_history
 from gradbus.models import NoopTask

@@ -20,8 +20,8 @@ from patience import eventually
 from torch import nn
 
 import gradbus
-from gradbus.actors.federated.client_state import ClientStateStore
-from gradbus.actors.federated.local_training import RoundInputs
+from gradbus.actors.federated.client.client_state import ClientStateStore
+from gradbus.actors.federated.client.local_training import RoundInputs
 from gradbus.actors.virtual import host as host_module
 from gradbus.actors.virtual import pool as pool_module
 from gradbus.actors.virtual.client_trainer import PoolSettings

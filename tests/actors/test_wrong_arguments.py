@@ -16,7 +16,7 @@ from dds_domains import new_domain
 from torch import nn
 
 import gradbus
-from gradbus.actors.federated.site import Site
+from gradbus.actors.federated.site.site import Site
 from gradbus.actors.parameter_server.server import ParameterServer
 from gradbus.actors.parameter_server.worker import ParameterServerWorker
 from gradbus.models import NoopTask

@@ -22,11 +22,11 @@ from gradbus import codecs
 from gradbus.actors.aggregation.updates import Facts, Update
 from gradbus.actors.data_parallel.report import EpochReport
 from gradbus.actors.data_parallel.state import Position, WorkerState, position_of
-from gradbus.actors.federated.client_state import ClientStateStore
-from gradbus.actors.federated.flat_model import FlatModel
-from gradbus.actors.federated.participation import Strike
-from gradbus.actors.federated.report import RoundReport
-from gradbus.actors.federated.state import RunState, SavedRun
+from gradbus.actors.federated.client.client_state import ClientStateStore
+from gradbus.actors.federated.controller.participation import Strike
+from gradbus.actors.federated.controller.report import RoundReport
+from gradbus.actors.federated.controller.state import RunState, SavedRun
+from gradbus.actors.federated.model.flat_model import FlatModel
 from gradbus.commands.rundir.directory import json_text
 from gradbus.commands.rundir.whole_run import totals
 from gradbus.runtime.checkpoint import CheckpointStore

@@ -18,7 +18,7 @@ from fresh_shells import write_mnist
 from torch import nn
 
 import gradbus
-from gradbus.actors.federated.combinations import check_combination
+from gradbus.actors.federated.controller.combinations import check_combination
 from gradbus.actors.virtual.simulation import settings_of
 from gradbus.commands.files import ClientFile, ControllerFile, WorkerFile, load
 from gradbus.models import ClassificationTask, Dataset, DataSplit

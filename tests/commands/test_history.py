@@ -23,9 +23,9 @@ import gradbus
 from gradbus import codecs
 from gradbus.actors.aggregation.strategies import FedAvg
 from gradbus.actors.aggregation.updates import Facts, Update
-from gradbus.actors.federated.publish import ModelPublisher
-from gradbus.actors.federated.state import RunState
-from gradbus.actors.federated.updates_in import UpdateReceiver
+from gradbus.actors.federated.controller.publish import ModelPublisher
+from gradbus.actors.federated.controller.state import RunState
+from gradbus.actors.federated.controller.updates_in import UpdateReceiver
 from gradbus.commands.cli.main import app
 from gradbus.commands.exit_codes import ExitCode
 from gradbus.commands.history.invariants import InvariantResult, check

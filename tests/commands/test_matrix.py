@@ -17,7 +17,7 @@ from pydantic import ValidationError
 import gradbus
 from gradbus import models
 from gradbus.actors import Site
-from gradbus.actors.federated.combinations import check_combination
+from gradbus.actors.federated.controller.combinations import check_combination
 from gradbus.commands.matrix import (
     Chosen,
     Table,

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from gradbus.actors.federated.combinations import check_combination
-from gradbus.actors.federated.flat_model import FlatModel
-from gradbus.actors.federated.sharing import Sharing
+from gradbus.actors.federated.controller.combinations import check_combination
+from gradbus.actors.federated.model.flat_model import FlatModel
+from gradbus.actors.federated.model.sharing import Sharing
 from gradbus.commands.configured_task import ConfiguredTask
 from gradbus.commands.files import AggregatorFile, ClientFile, ControllerFile, WorkerFile, load
 from gradbus.runtime.algorithms.base import Place, make_algorithm

@@ -18,7 +18,7 @@ from patience import PATIENT_S, soonest
 
 import gradbus
 from gradbus.actors import RoundReport
-from gradbus.actors.federated.rounds import CLIENT_LOST
+from gradbus.actors.federated.controller.rounds import CLIENT_LOST
 from gradbus.commands.files import ClientFile, ControllerFile
 from gradbus.commands.run.federated import run_client, run_controller
 from gradbus.commands.run.live import Display

@@ -22,8 +22,8 @@ from federation import Federation
 from patience import until
 
 import gradbus
-from gradbus.actors.federated import liveness as duplicate_controller
-from gradbus.actors.federated.liveness import DuplicateControllers, claim_job
+from gradbus.actors.federated.controller import liveness as duplicate_controller
+from gradbus.actors.federated.controller.liveness import DuplicateControllers, claim_job
 from gradbus.commands.history.reader import read_history
 from gradbus.runtime.errors import ControllerReplaced, JobInUse
 from gradbus.runtime.wire.control import Leave, RoundTerms, RunEnded, Status

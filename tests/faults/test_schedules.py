@@ -18,9 +18,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from gradbus import codecs
 from gradbus.actors.aggregation.exact_sum import ExactMean
-from gradbus.actors.federated.clients import ClientRegistry, HelloAnswer
-from gradbus.actors.federated.rounds import Outcome, Round, RoundRules
-from gradbus.actors.federated.selection import StartCondition, StartTrouble
+from gradbus.actors.federated.controller.clients import ClientRegistry, HelloAnswer
+from gradbus.actors.federated.controller.rounds import Outcome, Round, RoundRules
+from gradbus.actors.federated.controller.selection import StartCondition, StartTrouble
 from gradbus.runtime.errors import BarrierTimeout
 from gradbus.runtime.wire.control import PROTOCOL, Hello
 from gradbus.runtime.wire.messages import Identity

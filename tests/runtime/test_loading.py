@@ -93,7 +93,9 @@ def test_connect_imports_on_a_thread_and_a_run_imports_nothing_on_the_event_loop
     assert (ended.returncode, ended.stderr) == (0, "")
     imported = json.loads(ended.stdout)
     assert set(imported["loop"]) - LIGHT == set()
-    assert {"torch", "gradbus.actors.federated.client", "gradbus.actors.federated.controller"} <= {*imported["threads"]}
+    assert {"torch", "gradbus.actors.federated.client.client", "gradbus.actors.federated.controller.controller"} <= {
+        *imported["threads"]
+    }
 
 
 @pytest.mark.slow

@@ -36,7 +36,7 @@ def test_a_tensor_of_another_device_cannot_be_staged() -> None:
 OLDER = """
 import sys
 import torch.distributed as dist
-import gradbus.actors.federated.client, gradbus.actors.data_parallel.elastic, gradbus.commands.run.commands
+import gradbus.actors.federated.client.client, gradbus.actors.data_parallel.elastic, gradbus.commands.run.commands
 
 assert not [name for name in sys.modules if name.startswith("gradbus.torch")]
 for attempt in (

@@ -10,7 +10,7 @@ import pytest
 from fault_simulation.mutations import MUTATIONS, Mutation, Outdated, find, select
 from fault_simulation.planted_table import HEADER, PAGE, Outcome, write
 
-from gradbus.actors.federated.rounds import REPEATED, Round, RoundRules
+from gradbus.actors.federated.controller.rounds import REPEATED, Round, RoundRules
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)

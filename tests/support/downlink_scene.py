@@ -17,12 +17,12 @@ from torch import Tensor
 
 from gradbus import codecs
 from gradbus.actors.aggregation.merged_buffers import BufferLayout
-from gradbus.actors.federated import publish as downlink_module
+from gradbus.actors.federated.client.global_model import ModelReplica
 from gradbus.actors.federated.client_names import ClientNames
-from gradbus.actors.federated.clients import ClientRegistry
-from gradbus.actors.federated.global_model import ModelReplica
-from gradbus.actors.federated.publish import ModelPublisher
-from gradbus.actors.federated.state import RunContext
+from gradbus.actors.federated.controller import publish as downlink_module
+from gradbus.actors.federated.controller.clients import ClientRegistry
+from gradbus.actors.federated.controller.publish import ModelPublisher
+from gradbus.actors.federated.controller.state import RunContext
 from gradbus.codecs import Codec
 from gradbus.runtime.compute import ComputeThread
 from gradbus.runtime.config.federated import FederatedConfig

@@ -34,12 +34,12 @@ import torch
 import gradbus
 from gradbus import codecs
 from gradbus.actors import Client, Controller, Site
-from gradbus.actors.federated import controller as controller_module
-from gradbus.actors.federated import global_model as shared_model_reader
-from gradbus.actors.federated import liveness, uploads
-from gradbus.actors.federated import updates_in as update_receiver
-from gradbus.actors.federated.clients import ClientRegistry, HelloAnswer
-from gradbus.actors.federated.rounds import Round
+from gradbus.actors.federated.client import global_model as shared_model_reader
+from gradbus.actors.federated.controller import controller as controller_module
+from gradbus.actors.federated.controller import liveness, uploads
+from gradbus.actors.federated.controller import updates_in as update_receiver
+from gradbus.actors.federated.controller.clients import ClientRegistry, HelloAnswer
+from gradbus.actors.federated.controller.rounds import Round
 from gradbus.models import NoopTask
 from gradbus.runtime import logs
 from gradbus.runtime.config.federated import UpstreamConfig

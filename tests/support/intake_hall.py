@@ -21,13 +21,13 @@ from gradbus.actors.aggregation.bounded_strategy import BoundedStrategy
 from gradbus.actors.aggregation.bounds import Bounds
 from gradbus.actors.aggregation.strategies import FedAvg
 from gradbus.actors.aggregation.updates import Facts, Update
-from gradbus.actors.federated import uploads
 from gradbus.actors.federated.client_names import ClientNames
-from gradbus.actors.federated.participation import Quarantine, Strike
-from gradbus.actors.federated.rounds import Round, RoundRules
-from gradbus.actors.federated.state import RunContext
-from gradbus.actors.federated.update_admission import UpdateAdmission
-from gradbus.actors.federated.updates_in import UpdateReceiver
+from gradbus.actors.federated.controller import uploads
+from gradbus.actors.federated.controller.participation import Quarantine, Strike
+from gradbus.actors.federated.controller.rounds import Round, RoundRules
+from gradbus.actors.federated.controller.state import RunContext
+from gradbus.actors.federated.controller.update_admission import UpdateAdmission
+from gradbus.actors.federated.controller.updates_in import UpdateReceiver
 from gradbus.runtime.compute import ComputeThread
 from gradbus.runtime.config.federated import FederatedConfig
 from gradbus.runtime.shm.shared_payload import PayloadMemory

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from gradbus.actors.federated.local_training import LocalTraining
-from gradbus.actors.federated.updates_out import EncodedUpdate
+from gradbus.actors.federated.client.local_training import LocalTraining
+from gradbus.actors.federated.client.updates_out import EncodedUpdate
 from gradbus.runtime.shm.shared_payload import SharedPayload
 from gradbus.runtime.wire.frames import FrameKey
 

@@ -15,8 +15,8 @@ from dds_domains import new_domain
 from torch import Tensor, nn
 
 import gradbus
-from gradbus.actors.federated.client import Client
-from gradbus.actors.federated.update_masks import ClientMasking
+from gradbus.actors.federated.client.client import Client
+from gradbus.actors.federated.client.update_masks import ClientMasking
 from gradbus.models.task import TrainResult
 from gradbus.runtime.wire.control import MaskAnswer
 from gradbus.runtime.wire.messages import ClientUpdate, Control

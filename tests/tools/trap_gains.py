@@ -194,14 +194,14 @@ dist.destroy_process_group()
 _START = """
 import gc, resource
 if not IS_LEFT_OUT: gc.set_threshold(50_000, 20)
-import gradbus.commands.cli.main, gradbus.actors.federated.controller
+import gradbus.commands.cli.main, gradbus.actors.federated.controller.controller
 used = resource.getrusage(resource.RUSAGE_SELF)
 print(used.ru_utime + used.ru_stime)
 """
 _END = """
 import os, sys, time
 from gradbus.__main__ import main
-import gradbus.commands.cli.main as command, gradbus.actors.federated.controller
+import gradbus.commands.cli.main as command, gradbus.actors.federated.controller.controller
 if IS_LEFT_OUT: os._exit = lambda code: None
 def run():
     print(time.monotonic())

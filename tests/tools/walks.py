@@ -250,7 +250,9 @@ def client(domain: int) -> list[Walk]:
 
 def controller(domain: int) -> list[Walk]:
     """The rounds of a controller with one client: from the request of the update until the next model is computed."""
-    from gradbus.actors.federated.updates_in import UpdateReceiver  # a rank loads nothing of federated learning
+    from gradbus.actors.federated.controller.updates_in import (
+        UpdateReceiver,  # a rank loads nothing of federated learning
+    )
 
     job, tracer = f"walks-{os.getpid()}", Tracer()
     with _beside(_run_client, job, domain), moments((UpdateReceiver, "on_request", tracer.begin)), tracer:

@@ -15,7 +15,7 @@ from gradbus.actors.aggregation.decoupled import Decoupled
 from gradbus.actors.aggregation.delayed_nesterov import DelayedNesterov
 from gradbus.actors.aggregation.strategies import FedAvg, FedAvgM, Strategy
 from gradbus.actors.aggregation.updates import Facts, Update
-from gradbus.actors.federated.asynchronous import BaseGone, Bases
+from gradbus.actors.federated.controller.asynchronous import BaseGone, Bases
 from gradbus.runtime.config.federated import AsynchronousSettings
 from gradbus.runtime.errors import CheckpointError, ConfigError
 

@@ -19,7 +19,7 @@ from gradbus.actors.aggregation.scaffold import CONTROL
 from gradbus.actors.aggregation.strategies import FedAvg, Strategy
 from gradbus.actors.aggregation.typical import lower_median, most_samples
 from gradbus.actors.aggregation.updates import Facts, Update
-from gradbus.actors.federated.combinations import check_combination, make_strategy
+from gradbus.actors.federated.controller.combinations import check_combination, make_strategy
 from gradbus.codecs import Parsed
 from gradbus.runtime.config.federated import FederatedConfig, LimitSettings
 from gradbus.runtime.errors import CheckpointError, ConfigError

@@ -27,7 +27,7 @@ from gradbus.actors.aggregation.partial_sum import (
     parse,
 )
 from gradbus.actors.aggregation.sum_summary import SumSummary, exact_parts, ranges_of
-from gradbus.actors.federated.rounds import RoundTotals
+from gradbus.actors.federated.controller.rounds import RoundTotals
 from gradbus.codecs import CodecError, DimMismatchError
 
 DIM = 2 * BLOCK_ELEMS + 17

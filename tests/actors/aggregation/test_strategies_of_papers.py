@@ -24,7 +24,7 @@ from gradbus.actors.aggregation.qfedavg import QFedAvg
 from gradbus.actors.aggregation.scaffold import Scaffold
 from gradbus.actors.aggregation.strategies import Strategy
 from gradbus.actors.aggregation.updates import Facts, Update
-from gradbus.actors.federated.combinations import check_combination
+from gradbus.actors.federated.controller.combinations import check_combination
 from gradbus.runtime.config.federated import FederatedConfig
 from gradbus.runtime.errors import ConfigError
 

@@ -30,8 +30,8 @@ assert not found, found
 HOOKS = """
 import torch
 from torch.optim import optimizer as of_torch
-import gradbus.actors.federated.client
-from gradbus.actors.federated.rules.base import after_steps_of
+import gradbus.actors.federated.client.client
+from gradbus.actors.federated.client.rules.base import after_steps_of
 
 tables = of_torch._global_optimizer_pre_hooks, of_torch._global_optimizer_post_hooks
 assert [len(table) for table in tables] == [0, 0]

@@ -19,14 +19,14 @@ from patience import eventually
 
 import gradbus
 from gradbus.actors.aggregation.robust import CoordinateMedian
-from gradbus.actors.federated.asynchronous import (
+from gradbus.actors.federated.controller.asynchronous import (
     BufferRound,
     adaptive_grace_s,
     check_asynchronous,
     proportional_steps,
 )
-from gradbus.actors.federated.report import ClientTimeline, RoundReport
-from gradbus.actors.federated.rounds import Outcome, RoundRules
+from gradbus.actors.federated.controller.report import ClientTimeline, RoundReport
+from gradbus.actors.federated.controller.rounds import Outcome, RoundRules
 from gradbus.models import NoopTask
 from gradbus.runtime.config.federated import AsynchronousSettings
 from gradbus.runtime.errors import ConfigError

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from gradbus.actors.federated.best_model import BestModel, SavedBest, place_of
-from gradbus.actors.federated.flat_model import FlatModel
-from gradbus.actors.federated.report import RoundReport
-from gradbus.actors.federated.state import RunState, restore_weights
+from gradbus.actors.federated.controller.best_model import BestModel, SavedBest, place_of
+from gradbus.actors.federated.controller.report import RoundReport
+from gradbus.actors.federated.controller.state import RunState, restore_weights
+from gradbus.actors.federated.model.flat_model import FlatModel
 from gradbus.runtime.checkpoint import CheckpointStore
 from gradbus.runtime.choices import STRATEGIES
 from gradbus.runtime.config.federated import FederatedConfig

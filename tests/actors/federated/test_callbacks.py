@@ -18,7 +18,7 @@ from pydantic import TypeAdapter
 from secure_runs import Moving, Run
 
 import gradbus
-from gradbus.actors.federated.report import RoundReport
+from gradbus.actors.federated.controller.report import RoundReport
 from gradbus.commands.report import figures as draw
 from gradbus.commands.report import style
 from gradbus.commands.report.scalars import Scalars, round_values

@@ -12,11 +12,11 @@ from structlog.testing import capture_logs
 from torch import nn
 from torch.nn.utils import parametrizations, prune
 
-from gradbus.actors.federated.client_state import ClientStateStore
-from gradbus.actors.federated.flat_model import FlatModel
-from gradbus.actors.federated.local_evaluation import LocalEvaluation
-from gradbus.actors.federated.local_training import LocalTraining, RoundInputs
-from gradbus.actors.federated.sharing import Sharing
+from gradbus.actors.federated.client.client_state import ClientStateStore
+from gradbus.actors.federated.client.local_evaluation import LocalEvaluation
+from gradbus.actors.federated.client.local_training import LocalTraining, RoundInputs
+from gradbus.actors.federated.model.flat_model import FlatModel
+from gradbus.actors.federated.model.sharing import Sharing
 from gradbus.models.task import EvalResult, TrainResult
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.shm.shared_payload import PayloadMemory

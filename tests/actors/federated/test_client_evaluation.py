@@ -6,7 +6,7 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
-from gradbus.actors.federated.client_evaluation import ClientEvaluator
+from gradbus.actors.federated.controller.client_evaluation import ClientEvaluator
 from gradbus.runtime.config.federated import FederatedConfig
 from gradbus.runtime.wire.control import EvaluationResult
 

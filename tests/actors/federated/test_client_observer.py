@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from patience import PATIENT_S
 
-from gradbus.actors.federated.client_observer import ClientObserver
-from gradbus.actors.federated.named_model import ArrivedModel
+from gradbus.actors.federated.client.client_observer import ClientObserver
+from gradbus.actors.federated.model.named_model import ArrivedModel
 
 
 class Held:

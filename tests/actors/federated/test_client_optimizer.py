@@ -13,7 +13,7 @@ from regression import draw_weights
 from torch import nn
 
 import gradbus
-from gradbus.actors.federated.client_optimizer import (
+from gradbus.actors.federated.client.client_optimizer import (
     optimizer_argument,
     split_options,
     steps_argument,

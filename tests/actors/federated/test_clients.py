@@ -7,7 +7,7 @@ import itertools
 
 import pytest
 
-from gradbus.actors.federated.clients import MAX_NEWCOMERS, ClientRegistry, HelloAnswer
+from gradbus.actors.federated.controller.clients import MAX_NEWCOMERS, ClientRegistry, HelloAnswer
 from gradbus.runtime.wire.control import PROTOCOL, Hello
 from gradbus.runtime.wire.messages import Identity
 
@@ -399,7 +399,7 @@ def test_a_newcomer_with_another_model_does_not_push_out_a_member() -> None:
 
 
 def test_the_table_does_not_grow_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gradbus.actors.federated.clients.MAX_MEMBERS", 2)
+    monkeypatch.setattr("gradbus.actors.federated.controller.clients.MAX_MEMBERS", 2)
     members = new_members()
     join(members, 0)
     join(members, 1)

@@ -12,10 +12,10 @@ import torch
 from intake_hall import FakeBus
 
 from gradbus.actors.federated.client_names import ClientNames
-from gradbus.actors.federated.cross_site import NOT_WANTED, LocalModelReceiver
-from gradbus.actors.federated.evaluation import LOST
-from gradbus.actors.federated.rounds import PAUSED
-from gradbus.actors.federated.state import RunContext
+from gradbus.actors.federated.controller.cross_site import NOT_WANTED, LocalModelReceiver
+from gradbus.actors.federated.controller.evaluation import LOST
+from gradbus.actors.federated.controller.state import RunContext
+from gradbus.actors.federated.protocol import PAUSED
 from gradbus.runtime.compute import ComputeThread
 from gradbus.runtime.config.federated import FederatedConfig
 from gradbus.runtime.shm.shared_payload import PayloadMemory

@@ -8,8 +8,8 @@ import pytest
 
 from gradbus.actors.aggregation.orders import ClientOrder, RoundOrder
 from gradbus.actors.aggregation.strategies import FedAvg
-from gradbus.actors.federated.deadline import FIRST_ROUNDS, LEAST_S, AskedWork, RoundDeadline, work_of
-from gradbus.actors.federated.order_book import OrderBook
+from gradbus.actors.federated.controller.deadline import FIRST_ROUNDS, LEAST_S, AskedWork, RoundDeadline, work_of
+from gradbus.actors.federated.controller.order_book import OrderBook
 from gradbus.runtime.config.federated import FederatedConfig
 from gradbus.runtime.errors import ConfigError
 

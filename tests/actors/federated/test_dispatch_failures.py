@@ -15,9 +15,10 @@ import pytest
 from dds_domains import new_domain
 
 import gradbus
-from gradbus.actors.federated import round_losses as failures
-from gradbus.actors.federated.round_losses import MAX_DISTINCT, MAX_TEXT, RoundLosses, TrainingFailureLog
-from gradbus.actors.federated.rounds import PAUSED, TRAINING_FAILED, Round, RoundRules
+from gradbus.actors.federated.controller import round_losses as failures
+from gradbus.actors.federated.controller.round_losses import MAX_DISTINCT, MAX_TEXT, RoundLosses, TrainingFailureLog
+from gradbus.actors.federated.controller.rounds import Round, RoundRules
+from gradbus.actors.federated.protocol import PAUSED, TRAINING_FAILED
 from gradbus.commands.run.console import LogFile
 from gradbus.models import NoopTask
 from gradbus.runtime.errors import GradbusError, RoundTimeout, TrainingFailed

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from gradbus.actors.federated.combinations import check_choices
-from gradbus.actors.federated.early_stop import EarlyStop
-from gradbus.actors.federated.report import RoundReport
+from gradbus.actors.federated.controller.combinations import check_choices
+from gradbus.actors.federated.controller.early_stop import EarlyStop
+from gradbus.actors.federated.controller.report import RoundReport
 from gradbus.actors.virtual.simulation import settings_of
 from gradbus.runtime.callbacks import Callbacks
 from gradbus.runtime.config.federated import EarlyStopSettings, FederatedConfig

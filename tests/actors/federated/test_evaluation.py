@@ -11,8 +11,8 @@ import pytest
 from pydantic import TypeAdapter
 from structlog.testing import capture_logs
 
-from gradbus.actors.federated.early_stop import EarlyStop
-from gradbus.actors.federated.evaluation import (
+from gradbus.actors.federated.controller.early_stop import EarlyStop
+from gradbus.actors.federated.controller.evaluation import (
     LATE,
     LOST,
     MAX_REASONS,
@@ -23,7 +23,7 @@ from gradbus.actors.federated.evaluation import (
     CrossSiteRow,
     OpenEvaluation,
 )
-from gradbus.actors.federated.report import RoundReport
+from gradbus.actors.federated.controller.report import RoundReport
 from gradbus.runtime.callbacks import Callbacks
 from gradbus.runtime.config.federated import EarlyStopSettings, FederatedConfig, LimitSettings
 from gradbus.runtime.errors import ConfigError

@@ -9,8 +9,8 @@ import torch
 from default_dtype import default_dtype
 from torch import Tensor, nn
 
-from gradbus.actors.federated.flat_model import FlatModel
-from gradbus.actors.federated.sharing import Sharing
+from gradbus.actors.federated.model.flat_model import FlatModel
+from gradbus.actors.federated.model.sharing import Sharing
 
 
 def small_net(seed: int = 0) -> nn.Sequential:

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gradbus import codecs
-from gradbus.actors.federated import global_model as model_replica
-from gradbus.actors.federated.global_model import ModelReplica
+from gradbus.actors.federated.client import global_model as model_replica
+from gradbus.actors.federated.client.global_model import ModelReplica
 from gradbus.codecs import Parsed
 from gradbus.runtime.wire import frames
 from gradbus.runtime.wire.frames import CONTROLLER, Flags, FrameKey, Kind

@@ -13,9 +13,9 @@ from downlink_scene import DIM, RUN, SESSION, Scene, assert_holds, hear, look, n
 from structlog.testing import capture_logs
 from torch import Tensor
 
-from gradbus.actors.federated import global_model as shared_model_reader
-from gradbus.actors.federated import publish as downlink_module
-from gradbus.actors.federated.global_model import READ_TRIES, ModelReplica, SharedModelReader
+from gradbus.actors.federated.client import global_model as shared_model_reader
+from gradbus.actors.federated.client.global_model import READ_TRIES, ModelReplica, SharedModelReader
+from gradbus.actors.federated.controller import publish as downlink_module
 from gradbus.runtime.compute import ComputeThread
 from gradbus.runtime.shm import shared_payload
 from gradbus.runtime.shm.segment import SharedMemoryFault, machine

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from patience import PATIENT_S, until
 
-from gradbus.actors.federated.handover import RoundHandover, ScriptLeft, ScriptResult, TrainingRound
+from gradbus.actors.federated.client.handover import RoundHandover, ScriptLeft, ScriptResult, TrainingRound
 from gradbus.runtime.errors import OutOfTurn
 
 ROUND = TrainingRound(round_id=1, epochs=1, lr=0.1, steps=0, seed=0, subset_size=0)

@@ -14,9 +14,10 @@ from gradbus import codecs
 from gradbus.actors.aggregation.bounds import Bounds
 from gradbus.actors.aggregation.strategies import FedAvg
 from gradbus.actors.aggregation.updates import MODEL, Facts
-from gradbus.actors.federated.asynchronous import BufferRound
-from gradbus.actors.federated.held_updates import HeldUpdates, Settling
-from gradbus.actors.federated.rounds import TRAINING_FAILED, Outcome, Round, RoundRules
+from gradbus.actors.federated.controller.asynchronous import BufferRound
+from gradbus.actors.federated.controller.held_updates import HeldUpdates, Settling
+from gradbus.actors.federated.controller.rounds import Outcome, Round, RoundRules
+from gradbus.actors.federated.protocol import TRAINING_FAILED
 from gradbus.runtime.config.federated import AsynchronousSettings
 from gradbus.runtime.wire.frames import FrameKey, Kind
 

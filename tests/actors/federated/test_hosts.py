@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradbus.actors.federated.clients import FIRST_HOST, MAX_MEMBERS, ClientRegistry, HelloAnswer
-from gradbus.actors.federated.participation import FOR_GOOD
+from gradbus.actors.federated.controller.clients import FIRST_HOST, MAX_MEMBERS, ClientRegistry, HelloAnswer
+from gradbus.actors.federated.controller.participation import FOR_GOOD
 from gradbus.runtime.wire.control import PROTOCOL, Hello
 from gradbus.runtime.wire.id_ranges import common_ids, format_ids, parse_ids
 from gradbus.runtime.wire.messages import Identity

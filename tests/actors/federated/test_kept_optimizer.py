@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradbus.actors.federated.kept_optimizer import KeptOptimizer
+from gradbus.actors.federated.client.kept_optimizer import KeptOptimizer
 
 
 def parameters() -> list[Tensor]:

@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 from patience import PATIENT_S, eventually
 
-from gradbus.actors.federated import dispatch as reception_module
-from gradbus.actors.federated import liveness
 from gradbus.actors.federated.client_names import ClientNames
-from gradbus.actors.federated.clients import ClientRegistry
-from gradbus.actors.federated.dispatch import Dispatcher
-from gradbus.actors.federated.liveness import LivenessMonitor, make_status
-from gradbus.actors.federated.report import Progress, RoundReport
-from gradbus.actors.federated.state import RunContext
+from gradbus.actors.federated.controller import dispatch as reception_module
+from gradbus.actors.federated.controller import liveness
+from gradbus.actors.federated.controller.clients import ClientRegistry
+from gradbus.actors.federated.controller.dispatch import Dispatcher
+from gradbus.actors.federated.controller.liveness import LivenessMonitor, make_status
+from gradbus.actors.federated.controller.report import Progress, RoundReport
+from gradbus.actors.federated.controller.state import RunContext
 from gradbus.runtime.dds.access_policy import AccessPolicy
 from gradbus.runtime.errors import BusClosed
 from gradbus.runtime.wire import control

@@ -11,9 +11,8 @@ import torch
 from structlog.testing import capture_logs
 from torch import nn
 
-from gradbus.actors.federated.client_state import ClientStateStore
-from gradbus.actors.federated.flat_model import FlatModel
-from gradbus.actors.federated.local_evaluation import (
+from gradbus.actors.federated.client.client_state import ClientStateStore
+from gradbus.actors.federated.client.local_evaluation import (
     MAX_METRICS,
     NO_DATA,
     NO_METHOD,
@@ -21,6 +20,7 @@ from gradbus.actors.federated.local_evaluation import (
     EvaluationStopped,
     LocalEvaluation,
 )
+from gradbus.actors.federated.model.flat_model import FlatModel
 from gradbus.models import NoopTask
 from gradbus.models.task import EvalResult
 from gradbus.runtime.wire import control

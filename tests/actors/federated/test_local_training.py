@@ -12,10 +12,10 @@ from torch import nn
 
 from gradbus import codecs
 from gradbus.actors.aggregation.exact_sum import ExactMean
-from gradbus.actors.federated.client_state import ClientStateStore
-from gradbus.actors.federated.flat_model import FlatModel
-from gradbus.actors.federated.local_training import LocalTraining, RoundInputs
-from gradbus.actors.federated.updates_out import EncodedUpdate
+from gradbus.actors.federated.client.client_state import ClientStateStore
+from gradbus.actors.federated.client.local_training import LocalTraining, RoundInputs
+from gradbus.actors.federated.client.updates_out import EncodedUpdate
+from gradbus.actors.federated.model.flat_model import FlatModel
 from gradbus.models import ClassificationTask, Dataset, DataSplit
 from gradbus.models.task import TrainResult
 from gradbus.runtime.shm.shared_payload import PayloadMemory

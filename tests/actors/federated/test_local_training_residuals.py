@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradbus.actors.federated.client_state import ClientStateStore
+from gradbus.actors.federated.client.client_state import ClientStateStore
 from gradbus.runtime.errors import CheckpointError
 
 RUN = 0xABC

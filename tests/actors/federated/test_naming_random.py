@@ -9,8 +9,8 @@ import pytest
 from pydantic import TypeAdapter
 
 from gradbus.actors.federated.client_names import ClientNames, Pair, json_rows, names_of_rows
-from gradbus.actors.federated.clients import FIRST_HOST, ClientRegistry, HelloAnswer
-from gradbus.actors.federated.naming import ClientNaming
+from gradbus.actors.federated.controller.clients import FIRST_HOST, ClientRegistry, HelloAnswer
+from gradbus.actors.federated.controller.naming import ClientNaming
 from gradbus.runtime.dds.access_policy import ClientNode
 from gradbus.runtime.wire.control import PROTOCOL, Hello
 from gradbus.runtime.wire.frames import UNASSIGNED

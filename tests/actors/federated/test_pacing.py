@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from gradbus.actors.federated.pacing import CREDIT_S, PacedTraining, Pacer, ShareLimit
+from gradbus.actors.federated.client.pacing import CREDIT_S, PacedTraining, Pacer, ShareLimit
 from gradbus.runtime.config.federated import BudgetSettings
 from gradbus.runtime.errors import ConfigError
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from gradbus import codecs
 from gradbus.actors.aggregation.packet_sum import MAX_PACKETS, max_packet_bytes, max_update_bytes
 from gradbus.actors.aggregation.updates import MODEL
-from gradbus.actors.federated.packets_in import CompleteUpdate, PacketCollector
-from gradbus.actors.federated.uploads import RequestedUpload
+from gradbus.actors.federated.controller.packets_in import CompleteUpdate, PacketCollector
+from gradbus.actors.federated.controller.uploads import RequestedUpload
 from gradbus.runtime.wire import frames
 from gradbus.runtime.wire.control import MAX_SEQS, PacketRequest, PacketsMissing, Receipt
 from gradbus.runtime.wire.frames import FrameKey, Kind

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from gradbus import codecs
 from gradbus.actors.aggregation.packet_sum import MAX_PACKETS, max_packet_bytes, max_update_bytes, sum_packets
-from gradbus.actors.federated.client_state import ClientStateStore
-from gradbus.actors.federated.flat_model import FlatModel
-from gradbus.actors.federated.local_training import LocalTraining, NonFiniteResult, NothingToTrain, RoundInputs
-from gradbus.actors.federated.packets_out import PacketRoute
-from gradbus.actors.federated.updates_out import EncodedUpdate
+from gradbus.actors.federated.client.client_state import ClientStateStore
+from gradbus.actors.federated.client.local_training import LocalTraining, NonFiniteResult, NothingToTrain, RoundInputs
+from gradbus.actors.federated.client.packets_out import PacketRoute
+from gradbus.actors.federated.client.updates_out import EncodedUpdate
+from gradbus.actors.federated.model.flat_model import FlatModel
 from gradbus.models.task import TrainResult
 from gradbus.runtime.shm.shared_payload import PayloadMemory
 from gradbus.runtime.wire.control import PacketRequest, Receipt, UploadRequest, Welcome

@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 
-from gradbus.actors.federated.participation import MAX_REFUSED, NO_UPDATE, Participation
+from gradbus.actors.federated.controller.participation import MAX_REFUSED, NO_UPDATE, Participation
 
 
 def test_who_counted_once_is_not_named_and_who_never_did_is_with_the_newest_reason() -> None:

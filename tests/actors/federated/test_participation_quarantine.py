@@ -8,8 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradbus.actors.federated import participation as module
-from gradbus.actors.federated.participation import FOR_GOOD, MAX_REPORTED_STRIKES, MAX_TEXT, Quarantine, Strike
+from gradbus.actors.federated.controller import participation as module
+from gradbus.actors.federated.controller.participation import (
+    FOR_GOOD,
+    MAX_REPORTED_STRIKES,
+    MAX_TEXT,
+    Quarantine,
+    Strike,
+)
 
 
 def struck(conduct: Quarantine, client_id: int, *rounds: int) -> None:

@@ -24,9 +24,9 @@ from downlink_scene import (
 )
 
 from gradbus import codecs
-from gradbus.actors.federated import publish as downlink_module
-from gradbus.actors.federated.publish import RETAIN_BYTES
-from gradbus.actors.federated.resend_queue import ResendQueue
+from gradbus.actors.federated.controller import publish as downlink_module
+from gradbus.actors.federated.controller.publish import RETAIN_BYTES
+from gradbus.actors.federated.controller.resend_queue import ResendQueue
 from gradbus.runtime.compute import ComputeThread
 from gradbus.runtime.errors import WriteTimeout
 from gradbus.runtime.wire import frames

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from downlink_scene import DIM, Scene, assert_holds, hear, look, new_copy, rounds, run_with
 
-from gradbus.actors.federated import publish as downlink_module
+from gradbus.actors.federated.controller import publish as downlink_module
 from gradbus.runtime.shm import shared_payload
 from gradbus.runtime.shm.segment import SharedMemoryFault, machine
 from gradbus.runtime.shm.shared_payload import PayloadMemory, read

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradbus.actors.federated.report import (
+from gradbus.actors.federated.controller.report import (
     MAX_CLIENTS,
     TIMELINES_IN_MEMORY,
     ClientTimeline,

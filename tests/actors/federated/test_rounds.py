@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradbus.actors.federated.rounds import MAX_NAMES, SURPLUS, Outcome, Round, RoundRules, RoundTotals
+from gradbus.actors.federated.controller.rounds import MAX_NAMES, SURPLUS, Outcome, Round, RoundRules, RoundTotals
 from gradbus.runtime.wire.control import MAX_METRICS, UploadRequest
 
 DEADLINE_S = 60.0

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from gradbus import codecs
 from gradbus.actors.aggregation import updates
-from gradbus.actors.federated.client_state import ClientStateStore
-from gradbus.actors.federated.flat_model import FlatModel
-from gradbus.actors.federated.local_training import LocalTraining, RoundInputs
-from gradbus.actors.federated.rules.scaffold import ControlVariates
-from gradbus.actors.federated.updates_out import EncodedUpdate
+from gradbus.actors.federated.client.client_state import ClientStateStore
+from gradbus.actors.federated.client.local_training import LocalTraining, RoundInputs
+from gradbus.actors.federated.client.rules.scaffold import ControlVariates
+from gradbus.actors.federated.client.updates_out import EncodedUpdate
+from gradbus.actors.federated.model.flat_model import FlatModel
 from gradbus.models.task import TrainResult
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.shm.shared_payload import PayloadMemory

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gradbus.actors.federated.client_names import ClientNames
-from gradbus.actors.federated.selection import StartCondition, StartTrouble
+from gradbus.actors.federated.controller.selection import StartCondition, StartTrouble
 from gradbus.runtime.errors import BarrierTimeout
 
 TIMEOUT_S = 120.0

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from gradbus.actors.federated.selection import check_selection
-from gradbus.actors.federated.selectors.base import ClientFacts, Draw, Selector, make_selector, selected
+from gradbus.actors.federated.controller.selection import check_selection
+from gradbus.actors.federated.controller.selectors.base import ClientFacts, Draw, Selector, make_selector, selected
 from gradbus.runtime.choices import SELECTORS
 from gradbus.runtime.config.federated import FederatedConfig
 from gradbus.runtime.errors import ConfigError

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from gradbus.actors.federated import session as orders_module
-from gradbus.actors.federated.session import ControllerSession, ControllerStart
+from gradbus.actors.federated.client import session as orders_module
+from gradbus.actors.federated.client.session import ControllerSession, ControllerStart
 from gradbus.runtime.errors import BarrierTimeout
 from gradbus.runtime.wire.control import Grant, RepeatedCommand, RunEnded, Status, Welcome
 from gradbus.runtime.wire.messages import TrainCmd

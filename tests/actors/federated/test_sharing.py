@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gradbus.actors.federated.flat_model import FlatModel
-from gradbus.actors.federated.sharing import Sharing, check_sharing, divide, shape_of, specs_of
+from gradbus.actors.federated.model.flat_model import FlatModel
+from gradbus.actors.federated.model.sharing import Sharing, check_sharing, divide, shape_of, specs_of
 from gradbus.runtime.errors import CheckpointError, ConfigError
 
 

@@ -14,11 +14,11 @@ from torch import nn
 from gradbus import codecs
 from gradbus.actors.aggregation.strategies import Strategy
 from gradbus.actors.aggregation.updates import Facts, Update
-from gradbus.actors.federated import state as state_module
-from gradbus.actors.federated.flat_model import FlatModel
-from gradbus.actors.federated.participation import Strike
-from gradbus.actors.federated.report import ClientTimeline, RoundReport
-from gradbus.actors.federated.state import RunState, SavedRun
+from gradbus.actors.federated.controller import state as state_module
+from gradbus.actors.federated.controller.participation import Strike
+from gradbus.actors.federated.controller.report import ClientTimeline, RoundReport
+from gradbus.actors.federated.controller.state import RunState, SavedRun
+from gradbus.actors.federated.model.flat_model import FlatModel
 from gradbus.runtime import checkpoint as checkpoint_module
 from gradbus.runtime.checkpoint import Checkpoint, CheckpointStore
 from gradbus.runtime.choices import STRATEGIES

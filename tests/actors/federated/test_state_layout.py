@@ -11,8 +11,8 @@ from golden_task import GoldenModel
 from torch import nn
 
 from gradbus.actors.aggregation.merged_buffers import split
-from gradbus.actors.federated.flat_model import FlatModel
-from gradbus.actors.federated.sharing import REST, Sharing
+from gradbus.actors.federated.model.flat_model import FlatModel
+from gradbus.actors.federated.model.sharing import REST, Sharing
 from gradbus.runtime.checkpoint import copy_state
 
 

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 import gradbus
 from gradbus import models
-from gradbus.actors.federated.client_optimizer import steps_argument
-from gradbus.actors.federated.rules.base import ClientRule, RoundStart
+from gradbus.actors.federated.client.client_optimizer import steps_argument
+from gradbus.actors.federated.client.rules.base import ClientRule, RoundStart
 from gradbus.models import NoopTask, TrainResult
 from gradbus.runtime.errors import ConfigError
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gradbus.actors.federated.unsent_residuals import UnsentResiduals
+from gradbus.actors.federated.client.unsent_residuals import UnsentResiduals
 
 RUN, TERMS, OTHER = 7, "terms", "other terms"
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from intake_hall import DIM, Hall, Lies, Sender, run_with
 
 from gradbus import codecs
-from gradbus.actors.federated.asynchronous import Bases, BufferRound
-from gradbus.actors.federated.rounds import RoundRules
+from gradbus.actors.federated.controller.asynchronous import Bases, BufferRound
+from gradbus.actors.federated.controller.rounds import RoundRules
 from gradbus.runtime.config.federated import AsynchronousSettings
 
 SETTINGS = AsynchronousSettings(buffer=100)

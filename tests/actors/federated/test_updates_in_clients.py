@@ -11,7 +11,7 @@ import torch
 from intake_hall import DIM, MAX_SAMPLES, Hall, Sender, deliver, run_with
 
 from gradbus import codecs
-from gradbus.actors.federated.rounds import RoundTotals
+from gradbus.actors.federated.controller.rounds import RoundTotals
 from gradbus.runtime.errors import WriteTimeout
 from gradbus.runtime.wire.control import Grant, Receipt, RetransmitRequest
 

@@ -16,8 +16,8 @@ import torch
 from intake_hall import DIM, Hall, Sender, deliver, hall_of, run_with
 
 from gradbus import codecs
-from gradbus.actors.federated import updates_in as update_receiver
-from gradbus.actors.federated.rounds import Round, RoundRules
+from gradbus.actors.federated.controller import updates_in as update_receiver
+from gradbus.actors.federated.controller.rounds import Round, RoundRules
 from gradbus.runtime.dds.topics import TOPICS, ClientUpdate
 from gradbus.runtime.shm.segment import SharedMemoryFault, machine
 from gradbus.runtime.shm.shared_payload import PayloadMemory, SharedPayload

@@ -13,7 +13,7 @@ from gradbus import codecs
 from gradbus.actors.aggregation import partial_sum
 from gradbus.actors.aggregation.exact_sum import ExactMean
 from gradbus.actors.aggregation.sum_summary import SumSummary
-from gradbus.actors.federated.rounds import RoundTotals
+from gradbus.actors.federated.controller.rounds import RoundTotals
 from gradbus.runtime.wire.control import Receipt
 
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from gradbus.actors.federated.updates_out import EncodedUpdate, UpdateSender
-from gradbus.actors.federated.uploads import STALL_AFTER_S
+from gradbus.actors.federated.client.updates_out import EncodedUpdate, UpdateSender
+from gradbus.actors.federated.controller.uploads import STALL_AFTER_S
 from gradbus.runtime.wire.control import Grant, Receipt, UploadRequest
 from gradbus.runtime.wire.frames import FrameKey, Kind
 from gradbus.runtime.wire.messages import Identity

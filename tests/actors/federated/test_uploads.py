@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from gradbus.actors.federated import uploads
-from gradbus.actors.federated.uploads import IncomingUpload, RequestedUpload, Uploads
+from gradbus.actors.federated.controller import uploads
+from gradbus.actors.federated.controller.uploads import IncomingUpload, RequestedUpload, Uploads
 from gradbus.runtime.wire.control import Body, Grant, RetransmitRequest, UploadRequest
 from gradbus.runtime.wire.frames import FrameKey, parse, split
 from gradbus.runtime.wire.messages import ClientUpdate

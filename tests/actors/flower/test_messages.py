@@ -22,7 +22,7 @@ from identities import Identities
 from patience import eventually
 
 import gradbus
-from gradbus.actors.federated import liveness
+from gradbus.actors.federated.controller import liveness
 from gradbus.actors.flower import hub as hub_module
 from gradbus.actors.flower.hub import Answer, MessageHub
 from gradbus.actors.flower.node import WITHDRAWN_S, MessageNode, NodeSummary

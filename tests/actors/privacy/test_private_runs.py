@@ -17,9 +17,9 @@ from torch import nn
 
 import gradbus
 from gradbus import codecs
-from gradbus.actors.federated.client_state import ClientStateStore
-from gradbus.actors.federated.flat_model import FlatModel
-from gradbus.actors.federated.local_training import LocalTraining, RoundInputs
+from gradbus.actors.federated.client.client_state import ClientStateStore
+from gradbus.actors.federated.client.local_training import LocalTraining, RoundInputs
+from gradbus.actors.federated.model.flat_model import FlatModel
 from gradbus.actors.privacy.accountant import epsilon_of
 from gradbus.models.task import TrainResult
 from gradbus.runtime.errors import CheckpointError, ConfigError, GradbusError, JoinRefused

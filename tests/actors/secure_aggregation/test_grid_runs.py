@@ -26,9 +26,9 @@ from torch import Tensor
 import gradbus
 from gradbus.actors.aggregation.common_grid import MAX_SCALES, CommonGrid
 from gradbus.actors.aggregation.grid_steps import CommonSteps
-from gradbus.actors.federated import local_training
-from gradbus.actors.federated.masked_attempt import MaskedAttempt
-from gradbus.actors.federated.update_masks import ClientMasking
+from gradbus.actors.federated.client import local_training
+from gradbus.actors.federated.client.update_masks import ClientMasking
+from gradbus.actors.federated.controller.masked_attempt import MaskedAttempt
 from gradbus.actors.secure_aggregation.keys import ENTRY_BYTES, TooFewMembers
 from gradbus.actors.secure_aggregation.masked_values import SMALL_BYTES, size_of
 from gradbus.codecs import random_k

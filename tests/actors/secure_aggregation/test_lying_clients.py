@@ -15,9 +15,9 @@ from secure_runs import Observer, Run, plain_weights, replace_masking
 from structlog.testing import capture_logs
 
 import gradbus
-from gradbus.actors.federated.client import Client
-from gradbus.actors.federated.masked_attempt import BROKEN
-from gradbus.actors.federated.update_masks import ClientMasking, MaskingAttempt
+from gradbus.actors.federated.client.client import Client
+from gradbus.actors.federated.client.update_masks import ClientMasking, MaskingAttempt
+from gradbus.actors.federated.controller.masked_attempt import BROKEN
 from gradbus.actors.secure_aggregation.keys import Roster
 from gradbus.actors.secure_aggregation.masking_client import MaskingClient
 from gradbus.runtime.errors import RoundTimeout

@@ -14,9 +14,9 @@ from secure_runs import Moving, Observer, Run, plain_weights, replace_masking
 from structlog.testing import capture_logs
 
 import gradbus
-from gradbus.actors.federated.client import Client
-from gradbus.actors.federated.rounds import SAT_OUT
-from gradbus.actors.federated.update_masks import ClientMasking
+from gradbus.actors.federated.client.client import Client
+from gradbus.actors.federated.client.update_masks import ClientMasking
+from gradbus.actors.federated.protocol import SAT_OUT
 from gradbus.models.task import TrainResult
 from gradbus.runtime.errors import RoundTimeout
 from gradbus.runtime.wire.control import MaskRoster, MaskSurvivors, TrainingFailure

@@ -12,8 +12,8 @@ from gradbus.actors.aggregation.partial_sum import PartialSum
 from gradbus.actors.aggregation.strategies import FedAvg
 from gradbus.actors.aggregation.sum_summary import SumSummary
 from gradbus.actors.aggregation.updates import Facts
-from gradbus.actors.federated.combinations import check_combination
-from gradbus.actors.federated.rounds import Outcome, Round, RoundRules
+from gradbus.actors.federated.controller.combinations import check_combination
+from gradbus.actors.federated.controller.rounds import Outcome, Round, RoundRules
 from gradbus.actors.virtual.simulation import settings_of
 from gradbus.runtime.errors import ConfigError
 

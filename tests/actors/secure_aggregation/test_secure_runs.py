@@ -29,10 +29,10 @@ import gradbus
 from gradbus.actors.aggregation.partial_sum import PartialSum
 from gradbus.actors.aggregation.strategies import FedAvg
 from gradbus.actors.aggregation.updates import Facts
-from gradbus.actors.federated import updates_out
-from gradbus.actors.federated.client import Client
-from gradbus.actors.federated.masked_attempt import MaskedAttempt
-from gradbus.actors.federated.update_masks import ClientMasking, MaskingAttempt
+from gradbus.actors.federated.client import updates_out
+from gradbus.actors.federated.client.client import Client
+from gradbus.actors.federated.client.update_masks import ClientMasking, MaskingAttempt
+from gradbus.actors.federated.controller.masked_attempt import MaskedAttempt
 from gradbus.actors.secure_aggregation.keys import Attempt, Roster, TooFewMembers, commitment
 from gradbus.actors.secure_aggregation.masked_values import MAGIC, size_of
 from gradbus.actors.secure_aggregation.masking_client import MaskingClient
@@ -602,7 +602,7 @@ def test_a_round_that_is_shorter_than_its_keys_and_shares_is_refused() -> None:
 def test_clients_beyond_those_that_can_mask_for_each_other_are_refused_and_the_run_goes_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("gradbus.actors.federated.combinations.MAX_MEMBERS", 2)
+    monkeypatch.setattr("gradbus.actors.federated.controller.combinations.MAX_MEMBERS", 2)
     run = Run(range(3), clients={"num": None, "min": 2})
     one_client, refused = run.one_client, list[str]()
 

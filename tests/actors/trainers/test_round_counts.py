@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from gradbus.actors.federated.handover import TrainingRound
+from gradbus.actors.federated.client.handover import TrainingRound
 from gradbus.actors.trainers.federated_rounds import RoundLength, numbers_of
 from gradbus.actors.trainers.round_counts import RoundCounts, batch_size_of, distinct_samples, length_of
 from gradbus.runtime.errors import ConfigError

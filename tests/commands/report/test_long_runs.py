@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from gradbus.actors import EpochReport, RoundReport
-from gradbus.actors.federated.report import ClientTimeline
+from gradbus.actors.federated.controller.report import ClientTimeline
 from gradbus.commands.dashboard import following
 from gradbus.commands.dashboard.following import Following
 from gradbus.commands.report import figures as draw

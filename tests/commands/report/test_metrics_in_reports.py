@@ -8,8 +8,8 @@ from pathlib import Path
 import matplotlib.figure
 import pytest
 
-from gradbus.actors.federated.evaluation import ClientEvaluation, ClientMetric, CrossSite, CrossSiteRow
-from gradbus.actors.federated.report import RoundReport
+from gradbus.actors.federated.controller.evaluation import ClientEvaluation, ClientMetric, CrossSite, CrossSiteRow
+from gradbus.actors.federated.controller.report import RoundReport
 from gradbus.commands.report import compare, style
 from gradbus.commands.report import figures as draw
 from gradbus.commands.report.metric_parts import metric_columns, newest_quality, quality_name

@@ -16,7 +16,7 @@ from ports import free_port
 from prometheus_client.parser import text_string_to_metric_families
 
 from gradbus.actors import EpochReport, RoundReport
-from gradbus.actors.federated.evaluation import ClientEvaluation, ClientMetric
+from gradbus.actors.federated.controller.evaluation import ClientEvaluation, ClientMetric
 from gradbus.commands.files import MetricsSettings
 from gradbus.commands.report.followed import FollowedJob, FollowedRank
 from gradbus.commands.report.metrics import JobCollector

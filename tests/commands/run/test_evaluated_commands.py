@@ -11,8 +11,8 @@ import pytest
 from forked_commands import Forked
 from safetensors.torch import load_file
 
-from gradbus.actors.federated.evaluation import LOST
-from gradbus.actors.federated.local_evaluation import NOT_SHARED
+from gradbus.actors.federated.client.local_evaluation import NOT_SHARED
+from gradbus.actors.federated.controller.evaluation import LOST
 from gradbus.commands.amounts import number
 from gradbus.commands.dashboard.drawings import figures_of
 from gradbus.commands.dashboard.following import Following

@@ -20,10 +20,10 @@ from identities import Identities
 from patience import PATIENT_S
 
 import gradbus
-from gradbus.actors.federated import updates_out as update_sender
-from gradbus.actors.federated import uploads
-from gradbus.actors.federated.client import Client
-from gradbus.actors.federated.clients import FIRST_HOST
+from gradbus.actors.federated.client import updates_out as update_sender
+from gradbus.actors.federated.client.client import Client
+from gradbus.actors.federated.controller import uploads
+from gradbus.actors.federated.controller.clients import FIRST_HOST
 from gradbus.commands.buses import open_bus
 from gradbus.commands.exit_codes import NoJob
 from gradbus.commands.run import status

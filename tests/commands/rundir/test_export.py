@@ -17,12 +17,12 @@ from torch import nn
 from gradbus.actors.data_parallel.algorithm import AlgorithmLabel
 from gradbus.actors.data_parallel.replicas import model_tensors
 from gradbus.actors.data_parallel.state import Position, RunTensors, WorkerState
-from gradbus.actors.federated.best_model import BestModel
-from gradbus.actors.federated.client_state import ClientStateStore, SavedClient
-from gradbus.actors.federated.flat_model import FlatModel
-from gradbus.actors.federated.report import RoundReport
-from gradbus.actors.federated.sharing import Sharing
-from gradbus.actors.federated.state import RunState, SavedRun
+from gradbus.actors.federated.client.client_state import ClientStateStore, SavedClient
+from gradbus.actors.federated.controller.best_model import BestModel
+from gradbus.actors.federated.controller.report import RoundReport
+from gradbus.actors.federated.controller.state import RunState, SavedRun
+from gradbus.actors.federated.model.flat_model import FlatModel
+from gradbus.actors.federated.model.sharing import Sharing
 from gradbus.commands.files import CLIENT_ONLY_SETTINGS, ControllerFile, TaskSettings, WorkerFile
 from gradbus.commands.rundir.directory import write_json
 from gradbus.commands.rundir.export import TRUST_WARNING, export

@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from gradbus.actors.data_parallel.replicas import describe_layout
-from gradbus.actors.federated.flat_model import FlatModel
-from gradbus.actors.federated.sharing import Sharing
+from gradbus.actors.federated.model.flat_model import FlatModel
+from gradbus.actors.federated.model.sharing import Sharing
 from gradbus.commands.files import ControllerFile
 from gradbus.commands.rundir.directory import write_json
 from gradbus.commands.rundir.export import Exported, export

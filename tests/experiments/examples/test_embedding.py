@@ -24,8 +24,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from settings import nested
 
 import gradbus
-from gradbus.actors.federated import updates_out as update_sender
-from gradbus.actors.federated import uploads
+from gradbus.actors.federated.client import updates_out as update_sender
+from gradbus.actors.federated.controller import uploads
 from gradbus.experiments.examples.embed_aiohttp import FederatedService, make_app
 from gradbus.models import NoopTask
 

@@ -10,7 +10,8 @@ import pytest
 from dds_domains import new_domain
 
 import gradbus
-from gradbus.actors.federated import client, selection
+from gradbus.actors.federated.client import client
+from gradbus.actors.federated.controller import selection
 from gradbus.models import NoopTask
 from gradbus.runtime.collectives import membership
 from gradbus.runtime.dds import missing_peers

@@ -110,14 +110,14 @@ def _found(source: str, lines: str) -> tuple[str, str] | None:
     return found[0] if len(found) == 1 and source.count(found[0][0]) == 1 else None
 
 
-ROUNDS = "actors.federated.rounds:Round"
-RECEIVER = "actors.federated.updates_in:UpdateReceiver"
-CONTROLLER = "actors.federated.controller:Controller"
-SESSION = "actors.federated.session:ControllerSession"
-CLIENT = "actors.federated.client:Client"
+ROUNDS = "actors.federated.controller.rounds:Round"
+RECEIVER = "actors.federated.controller.updates_in:UpdateReceiver"
+CONTROLLER = "actors.federated.controller.controller:Controller"
+SESSION = "actors.federated.client.session:ControllerSession"
+CLIENT = "actors.federated.client.client:Client"
 AGREEMENT = "runtime.collectives.agreement:GenerationAgreement"
 MASKING = "actors.secure_aggregation"
-SITE = "actors.federated.site_controller:SiteController"
+SITE = "actors.federated.site.site_controller:SiteController"
 ADMISSION = "runtime.security.identity.admission:Admission"
 SERVER = "actors.parameter_server.server:ParameterServer"
 ELASTIC = "actors.data_parallel.elastic:ElasticWorker"
@@ -147,7 +147,8 @@ MUTATIONS = (
         found_by="tests/actors/federated/test_rounds.py::test_a_round_that_has_enough_updates_takes_no_further_one",
     ),
     Mutation(
-        "a quarantined client counts", "admission", "actors.federated.update_admission:UpdateAdmission.refusal",
+        "a quarantined client counts", "admission",
+        "actors.federated.controller.update_admission:UpdateAdmission.refusal",
         "if (why := self.quarantine.exclusion_reason(client_id, request.round_id)) is not None:",
         "if (why := None) is not None:", "a client in quarantine does not count",
         found_by="tests/actors/federated/test_updates_in.py::test_bad_updates_are_strikes_and_who_has_too_many_is_turned_away_before_it_sends",
@@ -164,7 +165,7 @@ MUTATIONS = (
         "if False:", "I8",
     ),
     Mutation(
-        "what has counted is not saved", "receipts", "actors.federated.state:RunState._meta",
+        "what has counted is not saved", "receipts", "actors.federated.controller.state:RunState._meta",
         "for client_id, key in list(self.counted.items())[-MAX_KNOWN:]",
         "for client_id, key in []", "I8",
     ),
@@ -189,7 +190,7 @@ MUTATIONS = (
     ),
     Mutation(
         "the residual is kept whatever the answer is", "receipts",
-        "actors.federated.local_training:LocalTraining.on_receipt",
+        "actors.federated.client.local_training:LocalTraining.on_receipt",
         """
         if not receipt.accepted:
             return
@@ -198,7 +199,7 @@ MUTATIONS = (
         found_by="tests/actors/federated/test_local_training.py::test_the_residual_of_an_update_that_was_refused_is_not_kept",
     ),
     Mutation(
-        "an update is offered once", "receipts", "actors.federated.updates_out:UpdateSender.deliver",
+        "an update is offered once", "receipts", "actors.federated.client.updates_out:UpdateSender.deliver",
         "async with asyncio.timeout(wait_s):",
         "async with asyncio.timeout(1e6):", "a lost request costs half a second",
     ),
@@ -244,23 +245,25 @@ MUTATIONS = (
         "pass", "I4, where the machine loses its power", flavour="s4",
     ),
     Mutation(
-        "a checkpoint is saved over that of a later start", "commit", "actors.federated.state:RunState._check_holder",
+        "a checkpoint is saved over that of a later start", "commit",
+        "actors.federated.controller.state:RunState._check_holder",
         "if newest is not None and int(newest.incarnation, 16) > self.incarnation:",
         "if False:", "the newest start has the state directory",
         found_by="tests/actors/federated/test_state.py::test_a_controller_that_was_replaced_saves_nothing_over_the_newer_state",
     ),
     Mutation(
-        "a resumed run has another id", "resume", "actors.federated.state:RunState._restore",
+        "a resumed run has another id", "resume", "actors.federated.controller.state:RunState._restore",
         "self.run_id = int(saved.run_id, 16)",
         "pass", "I4",
     ),
     Mutation(
-        "a strategy begins afresh after a resume", "resume", "actors.federated.state:RunState._restore",
+        "a strategy begins afresh after a resume", "resume", "actors.federated.controller.state:RunState._restore",
         "self._strategy.load_state(checkpoint.tensors)",
         "pass", "I3: a resumed run continues bit-equal", flavour="adam",
     ),
     Mutation(
-        "what the clients hold is forgotten at a resume", "resume", "actors.federated.state:RunState._restore",
+        "what the clients hold is forgotten at a resume", "resume",
+        "actors.federated.controller.state:RunState._restore",
         "self.held = held",
         "pass", "I2: a client holds the model that the controller believes it holds", flavour="downlink",
     ),
@@ -271,14 +274,15 @@ MUTATIONS = (
         "clients tell two starts of a controller apart",
     ),
     Mutation(
-        "a start of the controller is not written down", "resume", "actors.federated.state:RunState.record_start",
+        "a start of the controller is not written down", "resume",
+        "actors.federated.controller.state:RunState.record_start",
         "self._store.save_document(_START, start)",
         "pass", "a later start has a higher incarnation",
         found_by="tests/actors/federated/test_state.py::test_a_start_that_has_committed_nothing_is_known_to_the_next_one",
     ),
     Mutation(
         "a round that is done again begins with the residual after it", "resume",
-        "actors.federated.client_state:ClientStateStore.last_before",
+        "actors.federated.client.client_state:ClientStateStore.last_before",
         "return max((known for known in self._by_round if known < round_id), default=0)",
         "return max((known for known in self._by_round if known <= round_id), default=0)",
         "a resumed run continues bit-equal",
@@ -291,13 +295,13 @@ MUTATIONS = (
     ),
     Mutation(
         "a model of a controller that was replaced is taken", "commands",
-        "actors.federated.global_model:ModelReplica._follow",
+        "actors.federated.client.global_model:ModelReplica._follow",
         "if (key.job, key.incarnation) != (self._run_id, self._session):",
         "if key.job != self._run_id:", "I2", flavour="replaced",
     ),
     Mutation(
         "a controller that was replaced goes on", "commands",
-        "actors.federated.dispatch:Dispatcher._check_duplicates",
+        "actors.federated.controller.dispatch:Dispatcher._check_duplicates",
         """
         if taken is not None:
             raise taken
@@ -329,7 +333,8 @@ MUTATIONS = (
         found_by="tests/actors/federated/test_session.py::test_a_repeated_command_has_no_effect_where_its_update_counts",
     ),
     Mutation(
-        "a lost command is not repeated", "commands", "actors.federated.clients:ClientRegistry.lacks_command",
+        "a lost command is not repeated", "commands",
+        "actors.federated.controller.clients:ClientRegistry.lacks_command",
         """
         return bool(lacking) and any(
             _record(self._members[one]).client_id in lacking for one in ids if one in self._members
@@ -356,7 +361,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a site passes on another model than that from above", "trees",
-        "actors.federated.site_controller:SiteSum.finish", "weights.copy_(self.next_model)",
+        "actors.federated.site.site_controller:SiteSum.finish", "weights.copy_(self.next_model)",
         "weights.add_(self.next_model).mul_(0.5)", "a round has one model at all levels", flavour="tree",
     ),
     Mutation(

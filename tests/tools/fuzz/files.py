@@ -17,10 +17,10 @@ from fuzz.target import Target, folder, must
 from gradbus.actors.data_parallel.replicas import describe_layout, model_tensors
 from gradbus.actors.data_parallel.report import EpochReport
 from gradbus.actors.data_parallel.saved_state import saved_state as state_of_ranks
-from gradbus.actors.federated.flat_model import FlatModel
-from gradbus.actors.federated.report import RoundReport
-from gradbus.actors.federated.saved_state import saved_state as state_of_rounds
-from gradbus.actors.federated.state import RunState
+from gradbus.actors.federated.controller.report import RoundReport
+from gradbus.actors.federated.controller.saved_state import saved_state as state_of_rounds
+from gradbus.actors.federated.controller.state import RunState
+from gradbus.actors.federated.model.flat_model import FlatModel
 from gradbus.actors.parameter_server.assignment import assign
 from gradbus.actors.parameter_server.saved_state import saved_state as state_of_servers
 from gradbus.commands.files import ClientFile, ControllerFile, WorkerFile, load

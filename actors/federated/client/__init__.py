@@ -1,0 +1,1 @@
+"""The Client: training, and what it sends and keeps."""

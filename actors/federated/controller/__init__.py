@@ -1,0 +1,1 @@
+"""The Controller: rounds, clients, sums and checkpoints."""

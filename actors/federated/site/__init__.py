@@ -1,0 +1,1 @@
+"""A site of a tree, which is a Controller and a participant at once."""
