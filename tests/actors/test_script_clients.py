@@ -267,6 +267,8 @@ def test_wrong_settings_are_told_at_once() -> None:
             gradbus.client(job)
     with pytest.raises(ConfigError, match="name"):
         gradbus.client("cells", name="site 1\n")
+    with pytest.raises(ConfigError, match=r"peers \(bus.peers\): expected a list of addresses, got the text"):
+        gradbus.client("cells", client_id=0, peers="192.0.2.1")
     with pytest.raises(TypeError, match="a name is given as name='site-1'"):
         gradbus.client("cells", client_id="site-1")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="domain"), gradbus.client("cells", client_id=0, domain=999):

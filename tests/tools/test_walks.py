@@ -65,10 +65,12 @@ def test_moments_are_undone_and_calls_go_through() -> None:
 def test_a_walk_counts_how_often_each_thread_enters_a_file_from_another_one() -> None:
     calls = [
         walks.Call("one", "a.py", "f", ""), walks.Call("one", "b.py", "g", "a.py"),
-        walks.Call("one", "b.py", "h", "b.py"), walks.Call("two", "b.py", "g", ""),
+        walks.Call("one", "b.py", "h", "b.py"), walks.Call("two", "b.py", "A.__init__", ""),
         walks.Call("one", "b.py", "g", "a.py"),
     ]  # fmt: skip
     walk = walks.Walk(calls)
     assert walk.files == ["a.py", "b.py"]
     assert walk.legs() == [("one", [("a.py", 1), ("b.py", 2)]), ("two", [("b.py", 1)])]
     assert walk.text("way").splitlines()[0] == "way: 2 files"
+    assert walk.only_made == []
+    assert walks.Walk([*calls, walks.Call("two", "c.py", "C.__init__", "a.py")]).only_made == ["c.py"]

@@ -71,6 +71,12 @@ class Walk:
         """Each file that was entered, in the order of the first call."""
         return list(dict.fromkeys(call.file for call in self.calls))
 
+    @property
+    def only_made(self) -> list[str]:
+        """The files that were entered only to make objects, which do nothing on this way."""
+        used = {call.file for call in self.calls if not call.function.endswith(("__init__", "__post_init__"))}
+        return [file for file in self.files if file not in used]
+
     def legs(self) -> list[tuple[str, list[tuple[str, int]]]]:
         """By thread the files that it entered, with how often it did so from another file."""
         found: dict[str, dict[str, int]] = {}
@@ -367,7 +373,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     counts = sorted(len(walk.files) for walk in walks)
     middle = walks[len(walks) // 2]
     print(middle.text(options.walk) if options.calls is None else middle.calls_of(options.calls))
-    print(f"{options.walk}: {counts[len(counts) // 2]} files, the median of {len(counts)} walks: {counts}", flush=True)
+    print(f"{options.walk}: {counts[len(counts) // 2]} files, the median of {len(counts)} walks: {counts}")
+    print(f"{len(middle.only_made)} of them are entered only to make objects", flush=True)
 
 
 if __name__ == "__main__":

@@ -49,7 +49,8 @@ def train(state: hvd.elastic.TorchState) -> None:
         state.other_optimizer.step()
         state.step += 1
         state.commit()
-        time.sleep(0.01)  # as a larger model would take
+        # As a larger model would take. Alone, it waits for a process that starts, and leaves the cores to that.
+        time.sleep(0.01 if dist.get_world_size() > 1 else 0.1)
 
 
 def scale(optimizers: list[torch.optim.Optimizer]) -> None:

@@ -18,6 +18,7 @@ LEFT_OUT = {
     "actors/aggregation/bounded_strategy.py",
     "actors/aggregation/clipping.py",
     "actors/aggregation/grid_steps.py",
+    "actors/federated/controller/asynchronous.py",
     "actors/privacy/mechanisms.py",
     "commands/report/followed.py",
     "commands/report/metrics_server.py",
