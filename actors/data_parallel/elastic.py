@@ -32,7 +32,7 @@ import json
 import math
 import os
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, cast
 
@@ -41,11 +41,10 @@ from gradbus.actors.data_parallel.callbacks import StopVotes
 from gradbus.actors.data_parallel.elastic_checkpoints import ElasticCheckpoints, elastic_position
 from gradbus.actors.data_parallel.elastic_plan import ElasticPlan
 from gradbus.actors.data_parallel.epoch_plan import EpochPlan
+from gradbus.actors.data_parallel.generation_start import GenerationStart
 from gradbus.actors.data_parallel.joining import BrokenCopy
 from gradbus.actors.data_parallel.replicas import (
     Replicas,
-    check_equal,
-    check_equal_layouts,
     describe_layout,
 )
 from gradbus.actors.data_parallel.report import EpochReport
@@ -54,7 +53,7 @@ from gradbus.actors.data_parallel.state import (
     SavedRank,
     position_of,
 )
-from gradbus.actors.data_parallel.state_copies import StateCopies, assign_donors
+from gradbus.actors.data_parallel.state_copies import StateCopies
 from gradbus.actors.data_parallel.task import DataParallelTask
 from gradbus.actors.data_parallel.worker import GroupPart, Worker
 from gradbus.runtime.algorithms.base import Place, Step
@@ -70,7 +69,7 @@ from gradbus.runtime.collectives.generations import (
 )
 from gradbus.runtime.config.data_parallel import DataParallelConfig
 from gradbus.runtime.config.timeouts import ELASTIC_LEASE_S, log_timeouts, parallel_timeouts
-from gradbus.runtime.errors import CollectiveError, ConfigError, ReplicasDiverged
+from gradbus.runtime.errors import ConfigError, ReplicasDiverged
 from gradbus.runtime.misuse import check_instance
 from gradbus.runtime.wire.control import PROTOCOL
 from gradbus.runtime.wire.frames import VERSION
@@ -346,33 +345,20 @@ class ElasticWorker(Worker):
             "callbacks": bool(self._callbacks), "layout": describe_layout(self.model) if generation == 1 else [],
         }  # fmt: skip
         hellos = await group.all_gather_object("elastic/hello", hello, timeout_s=config.timeouts.join_s)
-        _check_equal_hellos(hellos)
-        # Ranks that were lost at the end of an epoch may stand at one step, but in two epochs, with the same state.
-        places = [tuple(hello[name] for name in ("synced", "step", "ended_exchanges", "epoch")) for hello in hellos]
-        newest = max(places)
-        source = places.index(newest)
-        # A vote that some have counted counts for all; ranks of another past may know of others.
-        self._is_stopped = any(hello["is_stopped"] for hello in hellos if hello["synced"] == newest[0])
-        # A step takes all ranks of a generation, each with a state: while process 0, which may have had a checkpoint to
-        # go on from, is there from the first one on and has none, no step was made.
-        if newest[0] < 0 and not any(hello["begins"] for hello in hellos):
-            raise CollectiveError(
-                f"no rank of generation {generation} has the state of the run: go on from a checkpoint, all ranks anew"
-            )
-        await compute.run(self._start, hellos[source]["schedule_steps"], group.world)
+        start = GenerationStart.of(hellos, numbers, generation)
+        self._is_stopped = start.is_stopped
+        await compute.run(self._start, start.schedule_steps, group.world)
         await compute.run(training.begin)
         before = self._position
-        if newest[0] < 0 or any(place != newest for place in places):
-            await self._share_position(source)
-        behind = [rank for rank, place in enumerate(places) if place[:-1] != newest[:-1]] if newest[0] >= 0 else []
-        sends_to = assign_donors(group.world, behind, [hello["broken"] for hello in hellos], numbers)
+        if start.is_apart or not start.has_state:
+            await self._share_position(start.source)
         copies = self._of_generation = StateCopies(
-            group, compute, training, generation, timeout_s=timeout_s, sends_to=sends_to, stood=before
+            group, compute, training, generation, timeout_s=timeout_s, sends_to=start.sends_to, stood=before
         )
         if copies.source is not None and training.algorithm.shared:
             self._synced = -1  # what is left of its state is not of one step
-        if newest[0] < 0:
-            await self._get_state(source, replicas)
+        if not start.has_state:
+            await self._get_state(start.source, replicas)
         await copies.begin()
         if group.rank not in copies.follows:
             self._synced = generation
@@ -382,7 +368,7 @@ class ElasticWorker(Worker):
             group,
             timeout_s=timeout_s,
             after_steps=True,  # not only for callbacks
-            after_epochs=any(hello["callbacks"] for hello in hellos),
+            after_epochs=start.has_callbacks,
         )
         self._in_group = GroupPart(votes, replicas, self._make_stepper())
         self._probe.note(
@@ -399,7 +385,7 @@ class ElasticWorker(Worker):
             rank=group.rank,
             world=group.world,
             step=self.step,
-            state_of=source,
+            state_of=start.source,
             without_state=sorted(copies.follows),
         )
         if not self._are_equal and group.rank in copies.follows:
@@ -646,17 +632,6 @@ class ElasticWorker(Worker):
         await self._barrier("worker/saved")
         if self._group.rank != 0:
             checkpoints.leave_to_another()
-
-
-def _check_equal_hellos(hellos: Sequence[Mapping[str, Any]]) -> None:
-    """Raises ConfigError: processes of a generation do not fit together."""
-    check_equal("settings", [hello["settings"] for hello in hellos])
-    check_equal(
-        "data",
-        [hello["data"] for hello in hellos],
-        hint="Start all processes with the same data set, its options included, and the same batch size",
-    )
-    check_equal_layouts([hello["layout"] for hello in hellos])
 
 
 def _hash(value: Any) -> int:

@@ -86,7 +86,7 @@ class RunOptimizer:
             )
         if own is None or is_named:
             self.source = choice.name
-            return make_optimizer(OPTIMIZERS, choice, self._trained.values())
+            return make_optimizer(OPTIMIZERS, choice, self._trained.values(), checked=options)
         self.source = "task"
         made = own(model)
         if not isinstance(made, Optimizer):

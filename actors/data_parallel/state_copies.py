@@ -18,25 +18,6 @@ from gradbus.runtime.compute import ComputeThread
 from gradbus.runtime.errors import CollectiveError
 
 
-def assign_donors(
-    world: int, behind: Sequence[int], broken: Sequence[Sequence[int]], numbers: Sequence[int]
-) -> dict[int, list[int]]:
-    """Return for each rank that sends its state the ranks that get it: each gets it from another one, as far as there
-    are.
-
-    Args:
-        behind: the ranks that lack the state.
-        broken: of each rank the numbers of processes whose copies were broken: others are asked first.
-        numbers: of the processes, by rank.
-    """
-    donors = [rank for rank in range(world) if rank not in behind]
-    sends_to: dict[int, list[int]] = {}
-    for index, rank in enumerate(behind):
-        order = donors[index % len(donors) :] + donors[: index % len(donors)]
-        sends_to.setdefault(min(order, key=lambda donor: broken[rank].count(numbers[donor])), []).append(rank)
-    return sends_to
-
-
 class StateCopies:
     """The copies of one generation, as one of its ranks sees them.
 
@@ -62,7 +43,7 @@ class StateCopies:
         """
         Args:
             timeout_s: of each message.
-            sends_to: of each rank that sends its state those that get it, from :func:`assign_donors`.
+            sends_to: of each rank that sends its state those that get it, from :func:`.generation_start.assign_donors`.
             stood: where this rank has stood before the generation.
         """
         self._group = group

@@ -127,19 +127,26 @@ def check_optimizer(kind: type[Any], origin: str) -> None:
 
 
 def make_optimizer(
-    choices: Choices[Any], choice: Choice, parameters: Iterable[Tensor], *, lr: float | None = None
+    choices: Choices[Any],
+    choice: Choice,
+    parameters: Iterable[Tensor],
+    *,
+    checked: BaseModel | None = None,
+    lr: float | None = None,
 ) -> Optimizer:
     """The optimizer that a setting names; ``clip_norm`` is left to its driver.
 
     Args:
         parameters: those that are trained, in the order of the model.
+        checked: the options of the choice, from a caller that has checked them.
         lr: learning rate in place of that of the options.
 
     Raises:
         ConfigError: there is no such class, or it does not take these options or parameters.
     """
-    kind, options = choices.find(choice.name), choices.options(choice)
-    options.pop("clip_norm", None)
+    kind = choices.find(choice.name)
+    checked = choices.checked(choice) if checked is None else checked
+    options = {name: getattr(checked, name) for name in type(checked).model_fields if name != "clip_norm"}
     if lr is not None and "lr" in options:
         options["lr"] = lr
     check_optimizer(kind, choices.key)
