@@ -1,4 +1,4 @@
-"""What comes before a bus: its name and its security are checked, and DDS is opened off the loop."""
+"""What comes before a bus: its name and its security are checked, and its transport is opened off the loop."""
 
 from __future__ import annotations
 
