@@ -30,6 +30,12 @@ DDS_ONLY_IN = {
     f"runtime/dds/{name}.py"
     for name in ("participant", "libddsc", "discovery", "domains", "native_topics", "idl_types")
 }
+DDS_ENDPOINTS = "gradbus.runtime.dds.participant"
+MAKES_THE_TRANSPORT = "runtime/bus/participant_factory.py"
+BEHIND_THE_DOOR = {
+    "runtime/bus", "runtime/collectives", "runtime/_torch", "runtime/_torch/store", "runtime/_torch/elastic",
+    "runtime/transport", "runtime/transport/memory",
+}  # fmt: skip
 LOGGING_SET_UP_ONLY_IN = {"runtime/logs.py"}
 UNSAFE_MODULES = {"pickle", "marshal", "shelve", "cPickle", "dill", "cloudpickle", "joblib", "yaml", "torch.package"}
 # What runs or unpickles what it is given. torch's own object collectives do.
@@ -185,6 +191,13 @@ def dds_stays_behind_the_bus(path: PurePosixPath, source: str) -> list[str]:
     return [f"line {line}: {name}" for line, name, _ in imports(path, source) if name.split(".")[0] == "cyclonedds"]
 
 
+def the_bus_knows_its_transport_by_protocols(path: PurePosixPath, source: str) -> list[str]:
+    """runtime/transport/api.py has them. One place makes the transport."""
+    if str(path.parent) not in BEHIND_THE_DOOR or str(path) == MAKES_THE_TRANSPORT:
+        return []
+    return [f"line {line}: {name}" for line, name, _ in imports(path, source) if name.startswith(DDS_ENDPOINTS)]
+
+
 def logging_is_set_up_once(path: PurePosixPath, source: str) -> list[str]:
     if str(path) in LOGGING_SET_UP_ONLY_IN:
         return []
@@ -305,6 +318,7 @@ RULES: list[Rule] = [
     arrows_go_down,
     folders_of_runtime_keep_their_order,
     dds_stays_behind_the_bus,
+    the_bus_knows_its_transport_by_protocols,
     logging_is_set_up_once,
     nothing_runs_foreign_code,
     what_comes_from_outside_is_read_within_limits,
@@ -506,6 +520,8 @@ BAD = [
     (folders_of_runtime_keep_their_order, "runtime/new/file.py", ""),
     (dds_stays_behind_the_bus, "runtime/bus/bus.py", "from cyclonedds.domain import DomainParticipant"),
     (dds_stays_behind_the_bus, "commands/doctor.py", "def f():\n    import cyclonedds"),
+    (the_bus_knows_its_transport_by_protocols, "runtime/bus/bus.py", f"from {DDS_ENDPOINTS} import Writer"),
+    (the_bus_knows_its_transport_by_protocols, "runtime/_torch/store/peer.py", f"def f():\n    import {DDS_ENDPOINTS}"),
     (logging_is_set_up_once, "actors/serve.py", "import structlog\nstructlog.configure(processors=[])"),
     (logging_is_set_up_once, "actors/serve.py", "from structlog import configure"),
     (nothing_runs_foreign_code, "runtime/wire/messages.py", "import pickle"),
@@ -575,6 +591,12 @@ GOOD = [
         "from .task import Task",
     ),
     (dds_stays_behind_the_bus, "runtime/dds/participant.py", "import cyclonedds"),
+    (the_bus_knows_its_transport_by_protocols, MAKES_THE_TRANSPORT, f"from {DDS_ENDPOINTS} import Participant"),
+    (
+        the_bus_knows_its_transport_by_protocols,
+        "runtime/bus/bus.py",
+        "from gradbus.runtime.transport.api import Outlet",
+    ),
     (logging_is_set_up_once, "runtime/logs.py", "import structlog\nstructlog.configure(processors=[])"),
     (
         nothing_runs_foreign_code,

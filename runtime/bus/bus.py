@@ -1,4 +1,4 @@
-"""The bus: asyncio on one side, DDS on the other.
+"""The bus: asyncio on one side, a transport on the other, as a rule DDS.
 
     async with gradbus.connect(job="mnist") as bus:
         with bus.subscribe(ModelBlob, Control) as inbox:
@@ -115,7 +115,7 @@ class Bus:
 
     def open_writer(self, kind: type[Any], *, retained_samples: int = 1) -> None:
         """Make the writer of a topic, so that readers can match it. ``retained_samples``: see
-        :meth:`Transport.outlet`."""
+        :meth:`.transport.api.Transport.outlet`."""
         if kind not in self._writers:
             self._check_open()
             writer = self._transport.outlet(CHANNELS[kind], retained_samples=retained_samples)

@@ -47,6 +47,7 @@ def test_every_thread_that_the_runtime_starts_is_named(root: Path, page: str) ->
         "gradbus-close",
         "gradbus-delete",
         "gradbus-late",
+        "gradbus-memory",
         "gradbus-names",
         "gradbus-trial",
         "gradbus-unmap",

@@ -28,6 +28,7 @@ from gradbus.runtime.transport.memory.schedule import Call, ThreadSchedule
 from gradbus.runtime.transport.memory.transport import MemoryTransport
 
 PATIENCE_S = 30.0
+SLICE_S = 0.05
 LONG_LEASE_S, SHORT_LEASE_S = 60.0, 1.0
 _NUMBER = struct.Struct("<I")
 _jobs = itertools.count()
@@ -81,7 +82,7 @@ class Scene(Protocol):
     def remote(self, lease_s: float = LONG_LEASE_S) -> Remote:
         """Start a process elsewhere, which is lost after so long a silence."""
 
-    def until(self, condition: Callable[[], object], what: str, timeout_s: float = PATIENCE_S) -> None:
+    def until(self, condition: Callable[[], object], what: str) -> None:
         """Wait for a condition. Raises AssertionError: it did not hold in time."""
 
     def pass_time(self, seconds: float) -> None:
@@ -161,7 +162,8 @@ class MemoryRemote:
 class MemoryScene:
     """The network in memory: packets are late by up to 2 ms, and one in ten is lost between machines."""
 
-    def __init__(self, schedule: ThreadSchedule | SteppedSchedule) -> None:
+    def __init__(self, schedule: ThreadSchedule | SteppedSchedule, patience_s: float) -> None:
+        self._patience_s = patience_s
         self.network = MemoryNetwork(seed=1, schedule=schedule)
         self.network.jitter_s, self.network.loss, self.network.resend_s = 0.002, 0.1, 0.005
         self._schedule = schedule
@@ -174,11 +176,12 @@ class MemoryScene:
         self.network.lease_s = lease_s
         return MemoryRemote(self.network)
 
-    def until(self, condition: Callable[[], object], what: str, timeout_s: float = PATIENCE_S) -> None:
+    def until(self, condition: Callable[[], object], what: str) -> None:
+        until_s = self.now_s() + self._patience_s
         with self._schedule.lock:
-            assert self._schedule.wait(None, lambda: bool(condition()), timeout_s), (
-                f"not within {timeout_s:g} s: {what}"
-            )
+            # In slices: a condition may be of other threads than those of the network, which does not know of a change.
+            while not self._schedule.wait(None, lambda: bool(condition()), SLICE_S):
+                assert self.now_s() < until_s, f"not within {self._patience_s:g} s: {what}"
 
     def pass_time(self, seconds: float) -> None:
         with self._schedule.lock:
@@ -214,10 +217,10 @@ class DdsScene:
         node = ChannelNode(domain=self._domain, job=self._partition("one"), lease_s=lease_s)
         return self._opened.enter_context(node)
 
-    def until(self, condition: Callable[[], object], what: str, timeout_s: float = PATIENCE_S) -> None:
-        until_s = time.monotonic() + timeout_s
+    def until(self, condition: Callable[[], object], what: str) -> None:
+        until_s = time.monotonic() + PATIENCE_S
         while not condition():
-            assert time.monotonic() < until_s, f"not within {timeout_s:g} s: {what}"
+            assert time.monotonic() < until_s, f"not within {PATIENCE_S:g} s: {what}"
             time.sleep(0.002)  # what is awaited has no one event: it is of several endpoints and processes
 
     def pass_time(self, seconds: float) -> None:
@@ -232,9 +235,9 @@ class DdsScene:
 
 def in_steps() -> MemoryScene:
     """Return the network in memory in virtual time."""
-    return MemoryScene(SteppedSchedule())
+    return MemoryScene(SteppedSchedule(), PATIENCE_S)
 
 
-def with_threads() -> MemoryScene:
+def with_threads(patience_s: float = PATIENCE_S) -> MemoryScene:
     """Return the network in memory in real time."""
-    return MemoryScene(ThreadSchedule())
+    return MemoryScene(ThreadSchedule(), patience_s)

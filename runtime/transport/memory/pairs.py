@@ -14,15 +14,16 @@ class Node(Protocol):
     """A process.
 
     Attributes:
-        name: for people. machine: processes of one machine reach each other whatever is cut.
         dead: it has ended, at ``ended_s``. paused: it stands still, and sends no sign of life.
     """
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """Return its name, for people."""
 
     @property
-    def machine(self) -> int: ...
+    def machine(self) -> int:
+        """Return the number of its machine, within which all reach each other whatever is cut."""
 
     dead: bool
     paused: bool

@@ -44,7 +44,8 @@ class NetworkSchedule(Protocol):
 
 
 class ThreadSchedule:
-    """Does so in real time. Its thread starts with the first call, and ends with :meth:`close`."""
+    """Does so in real time. Its thread starts with the first call, and ends with :meth:`close`, or when a function
+    raises: then all waits fail."""
 
     def __init__(self) -> None:
         self.lock = threading.Condition(threading.RLock())
@@ -52,6 +53,7 @@ class ThreadSchedule:
         self._numbers = itertools.count()
         self._thread: threading.Thread | None = None
         self._is_closed = False
+        self._fault: Exception | None = None
         self._made_in = forks.generation
 
     def now_s(self) -> float:
@@ -71,8 +73,11 @@ class ThreadSchedule:
             self.lock.notify_all()
 
     def wait(self, node: Any, is_over: Callable[[], bool], timeout_s: float) -> bool:
-        """See :meth:`NetworkSchedule.wait`."""
-        return self.lock.wait_for(is_over, timeout_s)
+        """See :meth:`NetworkSchedule.wait`. Raises OSError: the network has failed, so that nothing arrives."""
+        is_done = self.lock.wait_for(lambda: self._fault is not None or is_over(), timeout_s)
+        if self._fault is not None:
+            raise OSError(f"the network in memory has failed with {self._fault!r}") from self._fault
+        return is_done
 
     def notify(self) -> None:
         """See :meth:`NetworkSchedule.notify`."""
@@ -95,5 +100,8 @@ class ThreadSchedule:
                     self.lock.wait(None if due_in_s == math.inf else due_in_s)
                     continue
                 _, _, function, arguments = heapq.heappop(self._calls)
-                function(*arguments)
+                try:
+                    function(*arguments)
+                except Exception as error:
+                    self._fault, self._is_closed = error, True
                 self.lock.notify_all()  # those that wait look at what it has changed

@@ -7,8 +7,10 @@ from collections.abc import Iterator
 
 import pytest
 from transport_contract import CLAUSES, Clause
+from transport_mutants import MUTANTS, Plant
 from transport_scenes import DdsScene, MemoryScene, in_steps, with_threads
 
+MUTANT_S = 10.0  # for what a thread does in memory within milliseconds
 IN_STEPS = [one for one in CLAUSES if not one.needs_threads]
 
 
@@ -42,3 +44,27 @@ def dds() -> Iterator[DdsScene]:
 @pytest.mark.parametrize("clause", CLAUSES, ids=str)
 def test_on_dds(clause: Clause, dds: DdsScene) -> None:
     clause.check(dds)
+
+
+def test_each_clause_has_a_fault_that_breaks_it() -> None:
+    assert sorted(MUTANTS) == sorted(clause.name for clause in CLAUSES)
+
+
+def fails(clause: Clause) -> bool:
+    """Check a clause in memory, in steps where it can be."""
+    scene = with_threads(MUTANT_S) if clause.needs_threads else in_steps()
+    try:
+        clause.check(scene)
+    except (AssertionError, pytest.fail.Exception):
+        return True
+    finally:
+        scene.network.close()
+    return False
+
+
+@pytest.mark.parametrize(("broken", "plant"), MUTANTS.items(), ids=lambda one: getattr(one, "__name__", ""))
+def test_a_fault_fails_the_clause_that_it_breaks_and_no_other(
+    broken: str, plant: Plant, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(monkeypatch)
+    assert [clause.name for clause in CLAUSES if fails(clause)] == [broken]

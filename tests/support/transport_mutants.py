@@ -1,0 +1,335 @@
+"""Faults that are planted in the transport in memory, one for each clause of its contract, which alone notices it."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from gradbus.runtime.errors import BusClosed
+from gradbus.runtime.transport.channels import Channel
+from gradbus.runtime.transport.memory import endpoints, network
+from gradbus.runtime.transport.memory.endpoints import MemoryInlet, MemoryOutlet, MemoryPlace, MemoryWaiter
+from gradbus.runtime.transport.memory.network import MemoryNetwork
+from gradbus.runtime.transport.memory.pairs import EndpointPair
+from gradbus.runtime.transport.memory.transport import MemoryTransport
+
+Plant = Callable[[pytest.MonkeyPatch], None]
+MUTANTS: dict[str, Plant] = {}
+"""By the name of the clause that fails."""
+
+
+def breaks(clause: str) -> Callable[[Plant], Plant]:
+    """Add a fault to :data:`MUTANTS`."""
+
+    def add(plant: Plant) -> Plant:
+        assert clause not in MUTANTS
+        MUTANTS[clause] = plant
+        return plant
+
+    return add
+
+
+# Samples
+
+
+@breaks("samples_arrive_in_the_order_of_their_writes")
+def each_sample_has_its_own_delay(patch: pytest.MonkeyPatch) -> None:
+    def send(self: MemoryNetwork, pair: EndpointPair, sample: Any) -> None:
+        pair.in_flight += 1
+        at_s = self.schedule.now_s() + self.delay_s(pair.source, pair.target)
+        pair.last_s = max(pair.last_s, at_s)
+        self.schedule.at(at_s, self._arrive, pair, sample, pair.epoch)
+
+    patch.setattr(MemoryNetwork, "send", send)
+
+
+@breaks("each_sample_arrives_once")
+def a_sample_comes_again_after_a_while(patch: pytest.MonkeyPatch) -> None:
+    put = MemoryInlet.put
+
+    def put_twice(self: MemoryInlet, sample: Any, handle: int) -> None:
+        put(self, sample, handle)
+        if self.channel.name == "test/volatile":
+            schedule = self.place.network.schedule
+            schedule.at(schedule.now_s() + 0.3, put, self, sample, handle)
+
+    patch.setattr(MemoryInlet, "put", put_twice)
+
+
+def _writes(patch: pytest.MonkeyPatch, change: Callable[[tuple[Any, ...], tuple[Any, ...]], Any]) -> None:
+    """Change the fields and parts of each sample."""
+    write = MemoryOutlet.write
+    patch.setattr(MemoryOutlet, "write", lambda self, fields, parts: write(self, *change(fields, parts)))
+
+
+@breaks("the_fields_of_a_sample_arrive_with_its_octets")
+def the_third_field_is_cut_to_32_bits(patch: pytest.MonkeyPatch) -> None:
+    _writes(patch, lambda fields, parts: ((*fields[:2], *(field & 0xFFFF_FFFF for field in fields[2:])), parts))
+
+
+@breaks("a_large_sample_in_parts_arrives_whole")
+def a_sample_is_cut_at_4_mib(patch: pytest.MonkeyPatch) -> None:
+    _writes(patch, lambda fields, parts: (fields, (b"".join(parts)[: 4 << 20],)))
+
+
+@breaks("the_parts_of_a_sample_are_read_before_its_write_returns")
+def memory_that_may_change_is_read_later(patch: pytest.MonkeyPatch) -> None:
+    write = MemoryOutlet.write
+
+    def write_later(self: MemoryOutlet, fields: tuple[Any, ...], parts: tuple[Any, ...]) -> bool:
+        if not any(isinstance(part, bytearray) for part in parts):
+            return write(self, fields, parts)
+        schedule = self.place.network.schedule
+        schedule.at(schedule.now_s() + 0.001, write, self, fields, parts)
+        return True
+
+    patch.setattr(MemoryOutlet, "write", write_later)
+
+
+@breaks("a_take_returns_no_more_samples_than_it_is_asked_for")
+def a_take_returns_all(patch: pytest.MonkeyPatch) -> None:
+    take = MemoryInlet.take
+    patch.setattr(MemoryInlet, "take", lambda self, limit: take(self, 1 << 20))
+
+
+@breaks("the_sender_of_a_sample_is_a_peer_of_its_inlet")
+def all_samples_have_one_sender(patch: pytest.MonkeyPatch) -> None:
+    put = MemoryInlet.put
+    patch.setattr(MemoryInlet, "put", lambda self, sample, handle: put(self, sample, 1))
+
+
+# Channels
+
+
+@breaks("a_late_inlet_of_a_retained_channel_gets_the_newest_samples")
+def a_newcomer_gets_nothing_that_was_retained(patch: pytest.MonkeyPatch) -> None:
+    finds = MemoryNetwork.writer_finds
+
+    def find_for_the_first_time(self: MemoryNetwork, pair: EndpointPair) -> None:
+        outlet: Any = pair.writer
+        retained = outlet.retained
+        if pair.epoch == 0:
+            outlet.retained = ()
+        finds(self, pair)
+        outlet.retained = retained
+
+    patch.setattr(MemoryNetwork, "writer_finds", find_for_the_first_time)
+
+
+@breaks("a_late_inlet_of_a_volatile_channel_gets_what_is_written_from_then_on")
+def all_channels_retain(patch: pytest.MonkeyPatch) -> None:
+    made = MemoryOutlet.__init__
+
+    def retaining(self: MemoryOutlet, place: MemoryPlace, channel: Channel, retained_samples: int) -> None:
+        made(self, place, channel, retained_samples)
+        self.retained = deque(maxlen=retained_samples)
+
+    patch.setattr(MemoryOutlet, "__init__", retaining)
+
+
+def _opens(patch: pytest.MonkeyPatch, **changes: Any) -> None:
+    """Open inlets with a channel that is another one in these attributes."""
+    inlet = MemoryTransport.inlet
+    patch.setattr(MemoryTransport, "inlet", lambda self, channel: inlet(self, replace(channel, **changes)))
+
+
+@breaks("an_inlet_that_keeps_the_last_sample_has_that_one_only")
+def no_inlet_keeps_the_last_sample_only(patch: pytest.MonkeyPatch) -> None:
+    _opens(patch, keep_last=False)
+
+
+@breaks("a_full_inlet_that_overwrites_drops_its_oldest_samples")
+def a_full_inlet_drops_its_newest_samples(patch: pytest.MonkeyPatch) -> None:
+    put = MemoryInlet.put
+
+    def put_if_there_is_room(self: MemoryInlet, sample: Any, handle: int) -> None:
+        if not self.channel.overwrites or len(self.queue) < self.channel.reader_samples:
+            put(self, sample, handle)
+
+    patch.setattr(MemoryInlet, "put", put_if_there_is_room)
+
+
+@breaks("a_transport_that_ignores_itself_gets_nothing_of_its_own")
+def a_transport_gets_its_own_samples(patch: pytest.MonkeyPatch) -> None:
+    outlet = MemoryTransport.outlet
+
+    def opened(self: MemoryTransport, channel: Channel, *, retained_samples: int = 1) -> MemoryOutlet:
+        return outlet(self, replace(channel, ignore_local=False), retained_samples=retained_samples)
+
+    patch.setattr(MemoryTransport, "outlet", opened)
+
+
+@breaks("transports_of_two_jobs_do_not_see_each_other")
+def all_jobs_are_one(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(MemoryOutlet, "job", "")
+    patch.setattr(MemoryInlet, "job", "")
+
+
+# Back-pressure
+
+
+@breaks("an_inlet_that_takes_nothing_holds_a_bounded_number_of_samples")
+def the_window_has_no_end(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(endpoints, "WINDOW", 1 << 40)
+
+
+@breaks("a_write_for_a_full_inlet_waits_before_it_is_refused")
+def a_write_for_a_full_inlet_is_refused_at_once(patch: pytest.MonkeyPatch) -> None:
+    wait = MemoryOutlet._waits_for_room  # noqa: SLF001 - the place of the fault
+    patch.setattr(MemoryOutlet, "_waits_for_room", lambda self: (self.is_closed or self._has_room()) and wait(self))
+
+
+@breaks("no_accepted_sample_is_lost_where_an_inlet_is_full")
+def a_sample_that_waits_for_room_is_lost(patch: pytest.MonkeyPatch) -> None:
+    take = MemoryInlet.take
+
+    def take_and_lose(self: MemoryInlet, limit: int) -> list[tuple[Any, int]]:
+        for pair in self.pairs:
+            if pair.held and self.channel.reader_samples:
+                pair.held.popleft()
+        return take(self, limit)
+
+    patch.setattr(MemoryInlet, "take", take_and_lose)
+
+
+@breaks("an_outlet_knows_since_when_it_is_refused")
+def an_outlet_knows_its_last_refusal_only(patch: pytest.MonkeyPatch) -> None:
+    def refused_since_s(self: MemoryOutlet) -> float:
+        return self.place.network.schedule.now_s() if self._refused_since_s else 0.0
+
+    patch.setattr(MemoryOutlet, "refused_since_s", property(refused_since_s))
+
+
+@breaks("an_inlet_that_is_not_reliable_holds_up_no_outlet")
+def all_inlets_are_reliable(patch: pytest.MonkeyPatch) -> None:
+    _opens(patch, reliable=True)
+
+
+# Acknowledgements, pauses and ends
+
+
+@breaks("a_sample_is_acknowledged_once_it_has_been_received")
+def a_sample_is_acknowledged_once_it_is_sent(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(MemoryOutlet, "_has_acks", lambda self: True)
+
+
+@breaks("what_is_written_during_a_short_silence_arrives_after_it")
+def what_waits_for_a_silent_process_is_lost(patch: pytest.MonkeyPatch) -> None:
+    resume = MemoryNetwork.resume
+
+    def lose_and_resume(self: MemoryNetwork, node: Any) -> None:
+        for pair in self.pairs:
+            pair.held.clear()
+        resume(self, node)
+
+    patch.setattr(MemoryNetwork, "resume", lose_and_resume)
+
+
+@breaks("a_process_that_ends_without_a_goodbye_is_lost_after_its_lease")
+def the_dead_are_never_lost(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(MemoryNetwork, "ended", lambda self, node: None)
+
+
+@breaks("a_process_that_was_lost_is_found_again_and_gets_what_is_retained")
+def the_lost_are_never_found_again(patch: pytest.MonkeyPatch) -> None:
+    find = MemoryNetwork._find  # noqa: SLF001 - the place of the fault
+
+    def find_new(self: MemoryNetwork, pair: EndpointPair, within_s: float) -> None:
+        if within_s != network.FOUND_AGAIN_S:
+            find(self, pair, within_s)
+
+    patch.setattr(MemoryNetwork, "_find", find_new)
+
+
+@breaks("an_endpoint_that_is_closed_is_no_peer_any_more")
+def only_a_transport_says_goodbye(patch: pytest.MonkeyPatch) -> None:
+    removed = MemoryNetwork.removed
+
+    def removed_with_its_transport(self: MemoryNetwork, endpoint: Any) -> None:
+        if not endpoint.owner._is_open:  # noqa: SLF001 - nobody else asks for it
+            removed(self, endpoint)
+
+    patch.setattr(MemoryNetwork, "removed", removed_with_its_transport)
+
+
+@breaks("a_transport_that_is_closed_leaves_with_all_its_endpoints")
+def a_transport_forgets_some_of_its_endpoints(patch: pytest.MonkeyPatch) -> None:
+    close = MemoryTransport.close_endpoints
+    patch.setattr(
+        MemoryTransport,
+        "close_endpoints",
+        lambda self, inlets, outlets: close(self, inlets[:1], outlets[:1]),
+    )
+
+
+@breaks("a_closed_outlet_refuses_writes_with_an_error")
+def a_closed_outlet_writes_to_nobody(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(MemoryOutlet, "_check_open", lambda self: None)
+
+
+# The waiter
+
+
+@breaks("a_wait_ends_with_the_number_of_an_inlet_that_has_samples")
+def an_empty_inlet_still_ends_waits(patch: pytest.MonkeyPatch) -> None:
+    take = MemoryInlet.take
+
+    def take_quietly(self: MemoryInlet, limit: int) -> list[tuple[Any, int]]:
+        taken = take(self, limit)
+        self.arrivals.is_on = True
+        return taken
+
+    patch.setattr(MemoryInlet, "take", take_quietly)
+
+
+@breaks("a_wait_ends_with_the_number_of_an_endpoint_whose_peers_have_changed")
+def an_outlet_does_not_report_its_peers(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(MemoryOutlet, "note_match", lambda self: None)
+
+
+@breaks("what_is_detached_ends_no_wait")
+def nothing_is_ever_detached(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(MemoryWaiter, "detach", lambda self, trigger: None)
+
+
+@breaks("any_thread_may_wake_a_wait")
+def nobody_is_woken(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(MemoryWaiter, "wake", lambda self: None)
+
+
+@breaks("many_threads_may_write_to_one_outlet")
+def what_another_thread_writes_is_lost(patch: pytest.MonkeyPatch) -> None:
+    write = MemoryOutlet.write
+
+    def write_on_one(self: MemoryOutlet, fields: tuple[Any, ...], parts: tuple[Any, ...]) -> bool:
+        is_lost = threading.current_thread() is not threading.main_thread() and self._has_room()
+        return is_lost or write(self, fields, parts)
+
+    patch.setattr(MemoryOutlet, "write", write_on_one)
+
+
+@breaks("an_outlet_can_be_closed_while_a_thread_waits_in_a_write")
+def a_write_that_ends_with_an_error_counts_for_ever(patch: pytest.MonkeyPatch) -> None:
+    wait = MemoryOutlet._waits_for_room  # noqa: SLF001 - the place of the fault
+
+    def wait_for_ever(self: MemoryOutlet) -> bool:
+        try:
+            return wait(self)
+        except BusClosed:
+            self._writes += 1
+            raise
+
+    patch.setattr(MemoryOutlet, "_waits_for_room", wait_for_ever)
+
+
+@breaks("a_child_by_fork_may_close_what_it_has_inherited_and_its_parent_goes_on")
+def a_child_says_goodbye_for_its_parent(patch: pytest.MonkeyPatch) -> None:
+    def close(self: MemoryTransport) -> None:
+        self.close_endpoints(list(self.inlets), list(self.outlets))
+
+    patch.setattr(MemoryTransport, "close", close)
