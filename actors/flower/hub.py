@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from gradbus.actors.federated.controller.clients import ClientRegistry, HelloAnswer
+from gradbus.actors.federated.controller.clients import ClientRegistry, ExpectedModel, HelloAnswer
 from gradbus.actors.federated.controller.liveness import BeatClock, DuplicateControllers, claim_job
 from gradbus.actors.federated.controller.resend_queue import RESEND_FRAMES, RESEND_TIMES, ResendQueue
 from gradbus.actors.federated.controller.uploads import REPEATED, UNEXPECTED, IncomingUpload, RequestedUpload, Uploads
@@ -141,8 +141,7 @@ class MessageHub:
         self._max_bytes = max_bytes
         self._identity = Identity(CONTROLLER, new_incarnation())
         self._registry = ClientRegistry(
-            dim=0,
-            layout=0,
+            ExpectedModel(0, 0),
             session=self._identity.incarnation,
             dead_after_s=dead_after_s,
             duplicate_after_s=3.0,

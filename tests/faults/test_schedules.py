@@ -18,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from gradbus import codecs
 from gradbus.actors.aggregation.exact_sum import ExactMean
-from gradbus.actors.federated.controller.clients import ClientRegistry, HelloAnswer
+from gradbus.actors.federated.controller.clients import ClientRegistry, ExpectedModel, HelloAnswer
 from gradbus.actors.federated.controller.rounds import Outcome, Round, RoundRules
 from gradbus.actors.federated.controller.selection import StartCondition, StartTrouble
 from gradbus.runtime.errors import BarrierTimeout
@@ -76,7 +76,10 @@ class Schedules(RuleBasedStateMachine):
     def start_controller(self) -> None:
         self.session += 1
         self.members = ClientRegistry(
-            dim=DIM, layout=LAYOUT, session=self.session, dead_after_s=DEAD_AFTER_S, duplicate_after_s=2.4 * HEARTBEAT_S
+            ExpectedModel(DIM, LAYOUT),
+            session=self.session,
+            dead_after_s=DEAD_AFTER_S,
+            duplicate_after_s=2.4 * HEARTBEAT_S,
         )
         self.weights = self.disk.weights.copy()
         self.round_id = self.disk.round_id
@@ -143,7 +146,7 @@ class Schedules(RuleBasedStateMachine):
         if outcome is Outcome.TOO_FEW:
             assert len(round_.accepted) < self.minimum
             self.carried = set(round_.accepted)
-            self.members.admit(round_.round_id)
+            self.members.let_into(round_.round_id)
             return
         assert len(round_.accepted) >= self.minimum
         self.finish(round_)
@@ -171,7 +174,9 @@ class Schedules(RuleBasedStateMachine):
         """As the controller does when its table has changed."""
         if self.round is not None:
             round_id = self.round.round_id
-            lost, found = self.round.follow(self.members.taking_part(round_id), self.members.silent_ids(round_id))
+            lost, found = self.round.follow_clients(
+                self.members.taking_part(round_id), self.members.silent_ids(round_id)
+            )
             assert not set(lost) & set(found)
 
     # Clients, and what the network brings of them

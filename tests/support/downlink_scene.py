@@ -20,7 +20,7 @@ from gradbus.actors.aggregation.merged_buffers import BufferLayout
 from gradbus.actors.federated.client.global_model import ModelReplica
 from gradbus.actors.federated.client_names import ClientNames
 from gradbus.actors.federated.controller import publish as downlink_module
-from gradbus.actors.federated.controller.clients import ClientRegistry
+from gradbus.actors.federated.controller.clients import ClientRegistry, ExpectedModel
 from gradbus.actors.federated.controller.publish import ModelPublisher
 from gradbus.actors.federated.controller.state import RunContext
 from gradbus.codecs import Codec
@@ -124,7 +124,9 @@ def random_vector(seed: int) -> Tensor:
 
 
 def new_members(memory: str = "") -> ClientRegistry:
-    return ClientRegistry(dim=DIM, layout=0, session=SESSION, dead_after_s=1e9, duplicate_after_s=1.0, memory=memory)
+    return ClientRegistry(
+        ExpectedModel(DIM, 0), session=SESSION, dead_after_s=1e9, duplicate_after_s=1.0, memory=memory
+    )
 
 
 def codec_of(name: str) -> Codec:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from gradbus.actors.federated.controller.participation import FOR_GOOD
 from gradbus.runtime.wire.control import FETCHING_PHASE, PAUSED_PHASE, PROTOCOL, Hello
@@ -159,43 +159,50 @@ class _Newcomer:
     seen_s: float
 
 
+class ExpectedModel(NamedTuple):
+    """Holds by what a client's model is compared with the controller's.
+
+    Attributes:
+        dim: size of the model. layout: its hash.
+        compares: what of a client's model both are of: all of it, the trained part alone, or what the patterns of a
+            Welcome name, which a client knows only once it is welcomed.
+    """
+
+    dim: int
+    layout: int
+    compares: Compared = "all"
+
+
 class ClientRegistry:
     """The clients of a controller.
 
     A client with another incarnation replaces its older start as soon as that one is known to be gone, or has been
     silent for ``dead_after_s``. While the older one still sends, the newcomer is refused, as two processes must not
     train under one id. In between, the newcomer waits, and each of several newcomers for itself.
-
-    Attributes:
-        max_members: further clients are refused.
     """
 
     def __init__(
         self,
+        model: ExpectedModel,
         *,
-        dim: int,
-        layout: int,
         session: int,
         dead_after_s: float,
         duplicate_after_s: float,
         memory: str = "",
-        compares: Compared = "all",
+        max_members: int = MAX_MEMBERS,
     ) -> None:
         """An empty table.
 
         Args:
-            dim: size of the model; layout: its hash. Clients that differ are refused.
+            model: clients whose model differs are refused.
             session: this start of the controller. Only its Welcome makes a client ready.
             dead_after_s: a client that is silent for so long hangs, unless it reports that it trains.
             duplicate_after_s: how long a second process with an id waits at least for a message of the first one.
             memory: the controller's machine, where it shares memory; else empty.
-            compares: what of a client's model ``dim`` and ``layout`` are of: all of it, the trained part alone, or what
-                the patterns of a Welcome name, which a client knows only once it is welcomed.
+            max_members: further clients are refused.
         """
-        self.max_members = MAX_MEMBERS
-        self._compares = compares
-        self._dim = dim
-        self._layout = layout
+        self._max_members = max_members
+        self._model = model
         self._session = session
         self._dead_after_s = dead_after_s
         self._duplicate_after_s = duplicate_after_s
@@ -287,8 +294,8 @@ class ClientRegistry:
             self._newcomers.pop(client_id, None)
             member = None
         if member is None:  # new, or back after it was taken for dead: it needs the round from which on it counts
-            if len(self._members) >= self.max_members:
-                return HelloAnswer.REFUSE, f"this run has {self.max_members:,} clients already, as many as it can have"
+            if len(self._members) >= self._max_members:
+                return HelloAnswer.REFUSE, f"this run has {self._max_members:,} clients already, as many as it can have"
             from_round = max(next_round, out_until)
             self._members[client_id] = ClientRecord(
                 client_id, incarnation, hello, now_s, from_round, number, out_until=out_until
@@ -368,19 +375,19 @@ class ClientRegistry:
 
     def _mismatch(self, hello: Hello) -> str | None:
         """Return how the client's model differs; None: it is the same."""
-        dim, layout = hello.dim, hello.layout
-        if self._compares == "shared":
+        expected, dim, layout = self._model, hello.dim, hello.layout
+        if expected.compares == "shared":
             if hello.session != self._session:
                 return None
             dim, layout = hello.shared_dim, hello.shared_layout
             if not layout:
                 return "it has ignored which tensors are shared, as an older version does"
-        elif self._compares == "trained" and hello.trained_dim:
+        elif expected.compares == "trained" and hello.trained_dim:
             dim, layout = hello.trained_dim, hello.trained_layout
-        if dim != self._dim:
-            shared = "shares " if self._compares == "shared" else ""
-            return f"{shared}{dim:,} values, here {self._dim:,}"
-        return None if layout == self._layout else "other names or shapes, or others of its parameters are frozen"
+        if dim != expected.dim:
+            shared = "shares " if expected.compares == "shared" else ""
+            return f"{shared}{dim:,} values, here {expected.dim:,}"
+        return None if layout == expected.layout else "other names or shapes, or others of its parameters are frozen"
 
     def _answer_newcomer(
         self, member: ClientRecord, newcomer: Identity, now_s: float, is_stalled: bool
@@ -437,7 +444,7 @@ class ClientRegistry:
             member.out_until = until
             member.from_round = max(member.from_round, until)
 
-    def admit(self, round_id: int) -> list[ClientRecord]:
+    def let_into(self, round_id: int) -> list[ClientRecord]:
         """Let the clients that came during a failed attempt at this round into the next one. Returns those to welcome
         anew: of the clients of a host, the host."""
         late = [m for m in (*self._members.values(), *self._hosts.values()) if m.from_round > round_id >= m.out_until]

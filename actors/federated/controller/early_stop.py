@@ -1,4 +1,4 @@
-"""When a run ends before its last round: by patience, or because a callback says so. Pure: reports in, a verdict out.
+"""When a run ends before its last round: by patience, or because a callback says so.
 
 A callback is any object with some of these methods, called on the compute thread of the Controller; those but the last
 may return True, which ends the run after the round: its clients end gracefully, as after all rounds.
@@ -16,16 +16,20 @@ A round that a crash has cut off before its commit is done again, and so are its
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, ParamSpec, TypeVar
 
 from gradbus.actors.aggregation.updates import Facts
 from gradbus.actors.federated.controller.report import RoundReport
-from gradbus.runtime.callbacks import Callbacks
+from gradbus.runtime.callbacks import Callbacks, CallbackWait
+from gradbus.runtime.compute import ComputeThread
 from gradbus.runtime.config.federated import OF_CLIENTS, EarlyStopSettings
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.nearest import nearest
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 MAX_NAMED = 8  # metrics in a line of the log
 
@@ -88,8 +92,35 @@ def _of_clients(report: RoundReport, metric: str, key: str, least_answered: floa
     return found
 
 
+class RunCallbacks:
+    """Calls the callbacks of a run on its compute thread, and waits for them.
+
+    Attributes:
+        stop: whose methods call them.
+    """
+
+    def __init__(self, compute: ComputeThread, callbacks: Callbacks, stop: EarlyStop) -> None:
+        self._compute = compute
+        self._callbacks = callbacks
+        self._wait = CallbackWait(callbacks)
+        self.stop = stop
+
+    def follow(self, method: str) -> bool:
+        """Return whether a callback has this method."""
+        return self._callbacks.follow(method)
+
+    async def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run a function that calls callbacks, such as :meth:`EarlyStop.aggregated`. Raises CallbackFailed;
+        CallbackTimeout: the run has ended, and one does not return."""
+        return await self._wait.wait(self._compute.run(function, *args, **kwargs))
+
+    def run_has_ended(self) -> None:
+        """From now on, each callback has a limited time."""
+        self._wait.run_has_ended()
+
+
 class EarlyStop:
-    """Follows the evaluations of a run, those before a resume included.
+    """Follows the evaluations of a run, those before a resume included. Pure: reports in, a verdict out.
 
     Attributes:
         reason: why the run ends now; empty: it goes on.
@@ -116,6 +147,10 @@ class EarlyStop:
         self.reason = ""
         for report in history:
             self.note(report, is_of_resumed=True)
+
+    def end(self, reason: str) -> None:
+        """End the run after this round, unless it ends already. ``reason``: empty: it goes on."""
+        self.reason = self.reason or reason
 
     def may_begin(self, round_id: int) -> bool:
         """Whether a round is to be commanded, as it is next."""

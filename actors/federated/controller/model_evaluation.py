@@ -90,7 +90,7 @@ class ModelEvaluation:
         every, last = self._context.config.eval_every, self._context.config.rounds
         return bool(every) and self._has_whole_model and (round_id % every == 0 or round_id == last)
 
-    async def check_metrics(self, reports: Sequence[RoundReport]) -> None:
+    async def try_own_metrics(self, reports: Sequence[RoundReport]) -> None:
         """Evaluate the present model where a setting names a metric of the task, so that a name that is wrong is known
         before clients train; or find all of them in one of ``reports``, the rounds before a resume.
 
@@ -111,7 +111,7 @@ class ModelEvaluation:
                     )
                 evaluated_metric(found, metric, key)
 
-    async def check_client_metrics(self, reports: Sequence[RoundReport]) -> None:
+    async def try_client_metrics(self, reports: Sequence[RoundReport]) -> None:
         """Have clients evaluate the present model where a setting names a metric of theirs that no evaluation of
         ``reports``, the rounds before a resume, has: a name that is wrong is known before they train.
 

@@ -7,7 +7,13 @@ import itertools
 
 import pytest
 
-from gradbus.actors.federated.controller.clients import MAX_NEWCOMERS, ClientRegistry, HelloAnswer
+from gradbus.actors.federated.controller.clients import (
+    MAX_MEMBERS,
+    MAX_NEWCOMERS,
+    ClientRegistry,
+    ExpectedModel,
+    HelloAnswer,
+)
 from gradbus.runtime.wire.control import PROTOCOL, Hello
 from gradbus.runtime.wire.messages import Identity
 
@@ -18,9 +24,13 @@ GREETING = Hello(PROTOCOL, DIM, LAYOUT, True, 0, "idle", -1, -1, "host-a:1", -1)
 _numbers = itertools.count(1)
 
 
-def new_members() -> ClientRegistry:
+def new_members(max_members: int = MAX_MEMBERS) -> ClientRegistry:
     return ClientRegistry(
-        dim=DIM, layout=LAYOUT, session=SESSION, dead_after_s=DEAD_AFTER_S, duplicate_after_s=RIVAL_AFTER_S
+        ExpectedModel(DIM, LAYOUT),
+        session=SESSION,
+        dead_after_s=DEAD_AFTER_S,
+        duplicate_after_s=RIVAL_AFTER_S,
+        max_members=max_members,
     )
 
 
@@ -58,7 +68,7 @@ def join(members: ClientRegistry, client_id: int = 0, incarnation: int = 100, **
 
 def test_what_is_shared_by_name_is_compared_once_a_client_has_been_told_the_patterns() -> None:
     members = ClientRegistry(
-        dim=10, layout=5, session=SESSION, dead_after_s=DEAD_AFTER_S, duplicate_after_s=RIVAL_AFTER_S, compares="shared"
+        ExpectedModel(10, 5, "shared"), session=SESSION, dead_after_s=DEAD_AFTER_S, duplicate_after_s=RIVAL_AFTER_S
     )
     for client_id in range(4):
         assert greet(members, client_id) == (HelloAnswer.WELCOME, "")
@@ -185,7 +195,7 @@ def test_a_client_that_says_that_it_trains_may_say_nothing_for_as_long_as_it_lik
 
 def test_who_may_be_gone_has_a_few_seconds_to_say_something_also_where_it_trained() -> None:
     members = ClientRegistry(
-        dim=DIM, layout=LAYOUT, session=SESSION, dead_after_s=60.0, duplicate_after_s=RIVAL_AFTER_S
+        ExpectedModel(DIM, LAYOUT), session=SESSION, dead_after_s=60.0, duplicate_after_s=RIVAL_AFTER_S
     )
     join(members)
     greet(members, session=SESSION, phase="training", round_id=1)
@@ -387,7 +397,7 @@ def test_who_came_during_a_failed_attempt_is_let_into_the_next() -> None:
     join(members, incarnation=100)
     members.get(0, 100).from_round = 3  # type: ignore[union-attr]
     assert members.ready(2) == []
-    assert [member.client_id for member in members.admit(2)] == [0]
+    assert [member.client_id for member in members.let_into(2)] == [0]
     assert members.ready(2) == [0]
 
 
@@ -398,9 +408,8 @@ def test_a_newcomer_with_another_model_does_not_push_out_a_member() -> None:
     assert members.get(0, 100) is not None
 
 
-def test_the_table_does_not_grow_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gradbus.actors.federated.controller.clients.MAX_MEMBERS", 2)
-    members = new_members()
+def test_the_table_does_not_grow_without_end() -> None:
+    members = new_members(max_members=2)
     join(members, 0)
     join(members, 1)
     answer, why = greet(members, 2)

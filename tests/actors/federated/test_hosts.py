@@ -8,7 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradbus.actors.federated.controller.clients import FIRST_HOST, MAX_MEMBERS, ClientRegistry, HelloAnswer
+from gradbus.actors.federated.controller.clients import (
+    FIRST_HOST,
+    MAX_MEMBERS,
+    ClientRegistry,
+    ExpectedModel,
+    HelloAnswer,
+)
 from gradbus.actors.federated.controller.participation import FOR_GOOD
 from gradbus.runtime.wire.control import PROTOCOL, Hello
 from gradbus.runtime.wire.id_ranges import common_ids, format_ids, parse_ids
@@ -19,7 +25,9 @@ _numbers = itertools.count(1)
 
 
 def new_registry() -> ClientRegistry:
-    return ClientRegistry(dim=5, layout=7, session=SESSION, dead_after_s=DEAD_AFTER_S, duplicate_after_s=RIVAL_AFTER_S)
+    return ClientRegistry(
+        ExpectedModel(5, 7), session=SESSION, dead_after_s=DEAD_AFTER_S, duplicate_after_s=RIVAL_AFTER_S
+    )
 
 
 def hello(ids: str, session: int = 0) -> Hello:
@@ -186,7 +194,7 @@ def test_clients_that_came_in_a_failed_attempt_are_let_in_and_their_host_alone_i
     registry = new_registry()
     sender = Identity(FIRST_HOST, 1)
     registry.host_hello(sender, hello("0-9"), 1, now_s=0.0, next_round=5, out_until=lambda _: 0)
-    assert [record.client_id for record in registry.admit(4)] == [FIRST_HOST]
+    assert [record.client_id for record in registry.let_into(4)] == [FIRST_HOST]
     registry.host_hello(sender, hello("0-9", SESSION), 2, now_s=0.0, next_round=5, out_until=lambda _: 0)
     assert registry.ready(4) == list(range(10))
 
