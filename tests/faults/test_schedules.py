@@ -225,7 +225,7 @@ class Schedules(RuleBasedStateMachine):
         next_round = (self.round.round_id if self.round is not None else self.round_id) + 1
         sim.said.append(hello)
         sender = Identity(client_id, sim.incarnation)
-        answer, _ = self.members.hello(sender, hello, len(sim.said), now_s=self.now_s, next_round=next_round)
+        answer, _ = self.members.answer_hello(sender, hello, len(sim.said), now_s=self.now_s, next_round=next_round)
         self.gone(client_id)  # of an older start of it
         member = self.members.get(client_id, sim.incarnation)
         if answer is HelloAnswer.WELCOME:
@@ -242,7 +242,9 @@ class Schedules(RuleBasedStateMachine):
             self.gone(client_id)  # or rather found again: any word shows that it lives, and this one nothing else
             ready = self.members.ready(self.round_id + 1)
             sender = Identity(client_id, sim.incarnation)
-            answer = self.members.hello(sender, sim.said[nth - 1], nth, now_s=self.now_s, next_round=self.round_id + 2)
+            answer = self.members.answer_hello(
+                sender, sim.said[nth - 1], nth, now_s=self.now_s, next_round=self.round_id + 2
+            )
             assert answer == (HelloAnswer.NOTHING, "")
             assert self.members.ready(self.round_id + 1) == ready
 
@@ -289,7 +291,7 @@ class Schedules(RuleBasedStateMachine):
     def time_passes(self, seconds: float, clients: set[int]) -> None:
         self.now_s += seconds
         self.words_arrive(clients)  # in the meantime
-        for member in self.members.find_silent(self.now_s):
+        for member in self.members.mark_silent(self.now_s):
             assert self.now_s - member.seen_s > DEAD_AFTER_S
             self.gone(member.client_id)
 

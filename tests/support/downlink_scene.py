@@ -116,7 +116,7 @@ class Scene:
     def join(self, client_id: int, memory: str, holds: int = -1) -> None:
         """A client is there, and says that it reads this memory, and which round's model it holds."""
         hello = Hello(PROTOCOL, DIM, 0, True, SESSION, "idle", -1, holds, "", -1, memory)
-        self.members.hello(Identity(client_id, 1), hello, next(_numbers), now_s=0.0, next_round=1)
+        self.members.answer_hello(Identity(client_id, 1), hello, next(_numbers), now_s=0.0, next_round=1)
 
 
 def random_vector(seed: int) -> Tensor:

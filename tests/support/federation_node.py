@@ -276,7 +276,7 @@ def _tell_who_takes_part(say: Say) -> None:
     """Tell of a client that is silent, and of one that the controller counts as ready, and from which round on, if that
     has not begun yet, or that is heard again after it was silent: only then is its word not on its way any more, and
     whatever else the controller is waiting for may end."""
-    hello, told = ClientRegistry.hello, set[tuple[int, int, int]]()
+    hello, told = ClientRegistry.answer_hello, set[tuple[int, int, int]]()
 
     def watched(
         self: ClientRegistry, sender: Identity, said: Hello, number: int, **facts: Any
@@ -299,16 +299,16 @@ def _tell_who_takes_part(say: Say) -> None:
             say({"event": "takes part", "client": client_id, "from_round": self.round_id})
         return lost, found
 
-    def find_silent(self: ClientRegistry, now_s: float) -> list[Any]:
+    def mark_silent(self: ClientRegistry, now_s: float) -> list[Any]:
         found = finds(self, now_s)
         for member in found:
             say({"event": "silent", "client": member.client_id})
         return found
 
-    follows, finds = Round.follow_clients, ClientRegistry.find_silent
-    ClientRegistry.find_silent = find_silent  # type: ignore[method-assign]
+    follows, finds = Round.follow_clients, ClientRegistry.mark_silent
+    ClientRegistry.mark_silent = mark_silent  # type: ignore[method-assign]
     Round.follow_clients = follow  # type: ignore[method-assign]
-    ClientRegistry.hello = watched  # type: ignore[method-assign]
+    ClientRegistry.answer_hello = watched  # type: ignore[method-assign]
 
 
 class _Deadly(Counter[str]):

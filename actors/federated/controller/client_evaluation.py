@@ -55,8 +55,8 @@ class ClientEvaluator:
         """Clients that can evaluate, ascending."""
         return self._registry.ready(self._context.state.round_id + 1)
 
-    async def after_round(self, round_id: int) -> ClientEvaluation:
-        """The evaluation of the model after this round, by those that are drawn for it."""
+    async def evaluate_round(self, round_id: int) -> ClientEvaluation:
+        """Have those clients that are drawn for it evaluate the model after this round."""
         config = self._context.config
         found = await self.evaluate(round_id, self._drawn(round_id))
         summary = await self._context.compute.run(
@@ -72,8 +72,8 @@ class ClientEvaluator:
             )
         return summary
 
-    async def present(self, names: Set[str]) -> OpenEvaluation:
-        """An evaluation of the present model by all that are ready, which ends once all these metrics are found."""
+    async def evaluate_present(self, names: Set[str]) -> OpenEvaluation:
+        """Have all clients that are ready evaluate the present model, until all these metrics are found."""
         return await self.evaluate(self._context.state.round_id, self.ready(), lambda found: names <= found.names)
 
     def _drawn(self, round_id: int) -> Sequence[int]:

@@ -251,8 +251,8 @@ class ClientRegistry:
         """Number of clients that read the controller's memory."""
         return sum(map(self.shares_memory, self._members))
 
-    def holds(self, client_id: int, incarnation: int, round_id: int) -> None:
-        """A client holds, or has worked from, the model after this round."""
+    def note_model(self, client_id: int, incarnation: int, round_id: int) -> None:
+        """Note that a client holds, or has worked from, the model after this round."""
         member = self.get(client_id, incarnation)
         if member is not None and member.hello.session == self._session:
             record = _record(member)
@@ -262,7 +262,7 @@ class ClientRegistry:
         """Whether all clients that read the controller's memory hold the model after this round, or a newer one."""
         return all(_record(m).model_round >= round_id for m in self if self.shares_memory(m.client_id))
 
-    def hello(
+    def answer_hello(
         self,
         sender: Identity,
         hello: Hello,
@@ -273,7 +273,7 @@ class ClientRegistry:
         out_until: int = 0,
         is_stalled: bool = False,
     ) -> tuple[HelloAnswer, str]:
-        """The answer to a Hello, and the reason of a refusal.
+        """Register a client, or what it reports. Returns the answer to its Hello, and the reason of a refusal.
 
         Args:
             number: of the message. One that a later Hello has overtaken shows that its client is alive, and nothing
@@ -309,11 +309,11 @@ class ClientRegistry:
         if not is_later(number, member.number):
             return HelloAnswer.NOTHING, ""
         member.hello, member.number = hello, number
-        self.holds(member.client_id, member.incarnation, hello.model_round)
+        self.note_model(member.client_id, member.incarnation, hello.model_round)
         knows = hello.session == self._session and hello.next_round in (-1, member.from_round)
         return (HelloAnswer.NOTHING if knows else HelloAnswer.WELCOME), ""
 
-    def host_hello(
+    def answer_host_hello(
         self,
         sender: Identity,
         hello: Hello,
@@ -324,7 +324,7 @@ class ClientRegistry:
         out_until: Callable[[int], int],
         is_stalled: bool = False,
     ) -> tuple[HelloAnswer, str]:
-        """The answer to the Hello of a host, which brings all of its clients; as :meth:`hello`.
+        """Register a host with all of its clients, or what it reports. Returns the answer to its Hello; as :meth:`answer_hello`.
 
         Args:
             out_until: of a client id: the first round in which it may take part.
@@ -452,7 +452,7 @@ class ClientRegistry:
             member.from_round = round_id
         return [member for member in late if isinstance(member, ClientRecord)]
 
-    def find_silent(self, now_s: float) -> list[ClientRecord]:
+    def mark_silent(self, now_s: float) -> list[ClientRecord]:
         """Mark the clients that have been silent for too long. Returns those that are not waited for from now on:
         neither those that train nor those that were silent before."""
         found = []
@@ -465,8 +465,8 @@ class ClientRegistry:
                 found.append(member)
         return found
 
-    def wait_for(self, client_id: int, incarnation: int, now_s: float) -> None:
-        """A client is reported as gone, which may be wrong: from now on it has its full time to send something."""
+    def put_in_doubt(self, client_id: int, incarnation: int, now_s: float) -> None:
+        """Note that a client is reported as gone, which may be wrong: from now on it has its full time to send."""
         member = self.get(client_id, incarnation)
         if isinstance(member, ClientRecord):
             member.excused_s = now_s - member.seen_s

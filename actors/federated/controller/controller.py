@@ -457,21 +457,21 @@ class Controller:
         began_after = state.round_id
         await self._compute.run(self._note_end)
         # It may show that the run had ended: then no clients are waited for.
-        amended = await self._amended(await parts.evaluation.resumed(progress.reports))
+        amended = await self._amended(await parts.evaluation.complete_newest(progress.reports))
         if state.round_id < rounds and not run.callbacks.stop.reason:
             await parts.evaluation.try_own_metrics(progress.reports)
             await self._wait_for_clients()
             await self._compute.run(state.save_initial)
             with tolerate_write_timeout("model", state.round_id):
                 await parts.publisher.publish_full(state.round_id)
-            later = await self._amended(await parts.evaluation.resumed_by_clients(progress.reports))
+            later = await self._amended(await parts.evaluation.complete_newest_by_clients(progress.reports))
             amended = later or amended
             await parts.evaluation.try_client_metrics(progress.reports)
         elif state.round_id > 0:  # the last start may have ended before all clients had it
             with tolerate_write_timeout("model", state.round_id):
                 await parts.publisher.publish_full(state.round_id)
         if amended is not None:
-            await run.callbacks.call(run.callbacks.stop.evaluated, amended)
+            await run.callbacks.call(run.callbacks.stop.call_on_evaluation, amended)
         await self._ordered_rounds()
         if (stop := run.callbacks.stop).reason:
             progress.ended_early = stop.reason
@@ -480,7 +480,7 @@ class Controller:
             progress.phase = "evaluating"
             progress.cross_site = await parts.cross_site.run()
         run.callbacks.run_has_ended()
-        await run.callbacks.call(run.callbacks.stop.run_ended, list(progress.reports))
+        await run.callbacks.call(run.callbacks.stop.call_on_end, list(progress.reports))
 
     async def _ordered_rounds(self) -> None:
         run = self._run
@@ -494,8 +494,8 @@ class Controller:
             round_id = state.round_id + 1
             if given is None:
                 run.callbacks.stop.end(f"the caller has ended it after round {state.round_id}")
-            elif await run.callbacks.call(run.callbacks.stop.may_begin, round_id):
-                await self._compute.run(parts.book.open, round_id, given, parts.selection.ready(round_id))
+            elif await run.callbacks.call(run.callbacks.stop.call_on_round, round_id):
+                await self._compute.run(parts.book.decide_order, round_id, given, parts.selection.ready(round_id))
                 report = await run.committer.commit(await run.collector.collect(round_id, set()))
                 run.on_report(report)
                 await self._after_round(report)
@@ -509,7 +509,7 @@ class Controller:
             run.requests.note(report)
         try:
             await self._compute.run(run.best.note, report)
-            await run.callbacks.call(run.callbacks.stop.round_done, report)
+            await run.callbacks.call(run.callbacks.stop.note_round, report)
             await self._compute.run(self._note_end)
         finally:
             if run.requests is not None:

@@ -128,7 +128,7 @@ class Dispatcher:
                 ):  # else its Hello will come
                     await self._on_client(client_id, incarnation, message.body, group)
             case PeerGone(sender=sender, incarnation=incarnation, why="") if self._monitor.is_stalled():
-                self._registry.wait_for(self._to.joining.id_of(sender, incarnation), incarnation, time.monotonic())
+                self._registry.put_in_doubt(self._to.joining.id_of(sender, incarnation), incarnation, time.monotonic())
             case PeerGone(sender=sender, incarnation=incarnation, why=why):
                 ended = f"is shut out: {why}" if why else "is gone: its process has ended, or cannot be reached"
                 self._gone(self._to.joining.id_of(sender, incarnation), incarnation, ended)
@@ -171,7 +171,7 @@ class Dispatcher:
                 await self._to.local_models.on_request(client_id, incarnation, body)
             case UploadRequest():
                 if body.run_id == self._context.run_id:
-                    self._registry.holds(client_id, incarnation, body.round_id - 1)  # its base
+                    self._registry.note_model(client_id, incarnation, body.round_id - 1)  # its base
                 await self._to.updates.on_request(client_id, incarnation, body)
             case ModelRequest():
                 self._to.publisher.on_request(client_id, body, group)

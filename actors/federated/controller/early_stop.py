@@ -110,7 +110,7 @@ class RunCallbacks:
         return self._callbacks.follow(method)
 
     async def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run a function that calls callbacks, such as :meth:`EarlyStop.aggregated`. Raises CallbackFailed;
+        """Run a function that calls callbacks, such as :meth:`EarlyStop.call_on_aggregate`. Raises CallbackFailed;
         CallbackTimeout: the run has ended, and one does not return."""
         return await self._wait.wait(self._compute.run(function, *args, **kwargs))
 
@@ -152,30 +152,31 @@ class EarlyStop:
         """End the run after this round, unless it ends already. ``reason``: empty: it goes on."""
         self.reason = self.reason or reason
 
-    def may_begin(self, round_id: int) -> bool:
-        """Whether a round is to be commanded, as it is next."""
+    def call_on_round(self, round_id: int) -> bool:
+        """Call the callbacks before a round, unless the run ends already. Returns whether it is to be commanded."""
         if not self.reason:
             self._call("on_round", round_id)
         return not self.reason
 
-    def updates_counted(self, updates: Iterable[Facts]) -> None:
-        """These updates count in the open round."""
+    def call_on_update(self, updates: Iterable[Facts]) -> None:
+        """Call the callbacks for updates that count in the open round."""
         for update in updates:
             self._call("on_update", update)
 
-    def aggregated(self, report: RoundReport) -> None:
-        """The new model of a round is computed."""
+    def call_on_aggregate(self, report: RoundReport) -> None:
+        """Call the callbacks for the new model of a round."""
         self._call("on_aggregate", report)
 
-    def round_done(self, report: RoundReport) -> None:
-        """A round is done. Raises ConfigError: the controller's evaluation lacks the metric."""
+    def note_round(self, report: RoundReport) -> None:
+        """Note that a round is done, and call the callbacks. Raises ConfigError: the controller's evaluation lacks the
+        metric."""
         self.note(report)
         if report.eval_loss is not None or report.by_clients.asked:
-            self.evaluated(report)
+            self.call_on_evaluation(report)
         self._call("on_report", report)
 
-    def run_ended(self, reports: list[RoundReport]) -> None:
-        """The run has ended gracefully."""
+    def call_on_end(self, reports: list[RoundReport]) -> None:
+        """Call the callbacks at the graceful end of the run."""
         self._call("on_end", reports)
 
     def _call(self, method: str, argument: Any) -> None:
@@ -184,8 +185,9 @@ class EarlyStop:
         if ending and not self.reason:
             self.reason = f"{ending[0]}.{method} has ended the run"
 
-    def evaluated(self, report: RoundReport) -> None:
-        """The model of a round was evaluated, by all that evaluate it: also of the last round before a resume."""
+    def call_on_evaluation(self, report: RoundReport) -> None:
+        """Call the callbacks once the model of a round was evaluated by all that evaluate it: also of the last round
+        before a resume."""
         self._call("on_evaluation", report)
 
     def note(self, report: RoundReport, *, is_of_resumed: bool = False) -> None:

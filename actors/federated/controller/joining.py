@@ -151,7 +151,7 @@ class ClientJoining:
         if found.refusal:
             return HelloAnswer.REFUSE, found.refusal
         if hello.ids:
-            return self._registry.host_hello(
+            return self._registry.answer_host_hello(
                 client,
                 hello,
                 number,
@@ -165,7 +165,7 @@ class ClientJoining:
         if next_round > self._context.config.rounds:
             # There is no round to keep it from, and the last model, which it requests, is that before its next round.
             out_until = 0
-        return self._registry.hello(
+        return self._registry.answer_hello(
             client, hello, number, now_s=now_s, next_round=next_round, out_until=out_until, is_stalled=is_stalled
         )
 

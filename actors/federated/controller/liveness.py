@@ -301,7 +301,7 @@ class LivenessMonitor:
                 await self._context.publish(status)
             now_s = time.monotonic()
             self._clock.beat(now_s, registry)
-            silent = registry.find_silent(now_s)
+            silent = registry.mark_silent(now_s)
             for client in silent:
                 log.warning(
                     "client silent",

@@ -118,7 +118,7 @@ class MaskedRounds:
             if strike is not None:
                 await self._membership.punish(strike)
 
-    def round_done(self, outcome: Outcome) -> None:
+    def note_outcome(self, outcome: Outcome) -> None:
         """Begin the next round with all clients again, but for those that this one was given up for."""
         given_up = self._current_round.masked if outcome is Outcome.GIVEN_UP else None
         self.left_out = set() if given_up is None else given_up.left_out

@@ -76,7 +76,7 @@ class OrderBook:
         self._orders: dict[int, RoundOrder] = {}
         self._unwritten: int | None = None  # a round whose order is not on the disk yet
 
-    def open(self, round_id: int, given: RoundOrder, ready: Sequence[int]) -> RoundOrder:
+    def decide_order(self, round_id: int, given: RoundOrder, ready: Sequence[int]) -> RoundOrder:
         """Return the order of a round that begins. Called on the compute thread.
 
         Args:

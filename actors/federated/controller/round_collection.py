@@ -63,7 +63,7 @@ class RoundCollector:
             BarrierTimeout, RoundTimeout, TrainingFailed: there are too few updates.
         """
         started_s, parts = time.perf_counter(), self._parts
-        parts.losses.begin()
+        parts.losses.clear()
         if parts.strategy.bounds is not None:
             parts.strategy.bounds.open_round(round_id)
         named, tries, attempt = parts.book.named(round_id), 0, 0
@@ -79,7 +79,7 @@ class RoundCollector:
             round_, outcome = await self._attempt(round_id, accepted, attempt, due_s)
             if outcome is not Outcome.TOO_FEW:
                 if parts.masked is not None:
-                    parts.masked.round_done(outcome)
+                    parts.masked.note_outcome(outcome)
                 return CollectedRound(round_, outcome, attempt, started_s)
             # Without some clients it is another one, and their number is finite. One that is paused was asked too soon.
             has_paused = round_.lacks_only_paused and attempt < _PAUSED_ATTEMPTS * self._config.round.max_attempts
@@ -213,7 +213,7 @@ class RoundCollector:
     async def _call_on_update(self) -> None:
         """Call the callbacks for the updates that count by now."""
         if counted := self._parts.receiver.take_counted():
-            await self._callbacks.call(self._callbacks.stop.updates_counted, counted)
+            await self._callbacks.call(self._callbacks.stop.call_on_update, counted)
 
     def _attempt_terms(self) -> AttemptTerms:
         """What the clients of an attempt with secure aggregation are told of its sum."""

@@ -75,11 +75,11 @@ class RoundCommitter:
             order=parts.book.order(round_id).to_json(),
         )
         if self._calls_on_aggregate:
-            await self._callbacks.call(self._callbacks.stop.aggregated, report)
+            await self._callbacks.call(self._callbacks.stop.call_on_aggregate, report)
         state.participation.commit(round_id, totals.samples, parts.losses.of(round_), totals.loss_of)
         if attempts == 1:  # of another one the time says little: some updates were there when it began
-            self._deadline.round_done(round_.answered_s, parts.book.most_work(round_id))
-        parts.losses.begin()
+            self._deadline.note_round(round_.answered_s, parts.book.most_work(round_id))
+        parts.losses.clear()
         # The message is made before the commit: what the clients will hold is part of the state.
         size = await parts.publisher.prepare(round_id)
         asked = round_.asked if self._selects_part else None
@@ -100,7 +100,7 @@ class RoundCommitter:
         fail_points.reached("after_publish", round_id)
         if self._context.config.asynchronous.proportional_steps:
             await parts.terms.adapt_steps(totals.speeds)
-        evaluation = await parts.evaluation.after_round(round_id)
+        evaluation = await parts.evaluation.evaluate_round(round_id)
         report = state.amend(
             report,
             **parts.publisher.bytes_down(size, asked),

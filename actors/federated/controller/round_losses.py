@@ -80,8 +80,8 @@ class RoundLosses:
         self._failures = TrainingFailureLog(self._names)
         self._missed: dict[int, str] = {}  # clients that are lost to the open round, and why
 
-    def begin(self) -> None:
-        """Another round begins, or the one before is committed."""
+    def clear(self) -> None:
+        """Forget who is lost: another round begins, or the one before is committed."""
         self._missed = {}
 
     def follow_registry(self, round_: Round, registry: ClientRegistry) -> None:

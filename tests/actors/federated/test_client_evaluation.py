@@ -26,5 +26,5 @@ def test_an_evaluation_ends_at_once_where_the_last_metric_comes_while_the_reques
     registry: Any = SimpleNamespace(taking_part=lambda _: [0, 1], ready=lambda _: [0, 1], paused_ids=set)
     current_round: Any = SimpleNamespace(sleep_until=sleep_until, notify=lambda: None)
     evaluator = ClientEvaluator(context, registry, current_round)
-    found = asyncio.run(evaluator.present({"rmse"}))
+    found = asyncio.run(evaluator.evaluate_present({"rmse"}))
     assert list(found.results) == [0]

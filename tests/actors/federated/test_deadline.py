@@ -29,14 +29,14 @@ class Deadline(RoundDeadline):
 def after(*rounds_s: float, times: float | None = 2.0, work: AskedWork | None = ONE) -> Deadline:
     deadline = Deadline(times, 300.0)
     for seconds in rounds_s:
-        deadline.round_done(seconds, work)
+        deadline.note_round(seconds, work)
     return deadline
 
 
 def test_a_round_of_more_epochs_gets_as_many_times_more() -> None:
     deadline = after(*[10.0] * 5)
     assert [deadline.seconds(work_of(epochs, 0, 0)) for epochs in (1, 3, 99)] == [20.0, 60.0, 300.0]
-    deadline.round_done(30.0, work_of(3, 0, 0))
+    deadline.note_round(30.0, work_of(3, 0, 0))
     assert deadline.seconds(work_of(1, 0, 0)) == 20.0, "that round does not make the others longer"
     assert after(*[10.0] * 5, work=work_of(4, 0, 0)).seconds() == 20.0, "a part of a round is the same with less work"
 
@@ -61,7 +61,7 @@ def test_the_work_of_a_round_is_the_most_that_its_order_asks_of_a_client() -> No
     }  # fmt: skip
     found = []
     for round_id, order in orders.items():
-        book.open(round_id, order, [0, 1, 2, 3])
+        book.decide_order(round_id, order, [0, 1, 2, 3])
         found.append(book.most_work(round_id))
     assert found == [
         AskedWork("epochs", 7),

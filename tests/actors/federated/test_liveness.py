@@ -66,7 +66,7 @@ class Scene:
 
     def hello(self, client_id: int) -> None:
         hello = Hello(PROTOCOL, 1, 0, True, 1, "idle", -1, -1, "", 1, "")
-        self.members.hello(Identity(client_id, 1), hello, next(_numbers), now_s=self.now_s, next_round=1)
+        self.members.answer_hello(Identity(client_id, 1), hello, next(_numbers), now_s=self.now_s, next_round=1)
 
     @property
     def context(self) -> Any:
@@ -179,8 +179,8 @@ def test_who_is_said_to_be_gone_has_its_full_time_where_that_is_in_doubt(
         asyncio.run(reception.run(SimpleNamespace(get=get, fault=True), None))  # type: ignore[arg-type]
     assert (len(scene.members), forgotten, scene.found_dead) == ((1, [], 0) if stays else (0, [0], 1))
     if stays:
-        assert scene.members.find_silent(scene.now_s + DEAD_AFTER_S) == []
-        assert len(scene.members.find_silent(scene.now_s + DEAD_AFTER_S + 0.1)) == 1
+        assert scene.members.mark_silent(scene.now_s + DEAD_AFTER_S) == []
+        assert len(scene.members.mark_silent(scene.now_s + DEAD_AFTER_S + 0.1)) == 1
 
 
 def test_where_every_beat_is_late_the_dead_are_noticed_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,7 +265,7 @@ def test_the_end_of_a_run_waits_for_a_client_that_fetches_the_last_model(monkeyp
 
     def report(phase: str) -> None:
         hello = Hello(PROTOCOL, 1, 0, True, 1, phase, 0, 0, "h", 1)
-        members.hello(Identity(0, 1), hello, next(_numbers), now_s=0.0, next_round=1)
+        members.answer_hello(Identity(0, 1), hello, next(_numbers), now_s=0.0, next_round=1)
 
     async def main() -> None:
         report("fetching")

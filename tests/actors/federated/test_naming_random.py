@@ -84,12 +84,12 @@ class Play:
             return
         before = self.names.id_of(found.name)
         if hello.ids:
-            answer, _ = self.registry.host_hello(
+            answer, _ = self.registry.answer_host_hello(
                 sender, hello, self.number, now_s=self.now_s, next_round=1, out_until=lambda client_id: 0
             )
         else:
             client = Identity(found.client_id, incarnation)
-            answer, _ = self.registry.hello(client, hello, self.number, now_s=self.now_s, next_round=1)
+            answer, _ = self.registry.answer_hello(client, hello, self.number, now_s=self.now_s, next_round=1)
         known = sender.sender if hello.ids else found.client_id
         if answer is HelloAnswer.REFUSE or self.registry.get(known, incarnation) is None:
             return
