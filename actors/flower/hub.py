@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from gradbus.actors.federated.controller.clients import ClientRegistry, HelloAnswer
+from gradbus.actors.federated.controller.clients import ClientRegistry, ExpectedModel, HelloAnswer
 from gradbus.actors.federated.controller.liveness import BeatClock, DuplicateControllers, claim_job
 from gradbus.actors.federated.controller.resend_queue import RESEND_FRAMES, RESEND_TIMES, ResendQueue
 from gradbus.actors.federated.controller.uploads import REPEATED, UNEXPECTED, IncomingUpload, RequestedUpload, Uploads
@@ -141,8 +141,7 @@ class MessageHub:
         self._max_bytes = max_bytes
         self._identity = Identity(CONTROLLER, new_incarnation())
         self._registry = ClientRegistry(
-            dim=0,
-            layout=0,
+            ExpectedModel(0, 0),
             session=self._identity.incarnation,
             dead_after_s=dead_after_s,
             duplicate_after_s=3.0,
@@ -280,7 +279,7 @@ class MessageHub:
                 self._fail(instruction, node, "expired", "no reply within the message's time to live")
         await self._tell_over()
         self._clock.beat(now_s, self._registry)
-        for silent in self._registry.find_silent(now_s):
+        for silent in self._registry.mark_silent(now_s):
             if silent.is_doubted:  # DDS was right
                 self._lose(silent.client_id, silent.incarnation, "nothing came from it any more")
         newest = max(self._open, default=0)
@@ -373,7 +372,7 @@ class MessageHub:
             await self._publish(Refused(*_of(sender), why))
             return
         known = self._registry.incarnation_of(sender.sender)
-        answer, why = self._registry.hello(
+        answer, why = self._registry.answer_hello(
             sender,
             dataclasses.replace(hello, layout=0),
             message.number,
@@ -452,7 +451,7 @@ class MessageHub:
         node = self._registry.get(gone.sender, gone.incarnation)
         waits = node is not None and not node.silent and not gone.why and not gone.certain
         if waits and self._clock.is_stalled():  # perhaps it was the hub that could not be reached
-            self._registry.wait_for(gone.sender, gone.incarnation, time.monotonic())
+            self._registry.put_in_doubt(gone.sender, gone.incarnation, time.monotonic())
         else:
             self._lose(gone.sender, gone.incarnation, "its process has ended, or cannot be reached")
 

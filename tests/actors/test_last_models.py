@@ -13,7 +13,7 @@ from trees import DIM, DiesAfterCommit, UnequalTask, rules, site_of, state, tree
 
 import gradbus
 from gradbus.actors.federated.controller import liveness
-from gradbus.actors.federated.controller.dispatch import Dispatcher
+from gradbus.actors.federated.controller.joining import ClientJoining
 from gradbus.models import NoopTask
 
 
@@ -63,11 +63,11 @@ def test_a_site_that_is_back_after_the_last_round_passes_it_on_and_ends_the_run_
 def test_a_site_that_learns_of_the_end_before_it_is_welcomed_waits_for_the_welcome_and_the_last_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    answer = vars(Dispatcher)["_hello"]
+    answer = vars(ClientJoining)["on_hello"]
 
-    async def answer_at_the_end(dispatcher: Dispatcher, *hello: Any) -> None:
-        if dispatcher.is_ending:
-            await answer(dispatcher, *hello)
+    async def answer_at_the_end(joining: ClientJoining, *hello: Any) -> None:
+        if joining.is_over:
+            await answer(joining, *hello)
 
     async def main() -> tuple[torch.Tensor, torch.Tensor]:
         async with tree() as here, asyncio.TaskGroup() as group:
@@ -78,7 +78,7 @@ def test_a_site_that_learns_of_the_end_before_it_is_welcomed_waits_for_the_welco
             top = rules(1, sites=True, rounds=2, **state(tmp_path, "centre"))
             with pytest.raises(ConnectionAbortedError):
                 await DiesAfterCommit(centre, NoopTask(DIM), top).dies_after(2).run()
-            monkeypatch.setattr(Dispatcher, "_hello", answer_at_the_end)
+            monkeypatch.setattr(ClientJoining, "on_hello", answer_at_the_end)
             again = gradbus.Controller(centre, NoopTask(DIM), top)
             await again.run()
             await running

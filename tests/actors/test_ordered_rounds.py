@@ -20,7 +20,7 @@ from structlog.testing import capture_logs
 import gradbus
 from gradbus.actors.aggregation.orders import RoundOrder
 from gradbus.actors.aggregation.strategies import FedAvg
-from gradbus.actors.federated.controller.dispatch import ids_in_terms
+from gradbus.actors.federated.controller.client_terms import ids_in_terms
 from gradbus.actors.federated.controller.order_book import check_order
 from gradbus.actors.federated.controller.ordered_run import OrderedRun
 from gradbus.actors.virtual.client_trainer import PoolSettings

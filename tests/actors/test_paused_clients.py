@@ -141,7 +141,7 @@ def test_a_client_that_pauses_in_mid_round_sits_it_out_and_takes_part_again_with
         await eventually(lambda: other.begun == [1, 2, 3])  # the next round goes on without it
         await eventually(lambda: scene.clients[1]._session.command.round_id == 3)  # noqa: SLF001 - else it is resumed before
         scene.clients[1].resume()
-        await eventually(lambda: not scene.controller._registry.paused_ids())  # noqa: SLF001 - no event tells of it
+        await eventually(lambda: not scene.controller._run.parts.registry.paused_ids())  # noqa: SLF001 - no event tells of it
         other.held.clear()
 
     logs = scene.play(program)
@@ -187,7 +187,7 @@ def test_a_named_client_is_paused_before_it_has_an_id_and_takes_part_once_it_is_
     async def program(scene: Scene) -> None:
         await eventually(lambda: 2 in scene.tasks[0].begun)
         scene.clients[1].resume()
-        await eventually(lambda: not scene.controller._registry.paused_ids())  # noqa: SLF001 - no event tells of it
+        await eventually(lambda: not scene.controller._run.parts.registry.paused_ids())  # noqa: SLF001 - no event tells of it
         scene.tasks[0].held.clear()
 
     logs = scene.play(program, before=lambda scene: scene.clients[1].pause())
@@ -265,7 +265,7 @@ def test_the_checker_of_histories_computes_rounds_without_a_paused_client_again(
         scene.clients[1].pause()
         await eventually(lambda: 3 in scene.tasks[0].begun)
         scene.clients[1].resume()
-        await eventually(lambda: not scene.controller._registry.paused_ids())  # noqa: SLF001 - no event tells of it
+        await eventually(lambda: not scene.controller._run.parts.registry.paused_ids())  # noqa: SLF001 - no event tells of it
         scene.tasks[0].held.clear()
 
     scene.play(program)
@@ -310,9 +310,9 @@ def test_a_callback_pauses_and_resumes_its_client_on_the_thread_that_it_is_calle
 
     async def program(scene: Scene) -> None:
         await eventually(lambda: 2 in scene.tasks[0].begun)
-        await eventually(lambda: scene.controller._registry.paused_ids())  # noqa: SLF001 - no event tells of it
+        await eventually(lambda: scene.controller._run.parts.registry.paused_ids())  # noqa: SLF001 - no event tells of it
         scene.clients[1].resume()
-        await eventually(lambda: not scene.controller._registry.paused_ids())  # noqa: SLF001 - no event tells of it
+        await eventually(lambda: not scene.controller._run.parts.registry.paused_ids())  # noqa: SLF001 - no event tells of it
         scene.tasks[0].held.clear()
 
     scene.play(program)
@@ -444,7 +444,7 @@ def test_with_secure_aggregation_the_sums_are_those_of_the_others_until_the_paus
         scene.clients[2].pause()
         await eventually(lambda: 2 in tasks[0].begun)
         scene.clients[2].resume()
-        await eventually(lambda: not scene.controller._registry.paused_ids())  # noqa: SLF001 - no event tells of it
+        await eventually(lambda: not scene.controller._run.parts.registry.paused_ids())  # noqa: SLF001 - no event tells of it
         tasks[0].held.clear()
 
     logs = scene.play(program)

@@ -26,7 +26,13 @@ from gradbus.actors.federated.controller.report import Progress
 from gradbus.actors.federated.controller.state import SavedRun
 from gradbus.actors.federated.site import site as site_module
 from gradbus.actors.federated.site.site import Followed, site_config
-from gradbus.actors.federated.site.site_controller import RoundsAlone, SiteController, SiteSum, UpstreamChanged
+from gradbus.actors.federated.site.site_controller import (
+    LevelAbove,
+    RoundsAlone,
+    SiteController,
+    SiteSum,
+    UpstreamChanged,
+)
 from gradbus.commands.history.invariants import check
 from gradbus.commands.history.reader import read_history
 from gradbus.models import NoopTask
@@ -402,8 +408,7 @@ def serve_site(
         bus,
         NoopTask(DIM),
         config,
-        terms=Welcome(0, 1, 7, 1, "fp32", "{}", 2, 0.5, round_s=20.0),
-        frozen=None,
+        above=LevelAbove(Welcome(0, 1, 7, 1, "fp32", "{}", 2, 0.5, round_s=20.0), None),
         progress=Progress(),
         on_open=lambda: None,
     )
@@ -519,8 +524,8 @@ def test_a_round_that_is_called_off_before_it_is_commanded_is_left_open_to_nobod
                 first = group.create_task(controller.gather(TrainCmd(1, 1, 1, 0.1, 0), time.monotonic() + 20.0))
                 await asked.wait()
                 await ended(first)
-            assert controller.next_round() == 1  # for whoever comes now
-            assert controller._receiver._round is None  # noqa: SLF001 - what is sent to it now shows nowhere
+            assert controller._run.parts.joining.next_round() == 1  # noqa: SLF001 - for whoever comes now
+            assert controller._run.parts.receiver._round is None  # noqa: SLF001 - what is sent to it now shows nowhere
             samples = (await controller.gather(TrainCmd(1, 1, 1, 0.1, 0), time.monotonic() + 20.0)).num_samples
             controller.end()
             await asyncio.gather(serving, client)

@@ -161,7 +161,7 @@ def test_what_never_evaluates_needs_no_evaluate(tmp_path: Path) -> None:
     saves: dict[str, Any] = {"checkpoint": {"dir": tmp_path}}
 
     def make(it: SimpleNamespace) -> None:
-        gradbus.Controller(it.bus, task, personal)._open()  # noqa: SLF001 - which knows the model
+        gradbus.Controller(it.bus, task, personal)._prepare()  # noqa: SLF001 - which knows the model
         Site(it.bus, it.bus, task, gradbus.FederatedConfig(), UPSTREAM)
         Site(it.bus, it.bus, task, gradbus.FederatedConfig(eval_every=0, **saves), ALONE)
         with pytest.raises(ConfigError, match=r"^Site\(above, .* lacks evaluate\..*; or set federated\.eval_every"):
@@ -177,7 +177,7 @@ def test_patterns_that_leave_the_model_whole_are_seen_once_there_is_a_model() ->
     def make(it: SimpleNamespace) -> None:
         controller = gradbus.Controller(it.bus, task, counted)
         with pytest.raises(ConfigError, match=r"^Controller\(bus, task, config\): task: .* which lacks evaluate"):
-            controller._open()  # noqa: SLF001 - which knows the model
+            controller._prepare()  # noqa: SLF001 - which knows the model
 
     asyncio.run(made(make))
 

@@ -18,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from gradbus import codecs
 from gradbus.actors.aggregation.exact_sum import ExactMean
-from gradbus.actors.federated.controller.clients import ClientRegistry, HelloAnswer
+from gradbus.actors.federated.controller.clients import ClientRegistry, ExpectedModel, HelloAnswer
 from gradbus.actors.federated.controller.rounds import Outcome, Round, RoundRules
 from gradbus.actors.federated.controller.selection import StartCondition, StartTrouble
 from gradbus.runtime.errors import BarrierTimeout
@@ -76,7 +76,10 @@ class Schedules(RuleBasedStateMachine):
     def start_controller(self) -> None:
         self.session += 1
         self.members = ClientRegistry(
-            dim=DIM, layout=LAYOUT, session=self.session, dead_after_s=DEAD_AFTER_S, duplicate_after_s=2.4 * HEARTBEAT_S
+            ExpectedModel(DIM, LAYOUT),
+            session=self.session,
+            dead_after_s=DEAD_AFTER_S,
+            duplicate_after_s=2.4 * HEARTBEAT_S,
         )
         self.weights = self.disk.weights.copy()
         self.round_id = self.disk.round_id
@@ -143,7 +146,7 @@ class Schedules(RuleBasedStateMachine):
         if outcome is Outcome.TOO_FEW:
             assert len(round_.accepted) < self.minimum
             self.carried = set(round_.accepted)
-            self.members.admit(round_.round_id)
+            self.members.let_into(round_.round_id)
             return
         assert len(round_.accepted) >= self.minimum
         self.finish(round_)
@@ -171,7 +174,9 @@ class Schedules(RuleBasedStateMachine):
         """As the controller does when its table has changed."""
         if self.round is not None:
             round_id = self.round.round_id
-            lost, found = self.round.follow(self.members.taking_part(round_id), self.members.silent_ids(round_id))
+            lost, found = self.round.follow_clients(
+                self.members.taking_part(round_id), self.members.silent_ids(round_id)
+            )
             assert not set(lost) & set(found)
 
     # Clients, and what the network brings of them
@@ -220,7 +225,7 @@ class Schedules(RuleBasedStateMachine):
         next_round = (self.round.round_id if self.round is not None else self.round_id) + 1
         sim.said.append(hello)
         sender = Identity(client_id, sim.incarnation)
-        answer, _ = self.members.hello(sender, hello, len(sim.said), now_s=self.now_s, next_round=next_round)
+        answer, _ = self.members.answer_hello(sender, hello, len(sim.said), now_s=self.now_s, next_round=next_round)
         self.gone(client_id)  # of an older start of it
         member = self.members.get(client_id, sim.incarnation)
         if answer is HelloAnswer.WELCOME:
@@ -237,7 +242,9 @@ class Schedules(RuleBasedStateMachine):
             self.gone(client_id)  # or rather found again: any word shows that it lives, and this one nothing else
             ready = self.members.ready(self.round_id + 1)
             sender = Identity(client_id, sim.incarnation)
-            answer = self.members.hello(sender, sim.said[nth - 1], nth, now_s=self.now_s, next_round=self.round_id + 2)
+            answer = self.members.answer_hello(
+                sender, sim.said[nth - 1], nth, now_s=self.now_s, next_round=self.round_id + 2
+            )
             assert answer == (HelloAnswer.NOTHING, "")
             assert self.members.ready(self.round_id + 1) == ready
 
@@ -284,7 +291,7 @@ class Schedules(RuleBasedStateMachine):
     def time_passes(self, seconds: float, clients: set[int]) -> None:
         self.now_s += seconds
         self.words_arrive(clients)  # in the meantime
-        for member in self.members.find_silent(self.now_s):
+        for member in self.members.mark_silent(self.now_s):
             assert self.now_s - member.seen_s > DEAD_AFTER_S
             self.gone(member.client_id)
 

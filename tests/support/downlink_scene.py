@@ -20,7 +20,7 @@ from gradbus.actors.aggregation.merged_buffers import BufferLayout
 from gradbus.actors.federated.client.global_model import ModelReplica
 from gradbus.actors.federated.client_names import ClientNames
 from gradbus.actors.federated.controller import publish as downlink_module
-from gradbus.actors.federated.controller.clients import ClientRegistry
+from gradbus.actors.federated.controller.clients import ClientRegistry, ExpectedModel
 from gradbus.actors.federated.controller.publish import ModelPublisher
 from gradbus.actors.federated.controller.state import RunContext
 from gradbus.codecs import Codec
@@ -116,7 +116,7 @@ class Scene:
     def join(self, client_id: int, memory: str, holds: int = -1) -> None:
         """A client is there, and says that it reads this memory, and which round's model it holds."""
         hello = Hello(PROTOCOL, DIM, 0, True, SESSION, "idle", -1, holds, "", -1, memory)
-        self.members.hello(Identity(client_id, 1), hello, next(_numbers), now_s=0.0, next_round=1)
+        self.members.answer_hello(Identity(client_id, 1), hello, next(_numbers), now_s=0.0, next_round=1)
 
 
 def random_vector(seed: int) -> Tensor:
@@ -124,7 +124,9 @@ def random_vector(seed: int) -> Tensor:
 
 
 def new_members(memory: str = "") -> ClientRegistry:
-    return ClientRegistry(dim=DIM, layout=0, session=SESSION, dead_after_s=1e9, duplicate_after_s=1.0, memory=memory)
+    return ClientRegistry(
+        ExpectedModel(DIM, 0), session=SESSION, dead_after_s=1e9, duplicate_after_s=1.0, memory=memory
+    )
 
 
 def codec_of(name: str) -> Codec:

@@ -35,10 +35,9 @@ import gradbus
 from gradbus import codecs
 from gradbus.actors import Client, Controller, Site
 from gradbus.actors.federated.client import global_model as shared_model_reader
-from gradbus.actors.federated.controller import controller as controller_module
-from gradbus.actors.federated.controller import liveness, uploads
+from gradbus.actors.federated.controller import liveness, run_parts, update_sum, uploads
 from gradbus.actors.federated.controller import updates_in as update_receiver
-from gradbus.actors.federated.controller.clients import ClientRegistry, HelloAnswer
+from gradbus.actors.federated.controller.clients import ClientRegistry, ExpectedModel, HelloAnswer
 from gradbus.actors.federated.controller.rounds import Round
 from gradbus.models import NoopTask
 from gradbus.runtime import logs
@@ -220,10 +219,10 @@ def _tell_warnings(say: Say) -> None:
 
 
 def _wait_for_rivals(duplicate_after_s: float) -> None:
-    def members(**options: Any) -> ClientRegistry:
-        return ClientRegistry(**{**options, "duplicate_after_s": duplicate_after_s})
+    def members(model: ExpectedModel, **options: Any) -> ClientRegistry:
+        return ClientRegistry(model, **{**options, "duplicate_after_s": duplicate_after_s})
 
-    controller_module.ClientRegistry = members  # type: ignore[assignment, misc]
+    run_parts.ClientRegistry = members  # type: ignore[assignment, misc]
 
 
 def _be_patient() -> None:
@@ -236,7 +235,7 @@ def _refuse_memory() -> None:
     def read(place: str, size: int) -> memoryview:
         raise SharedMemoryFault("permission denied, says the test") from PermissionError()
 
-    update_receiver.read = shared_model_reader.read = read  # type: ignore[attr-defined]
+    update_sum.read = shared_model_reader.read = read  # type: ignore[attr-defined]
 
 
 def _read_late(delay_s: float) -> None:
@@ -277,7 +276,7 @@ def _tell_who_takes_part(say: Say) -> None:
     """Tell of a client that is silent, and of one that the controller counts as ready, and from which round on, if that
     has not begun yet, or that is heard again after it was silent: only then is its word not on its way any more, and
     whatever else the controller is waiting for may end."""
-    hello, told = ClientRegistry.hello, set[tuple[int, int, int]]()
+    hello, told = ClientRegistry.answer_hello, set[tuple[int, int, int]]()
 
     def watched(
         self: ClientRegistry, sender: Identity, said: Hello, number: int, **facts: Any
@@ -300,16 +299,16 @@ def _tell_who_takes_part(say: Say) -> None:
             say({"event": "takes part", "client": client_id, "from_round": self.round_id})
         return lost, found
 
-    def find_silent(self: ClientRegistry, now_s: float) -> list[Any]:
+    def mark_silent(self: ClientRegistry, now_s: float) -> list[Any]:
         found = finds(self, now_s)
         for member in found:
             say({"event": "silent", "client": member.client_id})
         return found
 
-    follows, finds = Round.follow, ClientRegistry.find_silent
-    ClientRegistry.find_silent = find_silent  # type: ignore[method-assign]
-    Round.follow = follow  # type: ignore[method-assign]
-    ClientRegistry.hello = watched  # type: ignore[method-assign]
+    follows, finds = Round.follow_clients, ClientRegistry.mark_silent
+    ClientRegistry.mark_silent = mark_silent  # type: ignore[method-assign]
+    Round.follow_clients = follow  # type: ignore[method-assign]
+    ClientRegistry.answer_hello = watched  # type: ignore[method-assign]
 
 
 class _Deadly(Counter[str]):

@@ -27,9 +27,10 @@ from gradbus.actors.federated.controller.participation import Quarantine, Strike
 from gradbus.actors.federated.controller.rounds import Round, RoundRules
 from gradbus.actors.federated.controller.state import RunContext
 from gradbus.actors.federated.controller.update_admission import UpdateAdmission
+from gradbus.actors.federated.controller.update_sum import UpdateForm, UpdateSum
 from gradbus.actors.federated.controller.updates_in import UpdateReceiver
 from gradbus.runtime.compute import ComputeThread
-from gradbus.runtime.config.federated import FederatedConfig
+from gradbus.runtime.config.federated import AsynchronousSettings, FederatedConfig
 from gradbus.runtime.shm.shared_payload import PayloadMemory
 from gradbus.runtime.testing.journal import History
 from gradbus.runtime.wire import frames
@@ -98,10 +99,12 @@ class Hall:
     bus: FakeBus
     strategy: HeldFedAvg
     intake: UpdateReceiver
+    update_sum: UpdateSum
     round: Round
     base: Tensor
     admission: UpdateAdmission
     bounds: Bounds | None = None
+    dropped: Counter[str] = field(default_factory=Counter)
     changes: list[None] = field(default_factory=list)
     strikes: list[Strike] = field(default_factory=list)
 
@@ -142,10 +145,11 @@ async def hall_of(  # noqa: PLR0913 - each is of a test or two
     stall_after_s: float = 60.0,
     sites: bool = False,
     lies: Lies | None = None,
+    form: UpdateForm = UpdateForm(DIM),  # noqa: B008 - it is immutable
 ) -> AsyncIterator[Hall]:
     """``repair_after_s``, ``stall_after_s``: of the intake; long, as a machine may stand still between any two steps of
     a test that counts what is said. ``sites``: their exact sums are expected. ``lies``: what is bounded;
-    None: nothing."""
+    None: nothing. ``form``: of the updates."""
     bus, strategy, base = FakeBus(), HeldFedAvg(DIM), torch.zeros(DIM)
     if not held:
         strategy.go_on.set()
@@ -170,23 +174,25 @@ async def hall_of(  # noqa: PLR0913 - each is of a test or two
         admission = UpdateAdmission(
             Quarantine(max_strikes=2, quarantine_rounds=3),
             run_id=RUN,
-            max_bytes=partial_sum.max_bytes(DIM) if sites else codecs.get("fp32").max_bytes(DIM),
+            max_bytes=(partial_sum.max_bytes(DIM) if sites else codecs.get("fp32").max_bytes(DIM))
+            + (0 if form.buffers is None else form.buffers.max_bytes),
             budget_bytes=budget_bytes,
             max_samples=MAX_SAMPLES,
+            max_staleness=0 if form.bases is None else AsynchronousSettings().max_staleness,
         )
         bounds = None
         if lies is not None:
             bounds = Bounds(strategy, times=4.0, sections=lies.sections, by_rounds=lies.by_rounds)
         taking = strategy if bounds is None else BoundedStrategy(strategy, bounds)
+        update_sum = UpdateSum(context, taking, form)
         intake = UpdateReceiver(
             context,
-            taking,
             admission,
-            dim=DIM,
+            update_sum,
             on_strike=note,
             on_change=lambda: (changes.append(None), bus.news.set())[0],
         )
-        hall = Hall(bus, strategy, intake, None, base, admission, bounds, changes, strikes)  # type: ignore[arg-type]
+        hall = Hall(bus, strategy, intake, update_sum, None, base, admission, bounds, context.dropped, changes, strikes)  # type: ignore[arg-type]
         hall.open_round(1, clients)
         running = asyncio.create_task(intake.run())
         try:

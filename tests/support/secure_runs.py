@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import gradbus
 from gradbus.actors.federated.client.client import Client
 from gradbus.actors.federated.client.update_masks import ClientMasking
+from gradbus.actors.federated.controller.controller import ActiveRun
 from gradbus.models.task import TrainResult
 from gradbus.runtime.wire.control import MaskAnswer
 from gradbus.runtime.wire.messages import ClientUpdate, Control
@@ -204,17 +205,19 @@ class Dying(gradbus.Controller):
     phase = -1
     in_round = 1
 
-    def mask_answered(self, client_id: int, incarnation: int, answer: MaskAnswer) -> None:
-        super().mask_answered(client_id, incarnation, answer)
-        if answer.phase == self.phase and answer.round_id == self.in_round:
-            self.has_died.set()
+    async def _start(self, *arguments: Any) -> ActiveRun:
+        run = await super()._start(*arguments)
+        masked, collector = run.parts.masked, run.collector
+        assert masked is not None
+        on_answer, end, until_over = masked.on_answer, masked.end, collector._until_over  # noqa: SLF001 - it waits there
 
-    async def _until_over(self, *arguments: Any) -> Any:
-        return await self._or_die(super()._until_over(*arguments))
+        def answered(client_id: int, incarnation: int, answer: MaskAnswer) -> None:
+            on_answer(client_id, incarnation, answer)
+            if answer.phase == self.phase and answer.round_id == self.in_round:
+                self.has_died.set()
 
-    def _wire(self) -> None:
-        super()._wire()
-        end = self._masked.end
+        async def until_over_or_dead(*arguments: Any) -> Any:
+            return await self._or_die(until_over(*arguments))
 
         async def end_or_die(*arguments: Any) -> Any:
             done = await self._or_die(end(*arguments))
@@ -222,7 +225,9 @@ class Dying(gradbus.Controller):
                 raise RuntimeError("killed")
             return done
 
-        self._masked.end = end_or_die  # type: ignore[method-assign]
+        masked.on_answer, masked.end = answered, end_or_die  # type: ignore[method-assign]
+        collector._until_over = until_over_or_dead  # type: ignore[method-assign]  # noqa: SLF001 - as above
+        return run
 
     async def _or_die(self, work: Any) -> Any:
         self.has_died = asyncio.Event()

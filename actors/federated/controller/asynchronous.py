@@ -177,9 +177,9 @@ class BufferRound(Round):
         self.expected.discard(client_id)
         self.failed.pop(client_id, None)
 
-    def follow(self, present: Collection[int], silent: Collection[int]) -> tuple[list[int], list[int]]:
-        """As :meth:`.Round.follow`; clients that come, or that go on after a pause, take part at once."""
-        lost, found = super().follow(present, silent)
+    def follow_clients(self, present: Collection[int], silent: Collection[int]) -> tuple[list[int], list[int]]:
+        """As :meth:`.Round.follow_clients`; clients that come, or that go on after a pause, take part at once."""
+        lost, found = super().follow_clients(present, silent)
         for client_id in [one for one, why in self.failed.items() if why == PAUSED and one in present]:
             del self.failed[client_id]
         self.expected.update(set(present) - set(silent))

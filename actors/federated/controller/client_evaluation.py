@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 
 from gradbus.actors.federated.controller.clients import ClientRegistry
+from gradbus.actors.federated.controller.current_round import CurrentRound
 from gradbus.actors.federated.controller.evaluation import ClientEvaluation, OpenEvaluation
 from gradbus.actors.federated.controller.selectors.base import ClientFacts, Draw, Selector
 from gradbus.actors.federated.controller.selectors.uniform import Uniform
@@ -36,15 +37,12 @@ class ClientEvaluator:
         self,
         context: RunContext,
         registry: ClientRegistry,
-        *,
-        sleep_until: Callable[[float], Awaitable[None]],
-        changed: Callable[[], None],
+        current_round: CurrentRound,
     ) -> None:
-        """``sleep_until`` waits for ``changed``, or until that time."""
+        """``current_round``: wakes whoever waits."""
         self._context = context
         self._registry = registry
-        self._sleep_until = sleep_until
-        self._changed = changed
+        self._current_round = current_round
         self._open: OpenEvaluation | None = None
         self._selector = selector_of(context.config.evaluation)
 
@@ -57,8 +55,8 @@ class ClientEvaluator:
         """Clients that can evaluate, ascending."""
         return self._registry.ready(self._context.state.round_id + 1)
 
-    async def after_round(self, round_id: int) -> ClientEvaluation:
-        """The evaluation of the model after this round, by those that are drawn for it."""
+    async def evaluate_round(self, round_id: int) -> ClientEvaluation:
+        """Have those clients that are drawn for it evaluate the model after this round."""
         config = self._context.config
         found = await self.evaluate(round_id, self._drawn(round_id))
         summary = await self._context.compute.run(
@@ -74,8 +72,8 @@ class ClientEvaluator:
             )
         return summary
 
-    async def present(self, names: Set[str]) -> OpenEvaluation:
-        """An evaluation of the present model by all that are ready, which ends once all these metrics are found."""
+    async def evaluate_present(self, names: Set[str]) -> OpenEvaluation:
+        """Have all clients that are ready evaluate the present model, until all these metrics are found."""
         return await self.evaluate(self._context.state.round_id, self.ready(), lambda found: names <= found.names)
 
     def _drawn(self, round_id: int) -> Sequence[int]:
@@ -100,13 +98,13 @@ class ClientEvaluator:
         )
         repeat_at_s = now_s
         try:
-            self.membership_changed()
+            self.follow_registry()
             while not (found.is_over(now_s := time.monotonic()) or is_enough(found)):
                 if now_s >= repeat_at_s:
                     repeat_at_s = now_s + config.clients.heartbeat_s
                     await self._request(found, found.deadline_at_s - now_s)
                 if not (found.is_over(time.monotonic()) or is_enough(found)):  # results may have come meanwhile
-                    await self._sleep_until(min(repeat_at_s, found.deadline_at_s))
+                    await self._current_round.sleep_until(min(repeat_at_s, found.deadline_at_s))
         finally:
             self._open = None
             found.close()
@@ -123,14 +121,14 @@ class ClientEvaluator:
     def on_result(self, client_id: int, result: EvaluationResult) -> None:
         """A result has come."""
         if result.run_id == self._context.run_id and self._open is not None and self._open.add(client_id, result):
-            self._changed()
+            self._current_round.notify()
 
-    def membership_changed(self) -> None:
-        """A client has come, gone, or fallen silent."""
+    def follow_registry(self) -> None:
+        """Wait no longer for clients that are gone, silent or paused."""
         if self._open is None:
             return
         here = self._registry.taking_part(self._context.state.round_id + 1)
-        for client_id in self._open.follow(here, self._registry.paused_ids()):
+        for client_id in self._open.follow_clients(here, self._registry.paused_ids()):
             log.warning(
                 "client lost to the evaluation", **self._context.client_facts(client_id), round=self._open.round_id
             )

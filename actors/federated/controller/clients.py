@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from gradbus.actors.federated.controller.participation import FOR_GOOD
 from gradbus.runtime.wire.control import FETCHING_PHASE, PAUSED_PHASE, PROTOCOL, Hello
@@ -159,43 +159,50 @@ class _Newcomer:
     seen_s: float
 
 
+class ExpectedModel(NamedTuple):
+    """Holds by what a client's model is compared with the controller's.
+
+    Attributes:
+        dim: size of the model. layout: its hash.
+        compares: what of a client's model both are of: all of it, the trained part alone, or what the patterns of a
+            Welcome name, which a client knows only once it is welcomed.
+    """
+
+    dim: int
+    layout: int
+    compares: Compared = "all"
+
+
 class ClientRegistry:
     """The clients of a controller.
 
     A client with another incarnation replaces its older start as soon as that one is known to be gone, or has been
     silent for ``dead_after_s``. While the older one still sends, the newcomer is refused, as two processes must not
     train under one id. In between, the newcomer waits, and each of several newcomers for itself.
-
-    Attributes:
-        max_members: further clients are refused.
     """
 
     def __init__(
         self,
+        model: ExpectedModel,
         *,
-        dim: int,
-        layout: int,
         session: int,
         dead_after_s: float,
         duplicate_after_s: float,
         memory: str = "",
-        compares: Compared = "all",
+        max_members: int = MAX_MEMBERS,
     ) -> None:
         """An empty table.
 
         Args:
-            dim: size of the model; layout: its hash. Clients that differ are refused.
+            model: clients whose model differs are refused.
             session: this start of the controller. Only its Welcome makes a client ready.
             dead_after_s: a client that is silent for so long hangs, unless it reports that it trains.
             duplicate_after_s: how long a second process with an id waits at least for a message of the first one.
             memory: the controller's machine, where it shares memory; else empty.
-            compares: what of a client's model ``dim`` and ``layout`` are of: all of it, the trained part alone, or what
-                the patterns of a Welcome name, which a client knows only once it is welcomed.
+            max_members: further clients are refused.
         """
-        self.max_members = MAX_MEMBERS
-        self._compares = compares
-        self._dim = dim
-        self._layout = layout
+        self._max_members = max_members
+        self._model = model
         self._session = session
         self._dead_after_s = dead_after_s
         self._duplicate_after_s = duplicate_after_s
@@ -244,8 +251,8 @@ class ClientRegistry:
         """Number of clients that read the controller's memory."""
         return sum(map(self.shares_memory, self._members))
 
-    def holds(self, client_id: int, incarnation: int, round_id: int) -> None:
-        """A client holds, or has worked from, the model after this round."""
+    def note_model(self, client_id: int, incarnation: int, round_id: int) -> None:
+        """Note that a client holds, or has worked from, the model after this round."""
         member = self.get(client_id, incarnation)
         if member is not None and member.hello.session == self._session:
             record = _record(member)
@@ -255,7 +262,7 @@ class ClientRegistry:
         """Whether all clients that read the controller's memory hold the model after this round, or a newer one."""
         return all(_record(m).model_round >= round_id for m in self if self.shares_memory(m.client_id))
 
-    def hello(
+    def answer_hello(
         self,
         sender: Identity,
         hello: Hello,
@@ -266,7 +273,7 @@ class ClientRegistry:
         out_until: int = 0,
         is_stalled: bool = False,
     ) -> tuple[HelloAnswer, str]:
-        """The answer to a Hello, and the reason of a refusal.
+        """Register a client, or what it reports. Returns the answer to its Hello, and the reason of a refusal.
 
         Args:
             number: of the message. One that a later Hello has overtaken shows that its client is alive, and nothing
@@ -287,8 +294,8 @@ class ClientRegistry:
             self._newcomers.pop(client_id, None)
             member = None
         if member is None:  # new, or back after it was taken for dead: it needs the round from which on it counts
-            if len(self._members) >= self.max_members:
-                return HelloAnswer.REFUSE, f"this run has {self.max_members:,} clients already, as many as it can have"
+            if len(self._members) >= self._max_members:
+                return HelloAnswer.REFUSE, f"this run has {self._max_members:,} clients already, as many as it can have"
             from_round = max(next_round, out_until)
             self._members[client_id] = ClientRecord(
                 client_id, incarnation, hello, now_s, from_round, number, out_until=out_until
@@ -302,11 +309,11 @@ class ClientRegistry:
         if not is_later(number, member.number):
             return HelloAnswer.NOTHING, ""
         member.hello, member.number = hello, number
-        self.holds(member.client_id, member.incarnation, hello.model_round)
+        self.note_model(member.client_id, member.incarnation, hello.model_round)
         knows = hello.session == self._session and hello.next_round in (-1, member.from_round)
         return (HelloAnswer.NOTHING if knows else HelloAnswer.WELCOME), ""
 
-    def host_hello(
+    def answer_host_hello(
         self,
         sender: Identity,
         hello: Hello,
@@ -317,7 +324,7 @@ class ClientRegistry:
         out_until: Callable[[int], int],
         is_stalled: bool = False,
     ) -> tuple[HelloAnswer, str]:
-        """The answer to the Hello of a host, which brings all of its clients; as :meth:`hello`.
+        """Register a host with all of its clients, or what it reports. Returns the answer to its Hello; as :meth:`answer_hello`.
 
         Args:
             out_until: of a client id: the first round in which it may take part.
@@ -368,19 +375,19 @@ class ClientRegistry:
 
     def _mismatch(self, hello: Hello) -> str | None:
         """Return how the client's model differs; None: it is the same."""
-        dim, layout = hello.dim, hello.layout
-        if self._compares == "shared":
+        expected, dim, layout = self._model, hello.dim, hello.layout
+        if expected.compares == "shared":
             if hello.session != self._session:
                 return None
             dim, layout = hello.shared_dim, hello.shared_layout
             if not layout:
                 return "it has ignored which tensors are shared, as an older version does"
-        elif self._compares == "trained" and hello.trained_dim:
+        elif expected.compares == "trained" and hello.trained_dim:
             dim, layout = hello.trained_dim, hello.trained_layout
-        if dim != self._dim:
-            shared = "shares " if self._compares == "shared" else ""
-            return f"{shared}{dim:,} values, here {self._dim:,}"
-        return None if layout == self._layout else "other names or shapes, or others of its parameters are frozen"
+        if dim != expected.dim:
+            shared = "shares " if expected.compares == "shared" else ""
+            return f"{shared}{dim:,} values, here {expected.dim:,}"
+        return None if layout == expected.layout else "other names or shapes, or others of its parameters are frozen"
 
     def _answer_newcomer(
         self, member: ClientRecord, newcomer: Identity, now_s: float, is_stalled: bool
@@ -437,7 +444,7 @@ class ClientRegistry:
             member.out_until = until
             member.from_round = max(member.from_round, until)
 
-    def admit(self, round_id: int) -> list[ClientRecord]:
+    def let_into(self, round_id: int) -> list[ClientRecord]:
         """Let the clients that came during a failed attempt at this round into the next one. Returns those to welcome
         anew: of the clients of a host, the host."""
         late = [m for m in (*self._members.values(), *self._hosts.values()) if m.from_round > round_id >= m.out_until]
@@ -445,7 +452,7 @@ class ClientRegistry:
             member.from_round = round_id
         return [member for member in late if isinstance(member, ClientRecord)]
 
-    def find_silent(self, now_s: float) -> list[ClientRecord]:
+    def mark_silent(self, now_s: float) -> list[ClientRecord]:
         """Mark the clients that have been silent for too long. Returns those that are not waited for from now on:
         neither those that train nor those that were silent before."""
         found = []
@@ -458,8 +465,8 @@ class ClientRegistry:
                 found.append(member)
         return found
 
-    def wait_for(self, client_id: int, incarnation: int, now_s: float) -> None:
-        """A client is reported as gone, which may be wrong: from now on it has its full time to send something."""
+    def put_in_doubt(self, client_id: int, incarnation: int, now_s: float) -> None:
+        """Note that a client is reported as gone, which may be wrong: from now on it has its full time to send."""
         member = self.get(client_id, incarnation)
         if isinstance(member, ClientRecord):
             member.excused_s = now_s - member.seen_s

@@ -10,13 +10,14 @@ import asyncio
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from gradbus.actors.federated.controller.client_evaluation import ClientEvaluator
 from gradbus.actors.federated.controller.clients import ClientRegistry
+from gradbus.actors.federated.controller.current_round import CurrentRound
 from gradbus.actors.federated.controller.evaluation import LATE, LOST, MAX_REASON_CHARS, CrossSite, CrossSiteRow
 from gradbus.actors.federated.controller.publish import ModelPublisher
 from gradbus.actors.federated.controller.state import RunContext
@@ -65,17 +66,15 @@ class LocalModelReceiver:
         self,
         context: RunContext,
         registry: ClientRegistry,
+        current_round: CurrentRound,
         *,
         dim: int,
-        sleep_until: Callable[[float], Awaitable[None]],
-        changed: Callable[[], None],
     ) -> None:
-        """``dim``: of the model. ``sleep_until`` waits for ``changed``, or until that time."""
+        """``current_round``: wakes whoever waits. ``dim``: of the model."""
         self._context = context
         self._registry = registry
         self._num_bytes = 4 * dim
-        self._sleep_until = sleep_until
-        self._changed = changed
+        self._current_round = current_round
         self._uploads: Uploads[IncomingUpload] = Uploads(self._send)
         self._wanted: _Wanted | None = None
 
@@ -120,7 +119,7 @@ class LocalModelReceiver:
             if wanted.upload in stalled:
                 wanted.upload = None  # its client offers it again
             if wanted.payload is None and not wanted.failure:  # something may have come meanwhile
-                await self._sleep_until(min(deadline_s, now_s + 2 * self._uploads.repair_period_s))
+                await self._current_round.sleep_until(min(deadline_s, now_s + 2 * self._uploads.repair_period_s))
         return wanted.payload is not None and not wanted.failure
 
     async def _read(self, upload: IncomingUpload, timeout_s: float) -> None:
@@ -151,7 +150,7 @@ class LocalModelReceiver:
         if request.run_id != self._context.run_id or request.total_bytes != self._num_bytes:
             wanted.failure = WRONG_SIZE
             await self._send(source.receipt(WRONG_SIZE))
-            self._changed()
+            self._current_round.notify()
             return
         if wanted.upload is not None and wanted.upload.source.repeats(source):
             return
@@ -160,7 +159,7 @@ class LocalModelReceiver:
         in_memory = bool(self._context.bus.memory.here) and is_here(request.memory)
         wanted.upload = IncomingUpload(source, time.monotonic(), in_memory)
         if in_memory:
-            self._changed()  # and it is read
+            self._current_round.notify()  # and it is read
         else:
             await self._uploads.grant(wanted.upload)
 
@@ -168,7 +167,7 @@ class LocalModelReceiver:
         """A frame of a local model."""
         try:
             if self._uploads.feed(message) is not None:
-                self._changed()
+                self._current_round.notify()
         except FrameError as error:
             if error.reason not in (UNEXPECTED, REPEATED):  # which any network may bring
                 log.warning(
@@ -184,7 +183,7 @@ class LocalModelReceiver:
             return
         if wanted is not None and (client_id, result.round_id) == (wanted.client_id, wanted.round_id):
             wanted.failure = result.failure[:MAX_REASON_CHARS] or LATE
-            self._changed()
+            self._current_round.notify()
 
     async def _send(self, body: Body) -> None:
         with contextlib.suppress(BusError):  # the client, or this controller, repeats its request

@@ -44,7 +44,7 @@ class RoundDeadline:
         self._most_s = most_s
         self._last: deque[tuple[float, AskedWork | None]] = deque(maxlen=LAST_ROUNDS)
 
-    def round_done(self, answered_s: float, work: AskedWork | None) -> None:
+    def note_round(self, answered_s: float, work: AskedWork | None) -> None:
         """Note a committed round: seconds from its command to the last update that counted, and its work; None: it
         cannot be compared."""
         self._last.append((answered_s, work))

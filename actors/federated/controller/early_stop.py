@@ -1,4 +1,4 @@
-"""When a run ends before its last round: by patience, or because a callback says so. Pure: reports in, a verdict out.
+"""When a run ends before its last round: by patience, or because a callback says so.
 
 A callback is any object with some of these methods, called on the compute thread of the Controller; those but the last
 may return True, which ends the run after the round: its clients end gracefully, as after all rounds.
@@ -16,16 +16,20 @@ A round that a crash has cut off before its commit is done again, and so are its
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, ParamSpec, TypeVar
 
 from gradbus.actors.aggregation.updates import Facts
 from gradbus.actors.federated.controller.report import RoundReport
-from gradbus.runtime.callbacks import Callbacks
+from gradbus.runtime.callbacks import Callbacks, CallbackWait
+from gradbus.runtime.compute import ComputeThread
 from gradbus.runtime.config.federated import OF_CLIENTS, EarlyStopSettings
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.nearest import nearest
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 MAX_NAMED = 8  # metrics in a line of the log
 
@@ -88,8 +92,35 @@ def _of_clients(report: RoundReport, metric: str, key: str, least_answered: floa
     return found
 
 
+class RunCallbacks:
+    """Calls the callbacks of a run on its compute thread, and waits for them.
+
+    Attributes:
+        stop: whose methods call them.
+    """
+
+    def __init__(self, compute: ComputeThread, callbacks: Callbacks, stop: EarlyStop) -> None:
+        self._compute = compute
+        self._callbacks = callbacks
+        self._wait = CallbackWait(callbacks)
+        self.stop = stop
+
+    def follow(self, method: str) -> bool:
+        """Return whether a callback has this method."""
+        return self._callbacks.follow(method)
+
+    async def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run a function that calls callbacks, such as :meth:`EarlyStop.call_on_aggregate`. Raises CallbackFailed;
+        CallbackTimeout: the run has ended, and one does not return."""
+        return await self._wait.wait(self._compute.run(function, *args, **kwargs))
+
+    def run_has_ended(self) -> None:
+        """From now on, each callback has a limited time."""
+        self._wait.run_has_ended()
+
+
 class EarlyStop:
-    """Follows the evaluations of a run, those before a resume included.
+    """Follows the evaluations of a run, those before a resume included. Pure: reports in, a verdict out.
 
     Attributes:
         reason: why the run ends now; empty: it goes on.
@@ -117,30 +148,35 @@ class EarlyStop:
         for report in history:
             self.note(report, is_of_resumed=True)
 
-    def may_begin(self, round_id: int) -> bool:
-        """Whether a round is to be commanded, as it is next."""
+    def end(self, reason: str) -> None:
+        """End the run after this round, unless it ends already. ``reason``: empty: it goes on."""
+        self.reason = self.reason or reason
+
+    def call_on_round(self, round_id: int) -> bool:
+        """Call the callbacks before a round, unless the run ends already. Returns whether it is to be commanded."""
         if not self.reason:
             self._call("on_round", round_id)
         return not self.reason
 
-    def updates_counted(self, updates: Iterable[Facts]) -> None:
-        """These updates count in the open round."""
+    def call_on_update(self, updates: Iterable[Facts]) -> None:
+        """Call the callbacks for updates that count in the open round."""
         for update in updates:
             self._call("on_update", update)
 
-    def aggregated(self, report: RoundReport) -> None:
-        """The new model of a round is computed."""
+    def call_on_aggregate(self, report: RoundReport) -> None:
+        """Call the callbacks for the new model of a round."""
         self._call("on_aggregate", report)
 
-    def round_done(self, report: RoundReport) -> None:
-        """A round is done. Raises ConfigError: the controller's evaluation lacks the metric."""
+    def note_round(self, report: RoundReport) -> None:
+        """Note that a round is done, and call the callbacks. Raises ConfigError: the controller's evaluation lacks the
+        metric."""
         self.note(report)
         if report.eval_loss is not None or report.by_clients.asked:
-            self.evaluated(report)
+            self.call_on_evaluation(report)
         self._call("on_report", report)
 
-    def run_ended(self, reports: list[RoundReport]) -> None:
-        """The run has ended gracefully."""
+    def call_on_end(self, reports: list[RoundReport]) -> None:
+        """Call the callbacks at the graceful end of the run."""
         self._call("on_end", reports)
 
     def _call(self, method: str, argument: Any) -> None:
@@ -149,8 +185,9 @@ class EarlyStop:
         if ending and not self.reason:
             self.reason = f"{ending[0]}.{method} has ended the run"
 
-    def evaluated(self, report: RoundReport) -> None:
-        """The model of a round was evaluated, by all that evaluate it: also of the last round before a resume."""
+    def call_on_evaluation(self, report: RoundReport) -> None:
+        """Call the callbacks once the model of a round was evaluated by all that evaluate it: also of the last round
+        before a resume."""
         self._call("on_evaluation", report)
 
     def note(self, report: RoundReport, *, is_of_resumed: bool = False) -> None:

@@ -194,7 +194,7 @@ class OpenEvaluation:
             self.names.update(result.metrics)
         return True
 
-    def follow(self, present: Collection[int], paused: Collection[int] = ()) -> list[int]:
+    def follow_clients(self, present: Collection[int], paused: Collection[int] = ()) -> list[int]:
         """Follow the registry: clients that are not ``present`` are not awaited. Returns those that are not ``paused``
         either, ascending: they are lost."""
         away = self.open.difference(present)

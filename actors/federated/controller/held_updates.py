@@ -37,20 +37,20 @@ class Settling(Enum):
 class HeldUpdates:
     """Decides when the updates of a round may be added. Pure: no bus, no clock, no tensors."""
 
-    def __init__(self, bounds: Bounds | None) -> None:
-        """``bounds``: of the strategy; None: nothing is ever held."""
+    def __init__(self, bounds: Bounds) -> None:
+        """``bounds``: of the strategy."""
         self._bounds = bounds
         self._norms: dict[FrameKey, Norms] = {}  # of updates that have been measured
 
     @property
     def is_settled(self) -> bool:
         """Return whether updates may be added."""
-        return self._bounds is None or self._bounds.is_settled
+        return self._bounds.is_settled
 
     @property
     def must_measure(self) -> bool:
         """Return whether updates are measured before any is added."""
-        return self._bounds is not None and not self.is_settled and self._bounds.needs_norms
+        return not self._bounds.is_settled and self._bounds.needs_norms
 
     def begin(self) -> None:
         """Forget what was measured, for a new round."""
@@ -73,7 +73,6 @@ class HeldUpdates:
     def settle(self, round_: Round, announced: Mapping[FrameKey, Facts], now_s: float) -> Settling:
         """Set the bounds of a round, once enough clients have ``announced`` their updates, and where it is a first one
         these are measured. Each client has one update among them."""
-        assert self._bounds is not None, "where nothing is held there is nothing to settle"
         clients = {facts.client_id for facts in announced.values()}
         if not round_.has_enough_requests(clients, now_s):
             return Settling.WAIT

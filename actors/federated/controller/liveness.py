@@ -11,7 +11,7 @@ import contextlib
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from gradbus.actors.federated.controller.clients import ClientRegistry
@@ -27,8 +27,9 @@ from gradbus.runtime.wire.frames import CONTROLLER
 from gradbus.runtime.wire.messages import Control, Identity, Message, TrainCmd, new_incarnation
 
 if TYPE_CHECKING:  # these load torch, which the hub of an app without it is spared
+    from gradbus.actors.federated.controller.current_round import CurrentRound
+    from gradbus.actors.federated.controller.run_membership import RunMembership
     from gradbus.actors.federated.controller.state import RunContext
-    from gradbus.actors.federated.controller.updates_in import UpdateReceiver
 
 MAX_NAMED = 64  # clients of each list, and half as many reasons: it is sent twice a second
 
@@ -267,20 +268,15 @@ class LivenessMonitor:
         self,
         context: RunContext,
         registry: ClientRegistry,
-        receiver: UpdateReceiver,
         progress: Progress,
-        *,
-        changed: Callable[[], None],
-        open_round: Callable[[], Round | None],
+        current_round: CurrentRound,
+        membership: RunMembership,
     ) -> None:
-        """``changed`` is called when clients have fallen silent. ``open_round`` gives the open round."""
         self._context = context
         self._registry = registry
-        self._receiver = receiver
         self._progress = progress
-        self._changed = changed
-        self._open_round = open_round
-        self._left = asyncio.Event()
+        self._current_round = current_round
+        self._membership = membership
         self._clock = BeatClock(context.config.clients.heartbeat_s)
 
     def is_stalled(self) -> bool:
@@ -294,9 +290,9 @@ class LivenessMonitor:
         while True:
             status = make_status(
                 self._progress,
-                self._open_round(),
+                self._current_round.round,
                 registry,
-                self._receiver.dropped,
+                self._context.dropped,
                 run_id=self._context.run_id,
                 host=host,
                 now_s=time.monotonic(),
@@ -305,7 +301,7 @@ class LivenessMonitor:
                 await self._context.publish(status)
             now_s = time.monotonic()
             self._clock.beat(now_s, registry)
-            silent = registry.find_silent(now_s)
+            silent = registry.mark_silent(now_s)
             for client in silent:
                 log.warning(
                     "client silent",
@@ -316,7 +312,7 @@ class LivenessMonitor:
                     effect="not waited for until it sends again",
                 )
             if silent:
-                self._changed()
+                self._membership.follow_registry()
             await asyncio.sleep(heartbeat_s)
 
     async def announce_end(self, *, ok: bool, reason: str, final: bool = False, linger: bool = False) -> None:
@@ -337,13 +333,5 @@ class LivenessMonitor:
             wait_until_s = fetching_until_s if self._registry.has_fetching else until_s
             if time.monotonic() >= wait_until_s:
                 return
-            self._left.clear()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(
-                    min(self._context.config.clients.heartbeat_s, max(0.0, wait_until_s - time.monotonic()))
-                ):
-                    await self._left.wait()
-
-    def client_left(self) -> None:
-        """Wake :meth:`announce_end`: some client has gone."""
-        self._left.set()
+            left_s = max(0.0, wait_until_s - time.monotonic())
+            await self._membership.wait_for_change(min(self._context.config.clients.heartbeat_s, left_s))

@@ -9,15 +9,16 @@ sums together would show its update. Then the round is given up, and the next on
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 
 from gradbus.actors.aggregation.exact_sum import OutOfRange
 from gradbus.actors.aggregation.strategies import NoRoom
 from gradbus.actors.federated.controller.clients import ClientRegistry
+from gradbus.actors.federated.controller.current_round import CurrentRound
 from gradbus.actors.federated.controller.masked_attempt import BROKEN, AttemptTerms, MaskedAttempt
 from gradbus.actors.federated.controller.report import Progress
 from gradbus.actors.federated.controller.rounds import Outcome, Round
-from gradbus.actors.federated.controller.selection import ParticipantSelection
+from gradbus.actors.federated.controller.run_membership import RunMembership
 from gradbus.actors.federated.controller.state import RunContext
 from gradbus.actors.federated.controller.updates_in import UpdateReceiver
 from gradbus.actors.federated.protocol import SAT_OUT
@@ -30,10 +31,9 @@ log = get_logger("controller")
 
 
 class MaskedRounds:
-    """Makes the attempts, and knows the newest one.
+    """Makes the attempts.
 
     Attributes:
-        attempt: the newest attempt; None: there is none, as in every run without secure aggregation.
         left_out: clients that later attempts are made without.
     """
 
@@ -42,69 +42,48 @@ class MaskedRounds:
         context: RunContext,
         registry: ClientRegistry,
         receiver: UpdateReceiver,
-        selection: ParticipantSelection,
+        membership: RunMembership,
         progress: Progress,
-        *,
-        changed: Callable[[], None],
+        current_round: CurrentRound,
     ) -> None:
-        """``changed`` is called when an attempt has changed its round."""
+        """``membership``: punishes clients that break the protocol. ``current_round``: has the newest attempt."""
         self._context = context
         self._registry = registry
         self._receiver = receiver
-        self._selection = selection
+        self._membership = membership
         self._progress = progress
-        self._changed = changed
+        self._current_round = current_round
         self._numbers = itertools.count(1)  # none is used twice by this start of the controller
-        self.attempt: MaskedAttempt | None = None
         self.left_out: set[int] = set()
-
-    @property
-    def is_on(self) -> bool:
-        """Whether the run has secure aggregation."""
-        return self._context.config.secure_aggregation.enabled
-
-    @property
-    def number(self) -> int:
-        """Return the number of the newest attempt; 0: there is none."""
-        return 0 if self.attempt is None else self.attempt.number
 
     @property
     def failure(self) -> str:
         """Return why the newest attempt has failed; empty: it has not."""
-        return "" if self.attempt is None else self.attempt.failure
+        attempt = self._current_round.masked
+        return "" if attempt is None else attempt.failure
 
-    def begin(self, round_: Round, terms: AttemptTerms) -> MaskedAttempt:
+    def make_attempt(self, round_: Round, terms: AttemptTerms) -> MaskedAttempt:
         """Return a new attempt at a round."""
-        self.attempt = MaskedAttempt(
+        return MaskedAttempt(
             self._context,
             round_,
             next(self._numbers),
             terms,
             is_here=lambda *client: self._registry.get(*client) is not None,
-            changed=self._changed,
+            changed=self._current_round.notify,
         )
-        return self.attempt
 
     def on_answer(self, client_id: int, incarnation: int, answer: MaskAnswer) -> None:
         """Take a client's answer to the newest attempt."""
-        if self.attempt is None:
+        attempt = self._current_round.masked
+        if attempt is None:
             return
         try:
-            self.attempt.on_answer(client_id, incarnation, answer)
+            attempt.on_answer(client_id, incarnation, answer)
         except NotInProtocol as error:  # too late, as a rule
-            self._receiver.dropped["mask answer"] += 1
+            self._context.dropped["mask answer"] += 1
             facts = self._context.client_facts(client_id)
             log.info("mask answer not used", **facts, phase=answer.phase, reason=str(error))
-
-    def membership_changed(self) -> None:
-        """Wait no longer for clients that the newest attempt goes on without."""
-        if self.attempt is not None:
-            self.attempt.keep_to_members()
-
-    def wake(self) -> None:
-        """Have the newest attempt look again at what it waits for."""
-        if self.attempt is not None:
-            self.attempt.wake()
 
     async def end(self, round_: Round, attempt: MaskedAttempt, outcome: Outcome) -> Outcome:
         """End an attempt, of which no further update comes: with its sum its updates count. Returns why the round is
@@ -134,14 +113,14 @@ class MaskedRounds:
         sat_out = {client_id for client_id, reason in round_.failed.items() if reason == SAT_OUT}
         self.left_out |= attempt.left_out | sat_out
         for client_id, reason in attempt.liars.items():
-            self._receiver.dropped[BROKEN] += 1
+            self._context.dropped[BROKEN] += 1
             strike = self._context.state.quarantine.strike(client_id, round_.round_id, BROKEN, reason)
             if strike is not None:
-                await self._selection.on_strike(strike)
+                await self._membership.punish(strike)
 
-    def round_done(self, outcome: Outcome) -> None:
+    def note_outcome(self, outcome: Outcome) -> None:
         """Begin the next round with all clients again, but for those that this one was given up for."""
-        given_up = self.attempt if outcome is Outcome.GIVEN_UP else None
+        given_up = self._current_round.masked if outcome is Outcome.GIVEN_UP else None
         self.left_out = set() if given_up is None else given_up.left_out
 
     def begin_round(self, ready: Collection[int]) -> None:

@@ -90,7 +90,7 @@ class ModelEvaluation:
         every, last = self._context.config.eval_every, self._context.config.rounds
         return bool(every) and self._has_whole_model and (round_id % every == 0 or round_id == last)
 
-    async def check_metrics(self, reports: Sequence[RoundReport]) -> None:
+    async def try_own_metrics(self, reports: Sequence[RoundReport]) -> None:
         """Evaluate the present model where a setting names a metric of the task, so that a name that is wrong is known
         before clients train; or find all of them in one of ``reports``, the rounds before a resume.
 
@@ -111,7 +111,7 @@ class ModelEvaluation:
                     )
                 evaluated_metric(found, metric, key)
 
-    async def check_client_metrics(self, reports: Sequence[RoundReport]) -> None:
+    async def try_client_metrics(self, reports: Sequence[RoundReport]) -> None:
         """Have clients evaluate the present model where a setting names a metric of theirs that no evaluation of
         ``reports``, the rounds before a resume, has: a name that is wrong is known before they train.
 
@@ -130,7 +130,7 @@ class ModelEvaluation:
         if not names:
             return
         self._progress.phase = "evaluating"
-        found = await self._evaluator.present(names)
+        found = await self._evaluator.evaluate_present(names)
         answered, asked = len(found.results), len(found.asked)
         may_end = not reports or any(report.by_clients.asked for report in reports)
         least = max(asked // 2 + 1, config.evaluation.least_answered * asked, 1 if config.clients.num == 1 else 2)
@@ -155,14 +155,14 @@ class ModelEvaluation:
                     f"{metric!r}; they have found {with_nearest(metric, known)}"
                 )
 
-    async def after_round(self, round_id: int) -> dict[str, Any]:
-        """The quality of the present weights, as this Controller finds it, and the clients at the same time."""
+    async def evaluate_round(self, round_id: int) -> dict[str, Any]:
+        """Evaluate the present weights by this Controller, and by the clients at the same time, where that is due."""
         if not self._evaluator.is_due(round_id):
             return await self._by_controller(round_id)
         self._progress.phase = "evaluating"
         try:
             async with TaskGroup() as group:
-                clients = group.create_task(self._evaluator.after_round(round_id), name="evaluation-by-clients")
+                clients = group.create_task(self._evaluator.evaluate_round(round_id), name="evaluation-by-clients")
                 found = await self._by_controller(round_id)
         except BaseExceptionGroup as errors:
             raise single_error(errors) from None
@@ -189,9 +189,9 @@ class ModelEvaluation:
             raise unreadable(self._task, "evaluate", found, error) from None
         return {"accuracy": figures.get("accuracy"), "eval_loss": figures.get("eval_loss"), "metrics": metrics}
 
-    async def resumed(self, reports: Sequence[RoundReport]) -> RoundReport | None:
-        """The newest report with what this Controller finds: the round before a crash was committed, but may not have
-        been evaluated. None: nothing was missing."""
+    async def complete_newest(self, reports: Sequence[RoundReport]) -> RoundReport | None:
+        """Return the newest report with what this Controller finds: the round before a crash was committed, but may not
+        have been evaluated. None: nothing was missing."""
         last = _newest(reports)
         return (
             None
@@ -199,13 +199,13 @@ class ModelEvaluation:
             else self._amended(last, await self._by_controller(last.round_id))
         )
 
-    async def resumed_by_clients(self, reports: Sequence[RoundReport]) -> RoundReport | None:
+    async def complete_newest_by_clients(self, reports: Sequence[RoundReport]) -> RoundReport | None:
         """Return the same with what the clients find, once they are here."""
         last = _newest(reports)
         if last is None or last.by_clients.asked or not self._evaluator.is_due(last.round_id):
             return None
         self._progress.phase = "evaluating"
-        return self._amended(last, {"by_clients": await self._evaluator.after_round(last.round_id)})
+        return self._amended(last, {"by_clients": await self._evaluator.evaluate_round(last.round_id)})
 
     def _amended(self, last: RoundReport, found: dict[str, Any]) -> RoundReport | None:
         if not found:

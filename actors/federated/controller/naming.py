@@ -69,7 +69,7 @@ class ClientNaming:
         is_taken: Callable[[int], bool],
         node_of: Callable[[int, int], ClientNode | None],
         assigns_from_s: float,
-        is_site: Callable[[], bool] = bool,
+        is_site: bool = False,
     ) -> None:
         """Args:
         names: the pairs of the run.
@@ -152,7 +152,7 @@ class ClientNaming:
         known = self._names.id_of(name)
         if known is not None:
             return NamedSender(known, name)
-        if self._is_site():
+        if self._is_site:
             return NamedSender(-1, name, _UNIQUE_IN_TREE.format(name=name))
         if now_s < self._assigns_from_s:
             return NamedSender(-1, name, waits=True)

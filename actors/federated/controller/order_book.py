@@ -20,6 +20,7 @@ from gradbus.actors.federated.controller.state import RunState
 from gradbus.runtime.config.federated import IN_COMMAND, IN_TERMS, FederatedConfig
 from gradbus.runtime.errors import CheckpointError, ConfigError
 from gradbus.runtime.logs import get_logger
+from gradbus.runtime.optimization.schedules import RoundRates
 from gradbus.runtime.wire.client_orders import MAX_CLIENT_ORDERS_CHARS, format_orders
 from gradbus.runtime.wire.id_ranges import MAX_CHARS, format_ids
 from gradbus.runtime.wire.messages import TrainCmd
@@ -55,18 +56,27 @@ def check_order(config: FederatedConfig, order: RoundOrder) -> None:
 
 
 class OrderBook:
-    """Knows the orders of the rounds whose updates may still count."""
+    """Knows the orders of the rounds whose updates may still count.
 
-    def __init__(self, config: FederatedConfig, strategy: Strategy, state: RunState, *, has_caller: bool) -> None:
-        """``has_caller``: the caller orders each round, in its own way."""
+    Attributes:
+        has_terms: rounds may have settings that their commands have no field for: options that differ, or orders, also
+            those on the disk, by which rounds may be repeated.
+    """
+
+    def __init__(
+        self, config: FederatedConfig, strategy: Strategy, state: RunState, rates: RoundRates, *, has_caller: bool
+    ) -> None:
+        """``rates``: the learning rates of the rounds. ``has_caller``: the caller orders each round, in its own way."""
         self._config = config
         self._strategy = strategy
         self._state = state
         self._has_caller = has_caller
+        self._rates = rates
+        self.has_terms = config.training.has_terms or has_caller or strategy.gives_orders or state.has_orders
         self._orders: dict[int, RoundOrder] = {}
         self._unwritten: int | None = None  # a round whose order is not on the disk yet
 
-    def open(self, round_id: int, given: RoundOrder, ready: Sequence[int]) -> RoundOrder:
+    def decide_order(self, round_id: int, given: RoundOrder, ready: Sequence[int]) -> RoundOrder:
         """Return the order of a round that begins. Called on the compute thread.
 
         Args:
@@ -155,13 +165,13 @@ class OrderBook:
         """Return the order of a round that was opened; else that of the configuration."""
         return self._orders.get(round_id, _AS_CONFIGURED)
 
-    def command(self, round_id: int, lr: float) -> TrainCmd:
-        """Return the command of a round. ``lr``: of the schedule."""
+    def command(self, round_id: int) -> TrainCmd:
+        """Return the command of a round. Called on the compute thread, as a schedule may be the user's own."""
         training = self._config.training
         command = {
             "subset_size": training.subset_size,
             "epochs": training.epochs,
-            "lr": lr,
+            "lr": self._rates.at(round_id),
             "seed": self._config.seed,
         }
         changed = self._changes(round_id)
@@ -181,7 +191,7 @@ class OrderBook:
         """Return the ids of the clients that a round is ordered from; None: the selector decides."""
         return self.order(round_id).clients
 
-    def work(self, first: int, last: int) -> list[tuple[int, int]]:
+    def list_work(self, first: int, last: int) -> list[tuple[int, int]]:
         """Return the work that these rounds ask of clients, both included, as :meth:`.TrainingSettings.list_work`."""
         first, training = max(1, first), self._config.training
         ordered = [round_id for round_id in self._orders if first <= round_id <= last]
@@ -192,7 +202,7 @@ class OrderBook:
             found += [(one["epochs"], one["steps"]) for one in (of_all, *of_some)]
         return found
 
-    def round_work(self, round_id: int) -> AskedWork | None:
+    def most_work(self, round_id: int) -> AskedWork | None:
         """Return the most work that a round asks of a client; None: it cannot be compared, as some clients are to count
         epochs and others steps."""
         training, each = self._config.training, self.order(round_id).each.values()

@@ -30,7 +30,9 @@ class RoundRequests:
         interrupted: the order of a round that a crash has cut off; None: no round was, or its caller did not order it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, has_caller: bool) -> None:
+        """``has_caller``: a caller orders each round, in its own way; else each is asked for as it is configured."""
+        self.has_caller = has_caller
         self.over = ""
         self._error: BaseException | None = None  # that has ended the controller
         self.interrupted: RoundOrder | None = None

@@ -119,8 +119,8 @@ class PacketCollector:
             if isinstance(one.request, PacketRequest) and one.whole_key == update.whole_key
         }
 
-    def follow(self, update: RequestedUpload) -> None:
-        """The client requests this upload: packets of any other update of it are of no more use."""
+    def forget_others(self, update: RequestedUpload) -> None:
+        """Forget the packets of any other update of its client, which requests this upload."""
         held = self._of.get(update.client_id)
         if held is not None and held.key != update.whole_key:
             del self._of[update.client_id]
@@ -139,7 +139,7 @@ class PacketCollector:
     def add(self, update: RequestedUpload, payload: memoryview, now_s: float = 0.0) -> CompleteUpdate | None:
         """Take a packet, in which :meth:`fault` finds none, at ``now_s``. Returns the update that is complete with it,
         which is forgotten here; None: packets are missing, or this one is here already."""
-        self.follow(update)
+        self.forget_others(update)
         request = update.request
         assert isinstance(request, PacketRequest)
         held = self._of.setdefault(update.client_id, _Incomplete(update.whole_key))

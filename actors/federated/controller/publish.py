@@ -361,8 +361,8 @@ class ModelPublisher:
         self._earlier += [(self._round_id, shared) for shared in self._shared()]
         self._current = self._full = None
         self._wanted_in_memory = False
-        self.queue.clear()
-        if self._resending is not None:
+        if self._resending is not None:  # else nothing of the model was requested
+            self.queue.clear()
             self._resending.cancel()
             await asyncio.wait([self._resending], timeout=5.0)
 

@@ -14,7 +14,7 @@ from gradbus.actors.federated.client_names import ClientNames
 from gradbus.actors.federated.controller.clients import ClientRegistry
 from gradbus.actors.federated.controller.participation import MAX_KNOWN, NO_UPDATE, PREPARING_FAILED
 from gradbus.actors.federated.controller.rounds import CLIENT_LOST, CLIENT_SILENT, SURPLUS, Round
-from gradbus.actors.federated.controller.updates_in import UNCOMPARED, UpdateReceiver
+from gradbus.actors.federated.controller.updates_in import UNCOMPARED
 from gradbus.actors.federated.protocol import FAILURES, PAUSED, SAT_OUT, TRAINING_FAILED
 from gradbus.runtime.errors import GradbusError, RoundTimeout, TrainingFailed
 from gradbus.runtime.logs import get_logger
@@ -71,34 +71,34 @@ class TrainingFailureLog:
 
 
 class RoundLosses:
-    """The losses of one round after the other. ``receiver``: counts, for the reports, what did not count. ``names``: of
-    the clients, for people."""
+    """The losses of one round after the other."""
 
-    def __init__(self, receiver: UpdateReceiver, names: ClientNames | None = None) -> None:
-        self._receiver = receiver
+    def __init__(self, dropped: Counter[str], names: ClientNames | None = None) -> None:
+        """``dropped``: counts, for the reports, what did not count. ``names``: of the clients, for people."""
+        self._dropped = dropped
         self._names = ClientNames() if names is None else names
         self._failures = TrainingFailureLog(self._names)
         self._missed: dict[int, str] = {}  # clients that are lost to the open round, and why
 
-    def begin(self) -> None:
-        """Another round begins, or the one before is committed."""
+    def clear(self) -> None:
+        """Forget who is lost: another round begins, or the one before is committed."""
         self._missed = {}
 
-    def follow(self, round_: Round, registry: ClientRegistry) -> None:
+    def follow_registry(self, round_: Round, registry: ClientRegistry) -> None:
         """Follow the registry in the open round. A client that died and is back already takes part from the next round
         on: to this one it is lost. One that has paused sits it out."""
         for client_id in sorted(round_.open.intersection(registry.paused_ids())):
             self._sit_out(round_, client_id, PAUSED)
         silent = registry.silent_ids(round_.round_id)
-        lost, found = round_.follow(registry.taking_part(round_.round_id), silent)
+        lost, found = round_.follow_clients(registry.taking_part(round_.round_id), silent)
         for client_id in lost:
             reason = CLIENT_SILENT if client_id in silent else CLIENT_LOST
-            self._receiver.dropped[reason] += 1
+            self._dropped[reason] += 1
             self._missed[client_id] = reason
             log.warning(reason, **self._names.facts(client_id), round=round_.round_id)
         for client_id in found:
             if self._missed.pop(client_id, None) == CLIENT_SILENT:  # else it was silent before the round began
-                self._receiver.dropped -= Counter({CLIENT_SILENT: 1})  # it is not lost to this round any more
+                self._dropped -= Counter({CLIENT_SILENT: 1})  # it is not lost to this round any more
             log.info("client waited for again", **self._names.facts(client_id), round=round_.round_id)
 
     def note_failure(self, round_: Round | None, client_id: int, report: TrainingFailure, *, attempt: int = 1) -> bool:
@@ -115,14 +115,14 @@ class RoundLosses:
         reason = report.reason if report.reason in FAILURES else TRAINING_FAILED
         self._failures.note(client_id, report.round_id, report.text, reason)
         round_.fail(client_id, reason)
-        self._receiver.dropped[reason] += 1
+        self._dropped[reason] += 1
         return True
 
     def _sit_out(self, round_: Round, client_id: int, reason: str) -> None:
         """Note that a client gives no update in the open round, which is no failure."""
         log.info("client sits out", **self._names.facts(client_id), round=round_.round_id, reason=reason)
         round_.fail(client_id, reason)
-        self._receiver.dropped[reason] += 1
+        self._dropped[reason] += 1
 
     def note_unprepared(self, client: int | str, report: TrainingFailure) -> str:
         """Log that a client could not get ready for its first round. Returns why, in one line."""

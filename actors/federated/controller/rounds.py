@@ -156,7 +156,7 @@ class Round:
             self.expected.discard(client_id)
             self.failed.pop(client_id, None)
 
-    def follow(self, present: Collection[int], silent: Collection[int]) -> tuple[list[int], list[int]]:
+    def follow_clients(self, present: Collection[int], silent: Collection[int]) -> tuple[list[int], list[int]]:
         """Follow the registry. Clients that are no longer ``present`` are lost, ``silent`` ones until they send again.
 
         Returns:

@@ -3,22 +3,21 @@ quarantine, those that a selector selects."""
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from gradbus.actors.federated.controller.clients import MAX_MEMBERS, ClientRegistry
-from gradbus.actors.federated.controller.participation import FOR_GOOD, Strike
+from gradbus.actors.federated.controller.current_round import CurrentRound
 from gradbus.actors.federated.controller.report import Progress
 from gradbus.actors.federated.controller.selectors.base import ClientFacts, Draw, Selector, selected
 from gradbus.actors.federated.controller.state import RunContext
 from gradbus.runtime.choices import SELECTORS
 from gradbus.runtime.config.federated import FederatedConfig
 from gradbus.runtime.dds.missing_peers import WaitLog
-from gradbus.runtime.errors import BarrierTimeout, BusError, ConfigError, TrainingFailed
+from gradbus.runtime.errors import BarrierTimeout, ConfigError, TrainingFailed
 from gradbus.runtime.logs import get_logger
-from gradbus.runtime.wire.control import FAILED, Refused
+from gradbus.runtime.wire.control import FAILED
 from gradbus.runtime.wire.id_ranges import MAX_CHARS, format_ids
 from gradbus.runtime.wire.messages import ClientUpdate, TrainCmd
 
@@ -177,7 +176,7 @@ def _have_reported(missing: Collection[int], failed: Mapping[int | str, str]) ->
 
 
 class ParticipantSelection:
-    """Waits for clients, selects those of a round, and puts those with too many strikes in quarantine."""
+    """Waits for clients, and selects those of a round."""
 
     def __init__(
         self,
@@ -185,21 +184,22 @@ class ParticipantSelection:
         registry: ClientRegistry,
         progress: Progress,
         selector: Selector,
-        *,
-        sleep_until: Callable[[float], Awaitable[None]],
-        changed: Callable[[], None],
+        current_round: CurrentRound,
     ) -> None:
-        """``sleep_until`` waits for an event, or until that time by ``time.monotonic``. ``changed`` is called when the
-        registry has changed."""
+        """``selector``: decides who takes part. ``current_round``: wakes whoever waits for clients."""
         self._selector = selector
         self._context = context
         self._registry = registry
         self._progress = progress
-        self._sleep_until = sleep_until
-        self._changed = changed
+        self._current_round = current_round
         # Clients that could not get ready, by their ids, or by the names of those without one, and why.
         self._unprepared: dict[int | str, str] = {}
         self._gone: dict[int, ClientDeparture] = {}  # clients that were here, the newest one last
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether not all ready clients may take part in a round."""
+        return self._selector.partial
 
     async def wait_for_start(
         self, round_id: int, accepted: Collection[int] = (), *, timeout_s: float, named: Collection[int] | None = None
@@ -237,7 +237,9 @@ class ParticipantSelection:
             hint = _MEND if _have_reported(missing, failed()) else ""
             waiting.look(self._absent(missing), misconfiguration=bus.misconfiguration, hint=hint)
             # There is no event for the matching of this side, which may come after the client's last message.
-            await self._sleep_until(min(condition.next_check_s(), time.monotonic() + config.clients.heartbeat_s))
+            await self._current_round.sleep_until(
+                min(condition.next_check_s(), time.monotonic() + config.clients.heartbeat_s)
+            )
         if len(ready) < len(expected) - sum(one in expected for one in {*out, *self._registry.paused_ids()}):
             log.warning("starting without all clients", ready=ready, expected=len(expected))
 
@@ -371,20 +373,3 @@ class ParticipantSelection:
             loss=known.loss,
             rounds=known.counted + known.missed,
         )
-
-    async def on_strike(self, strike: Strike) -> None:
-        """Log a bad update, and put its client in quarantine where that follows."""
-        of_round = {"round": strike.round_id, "reason": strike.reason, "strikes": strike.count}
-        facts = {**self._context.client_facts(strike.client_id), **of_round}
-        if not strike.out_until:
-            log.warning("strike", **facts)
-            return
-        until = "for good" if strike.out_until == FOR_GOOD else f"until round {strike.out_until}"
-        log.error("client in quarantine", **facts, out=until, detail=strike.detail)
-        self._registry.exclude(strike.client_id, strike.out_until)
-        incarnation = self._registry.incarnation_of(strike.client_id)
-        if strike.out_until == FOR_GOOD and incarnation is not None:
-            self._registry.remove(strike.client_id, incarnation)
-            with contextlib.suppress(BusError):  # its next Hello is refused as well
-                await self._context.publish(Refused(strike.client_id, incarnation, strike.sentence))
-        self._changed()

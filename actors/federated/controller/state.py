@@ -7,8 +7,9 @@ import math
 import os
 import re
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -42,6 +43,7 @@ from gradbus.runtime.config.federated import FederatedConfig, ShareSettings
 from gradbus.runtime.errors import CheckpointError, ControllerReplaced
 from gradbus.runtime.logs import get_logger, process_name
 from gradbus.runtime.saved_state import BUFFER, StateNames, Table, own_copies
+from gradbus.runtime.testing.failpoints import FailPoint
 from gradbus.runtime.testing.journal import History, weights_name
 from gradbus.runtime.torch_compat import uncompiled_names
 from gradbus.runtime.wire.control import Body
@@ -203,8 +205,13 @@ def load_integers(stated: str, load: Load) -> dict[str, Tensor]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RunContext:
-    """The objects that all parts of a running controller share. ``compute``: its thread for tensors and files;
-    ``history``: the event journal."""
+    """The objects that all parts of a running controller share.
+
+    Attributes:
+        compute: its thread for tensors and files. history: the event journal.
+        dropped: what did not count since the last report, by reason.
+        fail_points: the places at which a test has this process die.
+    """
 
     bus: Bus
     identity: Identity
@@ -212,6 +219,8 @@ class RunContext:
     config: FederatedConfig
     state: RunState
     history: History
+    dropped: Counter[str] = field(default_factory=Counter)
+    fail_points: FailPoint = field(default_factory=FailPoint)
 
     @property
     def run_id(self) -> int:
@@ -398,6 +407,10 @@ class RunState:
             )
         self.history = [report.without_timeline() for report in saved.history]
         log.info("resumed", round=self.round_id, run=f"{self.run_id:016x}")
+
+    def follow_run(self, run_id: int) -> None:
+        """Go on as a part of this run, whose rounds the level above commits."""
+        self.run_id, self.adopts = run_id, True
 
     def record_start(self) -> None:
         """Write down this start, before it sends anything: the next start is later whatever its clock says, and an

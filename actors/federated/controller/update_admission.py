@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from typing import NamedTuple
 
 from gradbus.actors.aggregation.partial_sum import CountedTwice
@@ -15,6 +15,9 @@ from gradbus.codecs import CodecError, NonFiniteError
 from gradbus.runtime.wire.control import PacketRequest, UploadRequest
 
 MAX_STEPS = 0xFFFF_FFFF
+# Steps that a client may announce for each sample and epoch: a batch has at least one sample, and a task of one's own
+# may have several optimizers, or several steps for a batch.
+STEPS_PER_SAMPLE = 16
 _NO_STRIKE: dict[type[Exception], str] = {CountedTwice: "counted twice", BaseGone: STALE, NoRoom: "no room"}
 
 
@@ -44,7 +47,14 @@ class UpdateAdmission:
     """
 
     def __init__(
-        self, quarantine: Quarantine, *, run_id: int, max_bytes: int, budget_bytes: int, max_samples: int
+        self,
+        quarantine: Quarantine,
+        *,
+        run_id: int,
+        max_bytes: int,
+        budget_bytes: int,
+        max_samples: int,
+        max_staleness: int = 0,
     ) -> None:
         """``max_bytes``, ``max_samples``: of an honest update. ``budget_bytes``: of granted updates, one of which is
         always admitted."""
@@ -55,7 +65,19 @@ class UpdateAdmission:
         self._max_samples = max_samples
         self.steps: Container[int] = ()
         self.steps_per_sample = MAX_STEPS
-        self.max_staleness = 0
+        self.max_staleness = max_staleness
+
+    def limit_steps(self, work: Sequence[tuple[int, int]], *, is_proportional: bool) -> None:
+        """Set the numbers of optimizer steps that a client may announce: as many as were asked for, or, where rounds
+        are counted in epochs, so many for each of its samples.
+
+        Args:
+            work: epochs and steps, 0 for as many as the epochs have, of the rounds whose updates count in the open one.
+            is_proportional: each client has a number of its own, up to that of the fastest.
+        """
+        asked = {steps for _, steps in work if steps}
+        self.steps = range(1, max(asked) + 1) if is_proportional else asked
+        self.steps_per_sample = STEPS_PER_SAMPLE * max((epochs for epochs, steps in work if not steps), default=0)
 
     def refusal(self, update: RequestedUpload, round_: Round | None) -> UpdateRefusal | None:
         """The reason to refuse this update while this round is open; None: it is admitted."""

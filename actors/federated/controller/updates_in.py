@@ -15,26 +15,15 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import math
 import time
-from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections import deque
+from collections.abc import Awaitable, Callable
 
 from torch import Tensor
 
-from gradbus.actors.aggregation.bounded_strategy import BoundedStrategy
-from gradbus.actors.aggregation.bounds import Norms
-from gradbus.actors.aggregation.merged_buffers import BufferLayout, BufferMerge
-from gradbus.actors.aggregation.packet_sum import sum_packets
-from gradbus.actors.aggregation.partial_sum import CountedTwice, PartialSum
-from gradbus.actors.aggregation.partial_sum import parse as parse_sum
-from gradbus.actors.aggregation.strategies import Strategy
+from gradbus.actors.aggregation.partial_sum import PartialSum
 from gradbus.actors.aggregation.sum_summary import SumSummary
-from gradbus.actors.aggregation.updates import Facts, Update
-from gradbus.actors.aggregation.updates import parse as parse_update
-from gradbus.actors.federated.controller.asynchronous import Bases
+from gradbus.actors.aggregation.updates import Facts
 from gradbus.actors.federated.controller.by_client import ByClient
 from gradbus.actors.federated.controller.held_updates import HeldUpdates, Settling
 from gradbus.actors.federated.controller.masked_attempt import MaskedAttempt
@@ -44,14 +33,12 @@ from gradbus.actors.federated.controller.report import RoundTiming
 from gradbus.actors.federated.controller.rounds import REPEATED, SURPLUS, Round, RoundTotals
 from gradbus.actors.federated.controller.state import RunContext
 from gradbus.actors.federated.controller.update_admission import UpdateAdmission, UpdateRefusal, unusable
-from gradbus.actors.federated.controller.uploads import UNEXPECTED, IncomingUpload, RequestedUpload, Uploads
-from gradbus.codecs import Codec, CodecError
+from gradbus.actors.federated.controller.update_sum import IncomingUpdate, MaskedUpdate, UpdateSum, facts_of
+from gradbus.actors.federated.controller.uploads import UNEXPECTED, RequestedUpload, Uploads
 from gradbus.runtime.errors import FrameError, WriteTimeout
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.shm.segment import SharedMemoryFault, is_here
-from gradbus.runtime.shm.shared_payload import read
 from gradbus.runtime.tasks import TaskGroup
-from gradbus.runtime.testing.journal import update_name
 from gradbus.runtime.transport.channels import CHANNELS
 from gradbus.runtime.wire.control import Body, PacketRequest, UploadRequest
 from gradbus.runtime.wire.frames import FrameKey
@@ -63,101 +50,48 @@ _NOTED = 100  # refusals of one kind in a round that a journal lists
 log = get_logger("controller")
 
 
-def facts_of(client_id: int, request: UploadRequest, weight: int) -> Facts:
-    """Return what a client has announced, where its update counts with this weight."""
-    return Facts(
-        client_id=client_id,
-        num_samples=weight,
-        round_id=request.round_id,
-        steps=request.steps,
-        loss=request.loss if math.isfinite(request.loss) else None,
-        metrics=request.metrics,
-    )
-
-
-@dataclass(slots=True, eq=False)
-class _IncomingUpdate(IncomingUpload):
-    """An update on its way.
-
-    Attributes:
-        adding: it is being read, decoded and added. crc32: of its payload, where the journal needs it later.
-        is_measured: its norms are known.
-        buffers: that it came with. packets: payloads of all its packets, where it came in such, until they are added.
-        last_packet: the last of these; None: it came in one piece.
-    """
-
-    adding: bool = False
-    is_measured: bool = False
-    crc32: int = 0
-    buffers: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
-    packets: Sequence[memoryview] = ()
-    last_packet: RequestedUpload | None = None
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether all of it is here, and will count or be refused in a moment."""
-        return self.adding or self.payload is not None or bool(self.packets)
-
-
-class _MaskedUpdate(NamedTuple):
-    """An update that is in the sum of an attempt with secure aggregation. ``weight``: in front of the strategy.
-    ``buffers``: it came with these."""
-
-    update: RequestedUpload
-    weight: int
-    crc32: int
-    buffers: Mapping[str, Tensor]
-
-    @property
-    def client_id(self) -> int:
-        return self.update.client_id
-
-    @property
-    def request(self) -> UploadRequest:
-        return self.update.request
-
-
 class UpdateReceiver:
     """Receives the updates of one round at a time. All methods are called on the loop.
 
     Attributes:
-        totals: sums over the updates that count. timing: moments of the round. dropped: what did not count, by reason.
+        totals: sums over the updates that count. timing: moments of the round.
         masked: the attempt at the open round, with secure aggregation; its updates count once they are unmasked.
-        counted: what was announced of the updates that count, until it is taken; None: nothing takes it.
-        buffers: merges those of the updates that count. own_codecs: that are not built in, which updates may be in.
-        bases: of asynchronous rounds, in which what comes between two of them waits for the next; None: of others.
     """
 
     def __init__(
         self,
         context: RunContext,
-        strategy: Strategy,
         admission: UpdateAdmission,
+        update_sum: UpdateSum,
         *,
-        dim: int,
         on_strike: Callable[[Strike], Awaitable[None]],
         on_change: Callable[[], None],
-        buffers: BufferLayout | None = None,
+        keeps_counted: bool = False,
     ) -> None:
-        """``on_strike`` is called with each strike, ``on_change`` when an update was counted or refused. ``buffers``:
-        that end each update, and are merged; None: none do."""
+        """An update receiver without an open round.
+
+        Args:
+            update_sum: to which updates are added.
+            on_strike: called with each strike. on_change: called when an update was counted or refused.
+            keeps_counted: :meth:`take_counted` is called.
+        """
         self._context = context
-        self._strategy = strategy
+        self._dropped = context.dropped
         self._admission = admission
-        self._dim = dim
-        self.own_codecs: Sequence[type[Codec]] = ()
+        self._sum = update_sum
+        self._is_asynchronous = update_sum.form.bases is not None
         self._on_strike = on_strike
         self._on_change = on_change
-        self._uploads: Uploads[_IncomingUpdate] = Uploads(self._send)
+        self._uploads: Uploads[IncomingUpdate] = Uploads(self._send)
         self._round: Round | None = None
         self._to_begin: tuple[int, Tensor] | None = None  # a round that the strategy has not begun yet, and its base
         # In order of arrival. Of each client those of one update: several only where it comes in packets.
         self._requests: ByClient[RequestedUpload] = ByClient(lambda update: update.request.total_bytes)
-        self._transfers: ByClient[_IncomingUpdate] = ByClient(
+        self._transfers: ByClient[IncomingUpdate] = ByClient(
             lambda transfer: 0 if transfer.in_memory else transfer.request.total_bytes
         )
         self._packets: PacketCollector | None = None  # made with the first packet
-        self._complete: deque[_IncomingUpdate] = deque()
+        self._complete: deque[IncomingUpdate] = deque()
         self._counted = context.state.counted  # by client
         self._unreadable: dict[int, int] = {}  # client -> incarnation whose memory cannot be read from here
         self._folding = asyncio.Lock()
@@ -165,17 +99,13 @@ class UpdateReceiver:
         self._repaired_s = 0.0
         self.totals = RoundTotals()
         self.timing = RoundTiming()
-        self.dropped: Counter[str] = Counter()
-        self._rejected_before: Counter[str] = Counter()
-        self.counted: list[Facts] | None = None
-        self.bases: Bases | None = None
-        self.buffers = BufferMerge(buffers or BufferLayout())
+        self._keeps_counted = keeps_counted
+        self._newly_counted: list[Facts] = []
         self.masked: MaskedAttempt | None = None
-        self._masked_updates: dict[int, _MaskedUpdate] = {}  # by client: in the sum of the attempt
-        # With bases: requests that came while no round was open, of a client and whether they announce its update.
+        self._masked_updates: dict[int, MaskedUpdate] = {}  # by client: in the sum of the attempt
+        # In asynchronous rounds: requests that came while no round was open, by client and whether they announce it.
         self._waiting: dict[tuple[int, bool], RequestedUpload] = {}
-        self._bounded = strategy if isinstance(strategy, BoundedStrategy) else None
-        self._held = HeldUpdates(strategy.bounds)
+        self._held = None if update_sum.bounds is None else HeldUpdates(update_sum.bounds)
 
     def open(self, round_: Round, base: Tensor, masked: MaskedAttempt | None = None) -> None:
         """Take updates for this round. Another attempt at it goes on with the updates that count.
@@ -188,28 +118,26 @@ class UpdateReceiver:
         self._masked_updates = {}
         if not round_.accepted:
             self.totals = RoundTotals()
-            self._held.begin()
+            if self._held is not None:
+                self._held.begin()
             self.timing.begin()
             self._to_begin = round_.round_id, base
         self._work.set()
         self._round = round_
         if self._packets is not None:
             self._packets.keep(lambda round_id: 0 <= round_.staleness(round_id) <= self._admission.max_staleness)
-        if self.bases is None:
+        if not self._is_asynchronous:
             self._requests.clear()
 
-    def take_dropped(self) -> dict[str, int]:
-        """Updates, frames and invalid samples that did not count since the last call, by reason."""
-        rejected = self._context.bus.rejected
-        dropped = self.dropped + (rejected - self._rejected_before)
-        self._rejected_before = rejected
-        self.dropped = Counter()
-        return dict(dropped)
+    def take_counted(self) -> list[Facts]:
+        """Return what was announced of the updates that count since the last call."""
+        counted, self._newly_counted = self._newly_counted, []
+        return counted
 
     async def close(self) -> None:
         """Take no more updates. Returns when none is being added any more."""
         self._round = None
-        if self.bases is None:
+        if not self._is_asynchronous:
             self._requests.clear()
             self._packets = None
             for key in list(self._transfers):
@@ -225,7 +153,7 @@ class UpdateReceiver:
             return
         if self.masked is not None and self._is_put_off(self.masked, update):
             return
-        if self._round is None and self.bases is not None:
+        if self._round is None and self._is_asynchronous:
             self._waiting[client_id, update.is_announced] = update
             return
         refusal = (
@@ -256,7 +184,7 @@ class UpdateReceiver:
         """Whether packets that are here leave nothing to do for this request."""
         if packets.is_outdated(update):
             return True
-        packets.follow(update)
+        packets.forget_others(update)
         if packets.has(update):
             await self._answer_packet(packets, update)
             return True
@@ -286,11 +214,11 @@ class UpdateReceiver:
         """The reason why an update is refused because of this packet; None: there is none, or it is no packet."""
         if not isinstance(update.request, PacketRequest):
             return None
-        if self.masked is not None or self._context.config.clients.kind == "sites" or self.buffers.layout:
+        if self.masked is not None or self._context.config.clients.kind == "sites" or self._sum.buffers is not None:
             text = "this run takes masked updates, sums of sites, or updates with merged buffers, each in one piece"
             return UpdateRefusal("packets", text, True)
         if self._packets is None:
-            self._packets = PacketCollector(self._dim)
+            self._packets = PacketCollector(self._sum.form.dim)
         under_way = [one.source for one in self._transfers.of(update.client_id) if not one.is_complete]
         others = [*under_way, *self._requests.of(update.client_id)]
         if self._packets.is_outdated(update) or not (fault := self._packets.fault(update, others)):
@@ -300,10 +228,10 @@ class UpdateReceiver:
     def _announcement_refusal(self, update: RequestedUpload) -> UpdateRefusal | None:
         """The reason why nothing can be made of what an update announces, so that it has no part in what is typical of
         all; None: something can, or nothing is bounded."""
-        if self._strategy.bounds is None or not update.is_announced:
+        if (bounds := self._sum.bounds) is None or not update.is_announced:
             return None
         try:
-            self._strategy.bounds.check(facts_of(update.client_id, update.request, update.request.num_samples))
+            bounds.check(facts_of(update.client_id, update.request, update.request.num_samples))
         except ValueError as error:
             return unusable(error)
         return None
@@ -323,38 +251,31 @@ class UpdateReceiver:
             for held in updates if refusal else ():
                 await self._send_receipt(held.update, refusal)
             return
-        await self._context.compute.run(self._add_unmasked, partial, updates)
+        await self._context.compute.run(self._sum.add_masked, partial, updates)
         self._counted.update({held.client_id: held.update.key for held in updates})
         self._masked_updates = {}
-        if self.counted is not None:
-            self.counted += [facts_of(one.client_id, one.request, one.weight) for one in updates]
+        if self._keeps_counted:
+            self._newly_counted += [facts_of(one.client_id, one.request, one.weight) for one in updates]
         for held in updates:
             await self._send_receipt(held.update)
 
-    def _add_unmasked(self, partial: PartialSum, updates: Sequence[_MaskedUpdate]) -> None:
-        """Give the sum to the strategy, off the loop. The journal notes the updates before their receipts go out."""
-        self._strategy.add_masked(partial, [facts_of(one.client_id, one.request, one.weight) for one in updates])
-        for one in updates:
-            self.buffers.add(one.buffers)
-            self._note_counted(one.update.key, one.request, one.weight, one.crc32)
-
     async def _settle(self) -> None:
         """Let held updates be added, once the bounds of the round can be set."""
-        round_ = self._round
+        round_, held = self._round, self._held
+        if held is None or held.is_settled or round_ is None:
+            return
         in_packets = 0 if self._packets is None else len(self._packets.announced)
         waiting, now_s = len(self._transfers) + len(self._requests) + in_packets, time.monotonic()
-        if self._held.is_settled or round_ is None or not waiting:
-            return
-        if not self._held.may_settle(round_, waiting, now_s):
+        if not waiting or not held.may_settle(round_, waiting, now_s):
             return
         announced = self._announced()
-        match self._held.settle(round_, announced, now_s):
+        match held.settle(round_, announced, now_s):
             case Settling.TOO_FEW:
                 for facts in announced.values():
                     round_.fail(facts.client_id, UNCOMPARED)
                 self._on_change()
             case Settling.SETTLED:
-                await self._context.compute.run(self._note_bounds, round_.round_id)
+                await self._context.compute.run(self._sum.note_bounds, round_.round_id)
                 self._work.set()
                 await self._grant_more()
 
@@ -372,11 +293,6 @@ class UpdateReceiver:
             for update in by_client.values()
         }
 
-    def _note_bounds(self, round_id: int) -> None:
-        """Note in the journal what is typical of a round."""
-        assert self._strategy.bounds is not None, "updates are held where there are bounds"
-        self._context.history.note("bounds", round=round_id, **self._strategy.bounds.in_force())
-
     def _take_in(self, update: RequestedUpload) -> None:
         """Read the update in its client's memory, or let its request wait for a grant."""
         for other in self._requests.of(update.client_id):
@@ -390,8 +306,8 @@ class UpdateReceiver:
         else:
             self._requests[update.key] = update
 
-    def _begin(self, update: RequestedUpload, *, in_memory: bool = False) -> _IncomingUpdate:
-        transfer = self._transfers[update.key] = _IncomingUpdate(update, time.monotonic(), in_memory)
+    def _begin(self, update: RequestedUpload, *, in_memory: bool = False) -> IncomingUpdate:
+        transfer = self._transfers[update.key] = IncomingUpdate(update, time.monotonic(), in_memory)
         return transfer
 
     async def on_frame(self, message: ClientUpdate) -> None:
@@ -400,7 +316,7 @@ class UpdateReceiver:
             complete = self._uploads.feed(message)
         except FrameError as error:
             is_late = error.reason == UNEXPECTED and self._round is None
-            self.dropped["late frame" if is_late else error.reason] += 1
+            self._dropped["late frame" if is_late else error.reason] += 1
             return
         if complete is not None:
             self.timing.note(complete.source.client_id, "received")
@@ -410,7 +326,7 @@ class UpdateReceiver:
             self._complete.append(complete)
             self._work.set()
 
-    async def _on_packet(self, transfer: _IncomingUpdate) -> None:
+    async def _on_packet(self, transfer: IncomingUpdate) -> None:
         """A packet is here: its update is complete, or its client is told so."""
         update, payload = transfer.source, transfer.payload
         assert payload is not None
@@ -436,7 +352,7 @@ class UpdateReceiver:
     def forget(self, client_id: int, incarnation: int) -> None:
         """Drop the incomplete update of a client that is gone."""
         if self._packets is not None and self._packets.forget(client_id, incarnation):
-            self.dropped["cut short"] += 1
+            self._dropped["cut short"] += 1
         for place in ((client_id, False), (client_id, True)):
             if place in self._waiting and self._waiting[place].incarnation == incarnation:
                 del self._waiting[place]
@@ -446,7 +362,7 @@ class UpdateReceiver:
         for transfer in self._transfers.of(client_id):
             if transfer.source.incarnation == incarnation and not transfer.is_complete:
                 self._drop(transfer.key)
-                self.dropped["cut short"] += 1
+                self._dropped["cut short"] += 1
 
     async def run(self) -> None:
         """Add complete updates, one after the other; request missing frames. Runs until cancelled."""
@@ -462,7 +378,7 @@ class UpdateReceiver:
                 self._work.clear()
                 if self._to_begin is not None:  # beside the command, and before any update is added
                     beginning, self._to_begin = self._to_begin, None
-                    await self._context.compute.run(self._begin_round, *beginning)
+                    await self._context.compute.run(self._sum.begin, *beginning)
                 while self._waiting and self._round is not None:
                     await self.on_request(*self._waiting.pop(next(iter(self._waiting))))
                 await self._measure_held()
@@ -473,28 +389,19 @@ class UpdateReceiver:
                     await self._repair_if_due()
                 await self._repair_if_due()
 
-    def _begin_round(self, round_id: int, base: Tensor) -> None:
-        """Make the strategy ready, on the compute thread."""
-        self._strategy.begin(round_id, base)
-        if self._strategy.bounds is not None and self._strategy.bounds.is_settled:
-            self._note_bounds(round_id)
-        if self.buffers.layout:
-            self.buffers.begin(self._context.state.buffers)
-        if self.bases is not None:
-            self.bases.keep(round_id, base)
-
     async def _measure_held(self) -> None:
         """Measure complete updates where that says what is typical of the round."""
-        while self._round is not None and self._to_begin is None and self._held.must_measure:
+        held = self._held
+        while held is not None and held.must_measure and self._round is not None and self._to_begin is None:
             transfer = next((one for one in self._complete if not one.is_measured), None)
             if transfer is None:
                 return
             async with self._folding:
-                await self._measure(transfer, self._round)
+                await self._measure(transfer, self._round, held)
             await self._settle()
             await self._grant_more()
 
-    async def _measure(self, transfer: _IncomingUpdate, round_: Round | None) -> None:
+    async def _measure(self, transfer: IncomingUpdate, round_: Round | None, held: HeldUpdates) -> None:
         """Note the norms of an update, which stays where it is."""
         update = transfer.source
         if round_ is None or self._transfers.get(transfer.key) is not transfer:
@@ -503,7 +410,7 @@ class UpdateReceiver:
         staleness = max(0, round_.staleness(update.request.round_id))
         transfer.adding = True
         try:
-            norms = await self._context.compute.run(self._norms_of, transfer, staleness)
+            norms = await self._context.compute.run(self._sum.norms_of, transfer, staleness)
         except SharedMemoryFault as error:
             if self._transfers.get(transfer.key) is transfer:
                 self._unreadable_from_here(transfer, error)
@@ -513,33 +420,28 @@ class UpdateReceiver:
             await self._reject(update, unusable(error))
         else:
             transfer.is_measured = True
-            self._held.note(transfer.key, norms)
+            held.note(transfer.key, norms)
         finally:
             transfer.adding = False
             if transfer.in_memory:
                 transfer.payload = None  # it is still there
 
-    def _let_go(self, transfer: _IncomingUpdate) -> None:
+    def _let_go(self, transfer: IncomingUpdate) -> None:
         """Hold an update no longer."""
         if transfer in self._complete:
             self._complete.remove(transfer)
         if self._transfers.get(transfer.key) is transfer:
             del self._transfers[transfer.key]
 
-    def _norms_of(self, transfer: _IncomingUpdate, staleness: int) -> Norms:
-        assert self._bounded is not None, "updates are measured where there are bounds"
-        content, _ = self.buffers.layout.split(self._payload(transfer))
-        return self._bounded.norms(self._parsed(content, transfer.key.round_id, staleness))
-
     @property
     def _takes_more(self) -> bool:
         """Whether complete updates are to be added now; those of asynchronous rounds may wait for the next one."""
         # The next round may have been opened while a grant was sent: its sum comes first.
-        if self._to_begin is not None or not self._held.is_settled:
+        if self._to_begin is not None or (self._held is not None and not self._held.is_settled):
             return False
-        return self.bases is None or (self._round is not None and not self._round.is_full)
+        return not self._is_asynchronous or (self._round is not None and not self._round.is_full)
 
-    def _unreadable_from_here(self, transfer: _IncomingUpdate, error: SharedMemoryFault) -> None:
+    def _unreadable_from_here(self, transfer: IncomingUpdate, error: SharedMemoryFault) -> None:
         """The update is not in its client's memory: have it sent."""
         update = transfer.source
         facts = self._context.client_facts(update.client_id)
@@ -548,7 +450,7 @@ class UpdateReceiver:
         self._drop(transfer.key)
         self._requests[update.key] = update
 
-    async def _fold(self, transfer: _IncomingUpdate, receipts: TaskGroup) -> None:
+    async def _fold(self, transfer: IncomingUpdate, receipts: TaskGroup) -> None:
         """Add an update to the sum, and have its receipt sent while the next one is added."""
         update, round_ = transfer.source, self._round
         if round_ is None or self._transfers.get(transfer.key) is not transfer:
@@ -565,7 +467,7 @@ class UpdateReceiver:
         transfer.adding = True
         try:
             weight = self._weight_of(update)
-            partial = await self._context.compute.run(self._add, transfer, weight, staleness)
+            partial = await self._add(transfer, weight, staleness)
         except SharedMemoryFault as error:
             if self._transfers.get(transfer.key) is transfer:  # else it is no longer wanted, and may well be gone
                 self._unreadable_from_here(transfer, error)
@@ -575,7 +477,7 @@ class UpdateReceiver:
             self.totals.aggregate_s += time.perf_counter() - started_s
             self._count(round_, update, weight, from_memory=transfer.in_memory, partial=partial)
             if self.masked is not None:
-                self._masked_updates[update.client_id] = _MaskedUpdate(update, weight, transfer.crc32, transfer.buffers)
+                self._masked_updates[update.client_id] = MaskedUpdate(update, weight, transfer.crc32, transfer.buffers)
             else:
                 self._counted[update.client_id] = update.whole_key
                 receipts.create_task(self._send_receipt(update), name="receipt")
@@ -585,105 +487,32 @@ class UpdateReceiver:
                 self._context.bus.memory.read_bytes[CHANNELS[ClientUpdate].name] += len(transfer.payload)
             transfer.payload = None  # also where an error's traceback holds the transfer
 
+    async def _add(self, transfer: IncomingUpdate, weight: int, staleness: int) -> SumSummary | None:
+        """Add an update on the compute thread, as of :meth:`.UpdateSum.add`."""
+        if self.masked is None:
+            sums = self.totals.sums
+            return await self._context.compute.run(self._sum.add, transfer, weight, staleness, sums)
+        await self._context.compute.run(self._sum.add_to_attempt, transfer, self.masked)
+        return None
+
     def _count(
         self, round_: Round, update: RequestedUpload, weight: int, *, from_memory: bool, partial: SumSummary | None
     ) -> None:
         client_id, request = update.client_id, update.request
         staleness = round_.staleness(request.round_id)
         self.totals.count(client_id, request, weight, from_memory=from_memory, partial=partial, staleness=staleness)
-        if self.counted is not None and self.masked is None:  # a masked one may still be lost with its attempt
-            self.counted.append(dataclasses.replace(facts_of(client_id, request, weight), staleness=staleness))
+        if self._keeps_counted and self.masked is None:  # a masked one may still be lost with its attempt
+            self._newly_counted.append(dataclasses.replace(facts_of(client_id, request, weight), staleness=staleness))
         self.timing.counted(client_id, request)
         round_.accept(client_id, time.monotonic())
         self._on_change()
 
     def _weight_of(self, update: RequestedUpload) -> int:
         """The samples that an update counts as. Raises ValueError: it cannot be used."""
-        samples, bounds = update.request.num_samples, self._strategy.bounds
+        samples, bounds = update.request.num_samples, self._sum.bounds
         if bounds is None:
             return samples
         return bounds.believed(facts_of(update.client_id, update.request, samples)).num_samples
-
-    def _payload(self, transfer: _IncomingUpdate) -> memoryview:
-        """The bytes of a complete update."""
-        if transfer.packets:
-            transfer.payload = sum_packets(transfer.packets, dim=self._dim, own=self.own_codecs)
-            transfer.packets = ()
-        if transfer.payload is None:
-            transfer.payload = read(transfer.request.memory, transfer.request.total_bytes)
-        return transfer.payload
-
-    def _parsed(self, content: memoryview, round_id: int, staleness: int) -> Update:
-        """The checked content of an update for a round, as it counts with a base so old."""
-        others = self._strategy.sections
-        update = parse_update(content, expected_dim=self._dim, others=others, own=self.own_codecs)
-        return (
-            update if self.bases is None else update.with_model(self.bases.brought(update.model, round_id, staleness))
-        )
-
-    def _add(self, transfer: _IncomingUpdate, weight: int, staleness: int) -> SumSummary | None:
-        """Read, decode and add, off the loop. The journal notes it before the receipt goes out. ``staleness``: of its
-        base. Returns what a site has reported of its clients; None: it is the update of a client."""
-        key, request, history = transfer.key, transfer.source.request, self._context.history
-        payload = self._payload(transfer)
-        content, buffers = self.buffers.layout.split(payload)
-        summary = None
-        if self.masked is not None:
-            self.masked.add(key.sender, content, request.num_samples)
-            transfer.buffers = buffers
-            transfer.crc32 = history.checksum(payload)
-            return None
-        if self._context.config.clients.kind == "sites":
-            summary = self._add_sum(key.sender, content, weight)
-        else:
-            self._check_metrics(request)
-            facts = dataclasses.replace(facts_of(key.sender, request, request.num_samples), staleness=staleness)
-            self._strategy.add(self._parsed(content, key.round_id, staleness), facts)
-        self.buffers.add(buffers, staleness=staleness)
-        history.keep(update_name(key.round_id, key.sender, key.incarnation, key.transfer), payload)
-        self._note_counted(key, request, weight, history.checksum(payload))
-        return summary
-
-    def _check_metrics(self, request: UploadRequest) -> None:
-        """Raises ValueError: the update does not announce a metric that the strategy reads."""
-        if missing := [name for name in self._strategy.metrics if name not in request.metrics]:
-            raise ValueError(
-                f"it does not announce {', '.join(missing)}, by which {self._strategy.name} weighs updates: choose "
-                f"the training rule that does"
-            )
-
-    def _note_counted(self, key: FrameKey, request: UploadRequest, weight: int, crc32: int) -> None:
-        marks = [] if self._bounded is None else self._bounded.marks_of(key.sender)
-        self._context.history.note(
-            "counted",
-            round=key.round_id,
-            **self._context.client_facts(key.sender),
-            incarnation=key.incarnation,
-            transfer=key.transfer,
-            num_samples=request.num_samples,
-            bytes=request.total_bytes,
-            crc32=crc32,
-            weight=weight,
-            steps=request.steps,
-            loss=request.loss if math.isfinite(request.loss) else None,
-            metrics=request.metrics,
-            **({"bounded": marks} if marks else {}),
-        )
-
-    def _add_sum(self, site_id: int, payload: memoryview, announced: int) -> SumSummary:
-        """Add the exact sum of a site."""
-        partial = parse_sum(payload, expected_dim=self._dim, max_samples=self._context.config.limits.max_samples)
-        summary = partial.summary
-        if summary.num_samples != announced:
-            raise CodecError(f"partial sum of {summary.num_samples:,} samples, {announced:,} were announced")
-        for other_id, other in self.totals.sums.items():
-            if other_id != site_id and (client_id := summary.shared_client(other)) is not None:
-                raise CountedTwice(
-                    f"client {client_id} counts already, in the sum of site {other_id}: a client belongs to one site, "
-                    f"and its id to one client of the whole tree"
-                )
-        self._strategy.add_sum(partial)
-        return summary
 
     async def _grant_more(self) -> None:
         """Grant requests in order of arrival while the budget lasts."""
@@ -725,14 +554,14 @@ class UpdateReceiver:
 
     def _next_request(self) -> RequestedUpload | None:
         """The request to grant next, in order of arrival; while updates are measured, of those that have not been."""
-        requests = iter(self._requests.values())
-        if not self._held.must_measure:
+        requests, held = iter(self._requests.values()), self._held
+        if held is None or not held.must_measure:
             return next(requests, None)
-        return next((update for update in requests if not self._held.is_measured(update.key)), None)
+        return next((update for update in requests if not held.is_measured(update.key)), None)
 
     def _give_up_one(self) -> bool:
         """Forget the bytes of an update that has been measured, to make room for another one: it is requested again."""
-        if not self._held.must_measure:
+        if self._held is None or not self._held.must_measure:
             return False
         measured = (one for one in self._complete if one.is_measured and not (one.in_memory or one.adding))
         if (given_up := next(measured, None)) is None:
@@ -750,7 +579,7 @@ class UpdateReceiver:
     async def _repair(self) -> None:
         self._repaired_s = time.monotonic()
         for transfer in await self._uploads.repair():
-            self.dropped["stalled"] += 1
+            self._dropped["stalled"] += 1
             self._drop(transfer.key)
             await self._grant_more()
         if self._requests and self._packets is not None:  # packets that stand still make room
@@ -788,8 +617,8 @@ class UpdateReceiver:
             self._packets.discard(client_id)
 
     async def _refuse(self, update: RequestedUpload, refusal: UpdateRefusal) -> None:
-        self.dropped[refusal.reason] += 1
-        if self.dropped[refusal.reason] <= _NOTED:  # endless requests fill no disk; the count is noted with the round
+        self._dropped[refusal.reason] += 1
+        if self._dropped[refusal.reason] <= _NOTED:  # endless requests fill no disk; the count is noted with the round
             facts = {"client": update.client_id, "incarnation": update.incarnation, "reason": refusal.reason}
             self._context.history.note("refused", round=update.request.round_id, **facts)
         await self._send_receipt(update, refusal.text or refusal.reason)

@@ -33,6 +33,7 @@ from gradbus.actors.federated.model.sharing import REST, Sharing, layout_of, spe
 from gradbus.actors.federated.protocol import REPEAT_AFTER_S
 from gradbus.actors.federated.site.site_controller import (
     CONTRIBUTED_FILE,
+    LevelAbove,
     RelayingController,
     RoundsAlone,
     SiteController,
@@ -265,7 +266,7 @@ class SiteMember(Client):
             self._session.controller_timeout_s = self._upstream.alone_after_s
         await super()._train_and_send(welcome, command, base, group)
         if self._session.counted_round == command.round_id:
-            controller.counted_round = command.round_id
+            controller.note_counted(command.round_id)
 
     async def _make_update(self, welcome: Welcome, command: TrainCmd, base: Tensor) -> EncodedUpdate:
         """A round of the site's clients, and its sum."""
@@ -426,15 +427,19 @@ class Site:
             config = config.replaced(
                 "checkpoint.dir", await asyncio.to_thread(_directory_of, directory, welcome.run_id)
             )
-        controller = SiteController(
-            self._bus, self._task, config, terms=welcome, frozen=frozen, progress=self.progress, on_open=self._opened
-        )
         contribution, self._contribution = self._contribution, None
         if contribution is not None and contribution.run_id != welcome.run_id:
             _give_up(contribution, "the level above has begun another run")
-        else:
-            controller.contribution = contribution
-        return controller
+            contribution = None
+        return SiteController(
+            self._bus,
+            self._task,
+            config,
+            above=LevelAbove(welcome, frozen),
+            progress=self.progress,
+            on_open=self._opened,
+            contribution=contribution,
+        )
 
     def _opened(self) -> None:
         self._has_begun = True
@@ -450,7 +455,7 @@ class Site:
         config = config.replaced("checkpoint.dir", kept)
         config = config.replaced("checkpoint.init_path", directory / f"round-{round_id:06d}.safetensors")
         config = config.replaced("checkpoint.resume", True)  # rounds alone after this round are of one run
-        controller = RelayingController(self._bus, self._task, config, terms=terms, frozen=frozen, command=command)
+        controller = RelayingController(self._bus, self._task, config, above=LevelAbove(terms, frozen), command=command)
         async with TaskGroup() as group:
             rounds = group.create_task(self._alone(controller), name="site-alone")
             await _until_heard(self._above, self._newest)

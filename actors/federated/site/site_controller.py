@@ -7,10 +7,8 @@ updates of a round become a sum that is sent there, not a model; and the next mo
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import time
-import zlib
 from collections.abc import Callable, Mapping
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -21,18 +19,27 @@ from gradbus import codecs
 from gradbus.actors.aggregation.strategies import FedAvg, Strategy
 from gradbus.actors.aggregation.updates import Facts, Update
 from gradbus.actors.federated.chosen_codecs import codec_of, names_of, own_codecs
-from gradbus.actors.federated.controller.combinations import make_strategy
-from gradbus.actors.federated.controller.controller import Controller
+from gradbus.actors.federated.controller.controller import ActiveRun, Controller
+from gradbus.actors.federated.controller.deadline import RoundDeadline
+from gradbus.actors.federated.controller.early_stop import RunCallbacks
 from gradbus.actors.federated.controller.liveness import tolerate_write_timeout
+from gradbus.actors.federated.controller.order_book import OrderBook
+from gradbus.actors.federated.controller.ordered_run import RoundRequests
 from gradbus.actors.federated.controller.report import Progress, RoundReport
-from gradbus.actors.federated.controller.rounds import Outcome, Round, RoundTotals
+from gradbus.actors.federated.controller.round_collection import CollectedRound
+from gradbus.actors.federated.controller.round_commit import RoundCommitter
+from gradbus.actors.federated.controller.rounds import Outcome, RoundTotals
+from gradbus.actors.federated.controller.run_parts import PreparedRun, RunParts
+from gradbus.actors.federated.controller.state import RunState
+from gradbus.actors.federated.model.flat_model import FlatModel
 from gradbus.actors.federated.task import FederatedTask
 from gradbus.actors.federated.task_results import NothingToTrain
 from gradbus.codecs import Codec
 from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.config.federated import FederatedConfig
-from gradbus.runtime.errors import BusError, ConfigError
+from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.logs import get_logger
+from gradbus.runtime.optimization.schedules import RoundRates
 from gradbus.runtime.wire.control import Welcome
 from gradbus.runtime.wire.messages import TrainCmd
 
@@ -45,6 +52,17 @@ log = get_logger("site")
 class UpstreamChanged(Exception):
     """The level above has gone back to an earlier model, or on to another run or other rules: the site's clients have
     to begin anew."""
+
+
+class LevelAbove(NamedTuple):
+    """Tells how the level above has its clients train.
+
+    Attributes:
+        terms: its Welcome, with codec and rule. frozen: its frozen parameters; None: there are none.
+    """
+
+    terms: Welcome
+    frozen: Tensor | None
 
 
 class RoundsAlone(NamedTuple):
@@ -102,6 +120,38 @@ class SiteSum(FedAvg):
         return self._mean.encode(totals.clients(), parts, samples), self._mean.num_samples
 
 
+class RelayedOrders(OrderBook):
+    """Orders the rounds as another level does, which differ in nothing but their number."""
+
+    def __init__(
+        self,
+        config: FederatedConfig,
+        strategy: Strategy,
+        state: RunState,
+        rates: RoundRates,
+        *,
+        has_caller: bool,
+        terms: Welcome,
+        newest: Callable[[], TrainCmd | None],
+    ) -> None:
+        """``terms``: the Welcome of that level. ``newest``: returns its newest command."""
+        super().__init__(config, strategy, state, rates, has_caller=has_caller)
+        self._terms = terms
+        self._newest = newest
+
+    def command(self, round_id: int) -> TrainCmd:
+        return replace(self._newest_command(), round_id=round_id)
+
+    def list_work(self, first: int, last: int) -> list[tuple[int, int]]:
+        steps = self._terms.options.get("training.steps")
+        return [(self._newest_command().epochs, steps if type(steps) is int and steps > 0 else 0)]
+
+    def _newest_command(self) -> TrainCmd:
+        command = self._newest()
+        assert command is not None, "no round begins before the level above has commanded one"
+        return command
+
+
 class RelayingController(Controller):
     """A Controller whose clients train as another level says.
 
@@ -118,56 +168,72 @@ class RelayingController(Controller):
         task: FederatedTask,
         config: FederatedConfig,
         *,
-        terms: Welcome,
-        frozen: Tensor | None = None,
+        above: LevelAbove,
         command: TrainCmd | None = None,
         on_open: Callable[[], object] = lambda: None,
     ) -> None:
-        """A controller that has not started.
-
-        Args:
-            terms: the Welcome of that level, with codec and rule. frozen: its frozen parameters; None: there are none.
-        """
+        """A controller that has not started. ``command``: the newest one of that level; None: it has given none yet."""
         super().__init__(bus, task, config, on_open=on_open)
-        self.terms = terms
-        self._frozen = frozen
+        self.terms, self._frozen = above
         self.command = command
 
-    def _open(self) -> None:
-        super()._open()
+    def _prepare(self, *, has_caller: bool = False) -> PreparedRun:
         if self._config.secure_aggregation.enabled and self.terms.codec != "fp32":
             raise ConfigError(
                 f"federated.secure_aggregation: the level above has updates encoded with {self.terms.codec}, and only "
                 f"those of fp32 can be masked. Set federated.codec at the top level, or leave secure_aggregation out "
                 f"here"
             )
+        prepared = super()._prepare(has_caller=has_caller)
         if self._frozen is not None:
-            self._model.write_frozen(self._frozen)
+            prepared.model.write_frozen(self._frozen)
+        return prepared
 
-    def _wire(self) -> None:
-        super()._wire()
-        self._dispatcher.terms = self.terms
+    def _make_book(self, strategy: Strategy, state: RunState, rates: RoundRates, *, has_caller: bool) -> OrderBook:
+        return RelayedOrders(
+            self._config, strategy, state, rates, has_caller=has_caller, terms=self.terms, newest=lambda: self.command
+        )
+
+    def _level_above(self) -> Welcome:
+        return self.terms
 
     def _ids_known_before(self) -> range:
         """Ids of clients are those of the whole tree: which of them are here is not known."""
         return super()._ids_known_before() if self._config.clients.kind == "sites" else range(0)
 
-    def _max_update_bytes(self) -> int:
+    def _max_update_bytes(self, model: FlatModel, strategy: Strategy) -> int:
         if self._config.clients.kind == "sites" or self._config.secure_aggregation.enabled:
-            return super()._max_update_bytes()
-        return int(codec_of(self.terms, allowed=names_of(self.terms)).max_bytes(self._model.dim))
+            return super()._max_update_bytes(model, strategy)
+        return int(codec_of(self.terms, allowed=names_of(self.terms)).max_bytes(model.dim))
 
     def _own_codecs(self) -> tuple[type[Codec], ...]:
         """Those of the level above, which this site has allowed before it began."""
         return own_codecs(names_of(self.terms))
 
-    async def _command(self, round_id: int) -> TrainCmd:
-        assert self.command is not None, "no round begins before the level above has commanded one"
-        return replace(self.command, round_id=round_id)
 
-    def _work(self, command: TrainCmd) -> list[tuple[int, int]]:
-        steps = self.terms.options.get("training.steps")
-        return [(command.epochs, steps if type(steps) is int and steps > 0 else 0)]
+class AdoptingCommitter(RoundCommitter):
+    """Commits the model that the level above has made of the sums of all sites."""
+
+    def __init__(self, parts: RunParts, callbacks: RunCallbacks, deadline: RoundDeadline, own_sum: SiteSum) -> None:
+        """``own_sum``: the innermost strategy of the site, which has the next model."""
+        super().__init__(parts, callbacks, deadline)
+        self._sum = own_sum
+
+    async def _aggregate(self, collected: CollectedRound) -> None:
+        """Take the model of the level above, also where no client of this site had anything to train."""
+        await self._context.compute.run(self.finish_round)
+
+    def finish_round(self) -> None:
+        self._parts.strategy.finish(self._state.weights)
+        self._state.buffers = {name: self._sum.next_buffers[name] for name in self._state.buffers}
+
+    def adopt(self, round_id: int) -> None:
+        """Take a model to which this site has not contributed, on the compute thread."""
+        self.finish_round()
+        self._state.adopt(round_id)
+        if (history := self._context.history).on:
+            crc32 = self.weights_crc32()
+            history.note("adopted", round=round_id, crc32=crc32, held_crc32=crc32)
 
 
 class SiteController(RelayingController):
@@ -176,7 +242,7 @@ class SiteController(RelayingController):
     Attributes:
         started: set when enough clients are there.
         counted_round: the newest round in which the sum of this site counts.
-        contribution: is added to the next sum.
+        contribution: what is added to the next sum.
         is_over: the run had ended before this site was ready: no clients are waited for, and those that come learn it.
     """
 
@@ -188,42 +254,65 @@ class SiteController(RelayingController):
         task: FederatedTask,
         config: FederatedConfig,
         *,
-        terms: Welcome,
-        frozen: Tensor | None,
+        above: LevelAbove,
         progress: Progress,
         on_open: Callable[[], object],
+        contribution: RoundsAlone | None = None,
     ) -> None:
-        """``progress``: of the site, over all such controllers; else as of :class:`RelayingController`."""
-        super().__init__(bus, task, config, terms=terms, frozen=frozen, on_open=on_open)
+        """A controller that has not started; else as of :class:`RelayingController`.
+
+        Args:
+            progress: of the site, over all such controllers.
+            contribution: is added to the first sum.
+        """
+        super().__init__(bus, task, config, above=above, on_open=on_open)
         self.progress = progress
         self.started = asyncio.Event()
         self.counted_round = 0
         self.is_over = False
         self._waiting: asyncio.Timeout | None = None  # for clients
-        self.contribution: RoundsAlone | None = None
+        self.contribution = contribution
         self._contributed: RoundsAlone | None = None  # it is in the present sum
-        self._due_s = 0.0
         self._accepted: set[int] = set()
-        self._gathered: tuple[Round, Outcome, int, float] | None = None
+        self._gathered: CollectedRound | None = None
         self._published = -1  # the model of this round was published last
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._on_report: Callable[[RoundReport], object]
 
-    def _make_strategy(self) -> Strategy:
-        self._sum = SiteSum(self._model.dim)
-        return make_strategy(self._config, self._model.dim, self._sum)
+    def _make_base_strategy(self, dim: int) -> Strategy:
+        return SiteSum(dim)
 
-    def _open(self) -> None:
-        super()._open()
-        self._state.run_id, self._state.adopts = self.terms.run_id, True
+    @property
+    def _sum(self) -> SiteSum:
+        own_sum = self._started.base_strategy
+        assert isinstance(own_sum, SiteSum), "made so"
+        return own_sum
 
-    def _wire(self) -> None:
+    def _make_committer(self, parts: RunParts, callbacks: RunCallbacks, deadline: RoundDeadline) -> AdoptingCommitter:
+        return AdoptingCommitter(parts, callbacks, deadline, self._sum)
+
+    @property
+    def _committer(self) -> AdoptingCommitter:
+        committer = self._run.committer
+        assert isinstance(committer, AdoptingCommitter), "made so"
+        return committer
+
+    def _prepare(self, *, has_caller: bool = False) -> PreparedRun:
+        prepared = super()._prepare(has_caller=has_caller)
+        prepared.state.follow_run(self.terms.run_id)
+        return prepared
+
+    async def _start(
+        self,
+        stack: AsyncExitStack,
+        prepared: PreparedRun,
+        on_report: Callable[[RoundReport], object],
+        requests: RoundRequests | None,
+    ) -> ActiveRun:
         self.progress.reports = []  # those of the checkpoint follow
         self.progress.dropped.clear()
-        super()._wire()
+        return await super()._start(stack, prepared, on_report, requests)
 
-    async def _all_rounds(self, on_report: Callable[[RoundReport], object]) -> None:
-        self._on_report = on_report
+    async def _all_rounds(self) -> None:
         if not self.is_over:
             try:
                 async with asyncio.timeout(None) as self._waiting:
@@ -235,6 +324,10 @@ class SiteController(RelayingController):
                 self._waiting = None
         self.started.set()
         await self._ended
+
+    def note_counted(self, round_id: int) -> None:
+        """Note that the sum of this site counts in a round."""
+        self.counted_round = round_id
 
     def stop_waiting(self) -> None:
         """Wait for no clients, or no longer: the run has ended."""
@@ -259,10 +352,6 @@ class SiteController(RelayingController):
         else:
             self._ended.set_exception(error)
 
-    def _time_left(self) -> tuple[float, float]:
-        left_s = max(0.0, self._due_s - time.monotonic())
-        return max(0.01, min(self._config.clients.start_timeout_s, left_s)), left_s
-
     async def gather(self, command: TrainCmd, due_s: float) -> SiteUpdate:
         """Have the clients do this round until ``due_s``, by ``time.monotonic``. A round whose sum is complete is not
         done again: its sum is still there.
@@ -271,10 +360,9 @@ class SiteController(RelayingController):
             BarrierTimeout, RoundTimeout, TrainingFailed: there are too few updates. Those that there are count in the
             next attempt at this round. NothingToTrain: no client of this site had anything to train.
         """
-        self.command, self._due_s = command, due_s
-        started_s = time.perf_counter()
+        self.command = command
         if self._gathered is None:
-            self._gathered = (*await self._gather(command.round_id, self._accepted), started_s)
+            self._gathered = await self._run.collector.collect(command.round_id, self._accepted, due_s=due_s)
             if (contribution := self.contribution) is not None:
                 try:
                     await self._compute.run(self._contribute, contribution)
@@ -286,14 +374,14 @@ class SiteController(RelayingController):
                         reason=str(error),
                     )
                     self.contribution = self._contributed = None
-        if self._gathered[1] in (Outcome.NOTHING, Outcome.GIVEN_UP) and self._contributed is None:
+        if self._gathered.outcome in (Outcome.NOTHING, Outcome.GIVEN_UP) and self._contributed is None:
             raise NothingToTrain
         self.progress.phase = "delivering"
         return await self._compute.run(self._encode)
 
     def _encode(self) -> SiteUpdate:
-        totals, merge = self._receiver.totals, self._receiver.buffers
-        return SiteUpdate(*self._sum.encode(totals), totals, merge.changes() if merge.layout else {})
+        totals, merge = self._run.parts.receiver.totals, self._run.parts.update_sum.buffers
+        return SiteUpdate(*self._sum.encode(totals), totals, {} if merge is None else merge.changes())
 
     def _contribute(self, contribution: RoundsAlone) -> None:
         # First the file: whether the sum counts, a site that is killed or cut off meanwhile never learns, and rounds
@@ -302,7 +390,7 @@ class SiteController(RelayingController):
         # Here, as whoever waits for this may be cancelled: if the sum that has them does not count, adopt() says so.
         self.contribution, self._contributed = None, contribution
         self._sum.contribute(contribution.difference, contribution.num_samples)
-        if (merge := self._receiver.buffers).layout:
+        if (merge := self._run.parts.update_sum.buffers) is not None:
             merge.add({name: one for name, one in contribution.buffers.items() if name in merge.layout.names})
 
     async def adopt(self, round_id: int, vector: Tensor, buffers: Mapping[str, Tensor]) -> None:
@@ -320,8 +408,10 @@ class SiteController(RelayingController):
         self._sum.next_model, self._sum.next_buffers = vector, buffers
         gathered, self._gathered = self._gathered, None
         self._accepted = set()
-        if gathered is not None and gathered[0].round_id == round_id == self.counted_round:
-            self._on_report(await self._commit(*gathered))
+        if gathered is not None and gathered.round.round_id == round_id == self.counted_round:
+            marks: dict[str, tuple[int, ...]] = {} if self._contributed is None else {CONTRIBUTED: ()}
+            self._contributed = None
+            self._run.on_report(await self._committer.commit(gathered, marks=marks))
         else:
             if self._published >= 0:
                 log.warning("round without this site", round=round_id, held=self._published)
@@ -339,30 +429,9 @@ class SiteController(RelayingController):
 
     async def _take_over(self, round_id: int) -> None:
         """Go on from a model to which this site has not contributed."""
-        await self._publisher.quiesce()
-        await self._compute.run(self._adopt, round_id)
-        for member in self._registry.admit(round_id + 1):  # they came when this site held a later model
-            with contextlib.suppress(BusError):  # its next Hello brings another
-                await self._dispatcher.welcome(member)
+        parts = self._run.parts
+        await parts.publisher.quiesce()
+        await self._compute.run(self._committer.adopt, round_id)
+        await parts.terms.let_into_round(round_id + 1)  # they came when this site held a later model
         with tolerate_write_timeout("model", round_id):
-            await self._publisher.publish_full(round_id)
-
-    def _finish_round(self) -> None:
-        self._strategy.finish(self._state.weights)
-        self._state.buffers = {name: self._sum.next_buffers[name] for name in self._state.buffers}
-
-    def _adopt(self, round_id: int) -> None:
-        self._finish_round()
-        self._state.adopt(round_id)
-        if (history := self._probe.history).on:
-            crc32 = zlib.crc32(self._state.weights.numpy().data)
-            history.note("adopted", round=round_id, crc32=crc32, held_crc32=crc32)
-
-    async def _aggregate(self, round_: Round, outcome: Outcome) -> None:
-        """Take the model of the level above, also where no client of this site had anything to train."""
-        await self._compute.run(self._finish_round)
-
-    def _marks(self) -> dict[str, tuple[int, ...]]:
-        alone: dict[str, tuple[int, ...]] = {} if self._contributed is None else {CONTRIBUTED: ()}
-        self._contributed = None
-        return {**super()._marks(), **alone}
+            await parts.publisher.publish_full(round_id)

@@ -62,7 +62,7 @@ def test_without_repeats_each_client_counts_once_and_a_lost_one_is_not_waited_fo
     buffer.accept(0, 1.0)
     assert buffer.may_send(0) == "repeated"
     assert buffer.open == {1, 2}
-    assert buffer.follow({0, 1}, ()) == ([2], [])
+    assert buffer.follow_clients({0, 1}, ()) == ([2], [])
     buffer.accept(1, 2.0)
     assert buffer.verdict(2.0) is Outcome.ALL
 

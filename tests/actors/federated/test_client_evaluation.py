@@ -24,6 +24,7 @@ def test_an_evaluation_ends_at_once_where_the_last_metric_comes_while_the_reques
         config=FederatedConfig(), publish=publish, run_id=RUN, state=SimpleNamespace(round_id=0)
     )
     registry: Any = SimpleNamespace(taking_part=lambda _: [0, 1], ready=lambda _: [0, 1], paused_ids=set)
-    evaluator = ClientEvaluator(context, registry, sleep_until=sleep_until, changed=lambda: None)
-    found = asyncio.run(evaluator.present({"rmse"}))
+    current_round: Any = SimpleNamespace(sleep_until=sleep_until, notify=lambda: None)
+    evaluator = ClientEvaluator(context, registry, current_round)
+    found = asyncio.run(evaluator.evaluate_present({"rmse"}))
     assert list(found.results) == [0]

@@ -7,7 +7,13 @@ import itertools
 
 import pytest
 
-from gradbus.actors.federated.controller.clients import MAX_NEWCOMERS, ClientRegistry, HelloAnswer
+from gradbus.actors.federated.controller.clients import (
+    MAX_MEMBERS,
+    MAX_NEWCOMERS,
+    ClientRegistry,
+    ExpectedModel,
+    HelloAnswer,
+)
 from gradbus.runtime.wire.control import PROTOCOL, Hello
 from gradbus.runtime.wire.messages import Identity
 
@@ -18,9 +24,13 @@ GREETING = Hello(PROTOCOL, DIM, LAYOUT, True, 0, "idle", -1, -1, "host-a:1", -1)
 _numbers = itertools.count(1)
 
 
-def new_members() -> ClientRegistry:
+def new_members(max_members: int = MAX_MEMBERS) -> ClientRegistry:
     return ClientRegistry(
-        dim=DIM, layout=LAYOUT, session=SESSION, dead_after_s=DEAD_AFTER_S, duplicate_after_s=RIVAL_AFTER_S
+        ExpectedModel(DIM, LAYOUT),
+        session=SESSION,
+        dead_after_s=DEAD_AFTER_S,
+        duplicate_after_s=RIVAL_AFTER_S,
+        max_members=max_members,
     )
 
 
@@ -38,7 +48,7 @@ def greet(
     hello = dataclasses.replace(GREETING, **changes)  # type: ignore[arg-type]
     number = next(_numbers) if number is None else number
     sender = Identity(client_id, incarnation)
-    return members.hello(sender, hello, number, now_s=now_s, next_round=next_round, is_stalled=is_stalled)
+    return members.answer_hello(sender, hello, number, now_s=now_s, next_round=next_round, is_stalled=is_stalled)
 
 
 def heard(members: ClientRegistry, client_id: int, incarnation: int, now_s: float) -> bool:
@@ -58,7 +68,7 @@ def join(members: ClientRegistry, client_id: int = 0, incarnation: int = 100, **
 
 def test_what_is_shared_by_name_is_compared_once_a_client_has_been_told_the_patterns() -> None:
     members = ClientRegistry(
-        dim=10, layout=5, session=SESSION, dead_after_s=DEAD_AFTER_S, duplicate_after_s=RIVAL_AFTER_S, compares="shared"
+        ExpectedModel(10, 5, "shared"), session=SESSION, dead_after_s=DEAD_AFTER_S, duplicate_after_s=RIVAL_AFTER_S
     )
     for client_id in range(4):
         assert greet(members, client_id) == (HelloAnswer.WELCOME, "")
@@ -161,11 +171,11 @@ def test_a_silent_client_is_not_waited_for_until_it_is_heard_again() -> None:
     join(members, 0)
     join(members, 1)
     heard(members, 1, 100, 2.0)
-    assert members.find_silent(DEAD_AFTER_S) == []
-    assert [member.client_id for member in members.find_silent(DEAD_AFTER_S + 0.1)] == [0]
+    assert members.mark_silent(DEAD_AFTER_S) == []
+    assert [member.client_id for member in members.mark_silent(DEAD_AFTER_S + 0.1)] == [0]
     assert members.ready(1) == [1]
     assert (members.taking_part(1), members.silent_ids(1), members.count_live()) == ({1}, {0}, 1)
-    assert members.find_silent(DEAD_AFTER_S + 0.2) == []  # once is enough
+    assert members.mark_silent(DEAD_AFTER_S + 0.2) == []  # once is enough
     assert heard(members, 0, 100, 3.0)
     assert (members.ready(1), members.silent_ids(1)) == ([0, 1], set())
 
@@ -175,30 +185,30 @@ def test_a_client_that_says_that_it_trains_may_say_nothing_for_as_long_as_it_lik
     members = new_members()
     join(members)
     greet(members, session=SESSION, phase=phase, round_id=1)
-    assert members.find_silent(3600.0) == []
+    assert members.mark_silent(3600.0) == []
     assert (members.ready(1), members.taking_part(1)) == ([0], {0})
     assert (members.ready(2), members.silent_ids(2)) == ([], {0})  # the next round does not begin by waiting for it
     greet(members, session=SESSION, now_s=3601.0)
     assert members.ready(2) == [0]
-    assert members.find_silent(3602.0 + DEAD_AFTER_S) != []  # and from now on it has nothing to do that takes so long
+    assert members.mark_silent(3602.0 + DEAD_AFTER_S) != []  # and from now on it has nothing to do that takes so long
 
 
 def test_who_may_be_gone_has_a_few_seconds_to_say_something_also_where_it_trained() -> None:
     members = ClientRegistry(
-        dim=DIM, layout=LAYOUT, session=SESSION, dead_after_s=60.0, duplicate_after_s=RIVAL_AFTER_S
+        ExpectedModel(DIM, LAYOUT), session=SESSION, dead_after_s=60.0, duplicate_after_s=RIVAL_AFTER_S
     )
     join(members)
     greet(members, session=SESSION, phase="training", round_id=1)
-    members.wait_for(0, 100, 10.0)
-    assert members.find_silent(14.9) == []
-    assert [member.client_id for member in members.find_silent(15.1)] == [0]
+    members.put_in_doubt(0, 100, 10.0)
+    assert members.mark_silent(14.9) == []
+    assert [member.client_id for member in members.mark_silent(15.1)] == [0]
 
 
 def test_with_a_silent_client_that_is_heard_again_its_rival_is_refused() -> None:
     members = new_members()
     join(members, incarnation=100)
     assert greet(members, incarnation=200, now_s=2.4)[0] is HelloAnswer.NOTHING
-    assert [member.incarnation for member in members.find_silent(DEAD_AFTER_S + 0.1)] == [100]
+    assert [member.incarnation for member in members.mark_silent(DEAD_AFTER_S + 0.1)] == [100]
     assert (
         greet(members, incarnation=100, now_s=3.3, session=SESSION)[0] is HelloAnswer.NOTHING
     )  # it had only stood still
@@ -210,19 +220,19 @@ def test_while_the_controller_could_not_hear_nobody_is_silent() -> None:
     members = new_members()
     join(members)
     members.excuse_silence(10.0, 10.0)
-    assert members.find_silent(10.0 + DEAD_AFTER_S) == []
+    assert members.mark_silent(10.0 + DEAD_AFTER_S) == []
     assert members.last_seen_at_s(0) == 0.0
     heard(members, 0, 100, 11.0)  # from here on it can
-    assert [member.client_id for member in members.find_silent(11.1 + DEAD_AFTER_S)] == [0]
+    assert [member.client_id for member in members.mark_silent(11.1 + DEAD_AFTER_S)] == [0]
 
 
 def test_a_standstill_is_forgiven_once_who_is_waited_for_included() -> None:
     members = new_members()
     join(members)
-    members.wait_for(0, 100, 10.0)  # said to be gone, before the late heartbeat tells of the standstill
+    members.put_in_doubt(0, 100, 10.0)  # said to be gone, before the late heartbeat tells of the standstill
     members.excuse_silence(9.5, 10.0)
-    assert members.find_silent(10.0 + DEAD_AFTER_S) == []
-    assert [member.client_id for member in members.find_silent(10.1 + DEAD_AFTER_S)] == [0]
+    assert members.mark_silent(10.0 + DEAD_AFTER_S) == []
+    assert [member.client_id for member in members.mark_silent(10.1 + DEAD_AFTER_S)] == [0]
 
 
 def test_every_message_of_a_client_is_a_sign_of_life() -> None:
@@ -230,7 +240,7 @@ def test_every_message_of_a_client_is_a_sign_of_life() -> None:
     join(members)
     for now_s in (2.0, 4.0, 6.0):
         assert heard(members, 0, 100, now_s)
-        assert members.find_silent(now_s + 1.0) == []
+        assert members.mark_silent(now_s + 1.0) == []
 
 
 def test_words_of_another_start_are_no_sign_of_life() -> None:
@@ -238,7 +248,7 @@ def test_words_of_another_start_are_no_sign_of_life() -> None:
     join(members)
     assert not heard(members, 0, 99, 2.0)
     assert not heard(members, 0, 101, 2.0)
-    assert [member.client_id for member in members.find_silent(2.6)] == [0]
+    assert [member.client_id for member in members.mark_silent(2.6)] == [0]
 
 
 def test_a_client_that_leaves_is_removed_once_and_only_this_start_of_it() -> None:
@@ -379,7 +389,7 @@ def test_a_member_that_does_not_know_its_first_round_is_told_again() -> None:
     members.get(0, 100).from_round = 2  # type: ignore[union-attr]
     for known, answer in ((3, HelloAnswer.WELCOME), (2, HelloAnswer.NOTHING)):
         hello = dataclasses.replace(GREETING, session=SESSION, next_round=known)
-        assert members.hello(Identity(0, 100), hello, next(_numbers), now_s=1.0, next_round=9)[0] is answer
+        assert members.answer_hello(Identity(0, 100), hello, next(_numbers), now_s=1.0, next_round=9)[0] is answer
 
 
 def test_who_came_during_a_failed_attempt_is_let_into_the_next() -> None:
@@ -387,7 +397,7 @@ def test_who_came_during_a_failed_attempt_is_let_into_the_next() -> None:
     join(members, incarnation=100)
     members.get(0, 100).from_round = 3  # type: ignore[union-attr]
     assert members.ready(2) == []
-    assert [member.client_id for member in members.admit(2)] == [0]
+    assert [member.client_id for member in members.let_into(2)] == [0]
     assert members.ready(2) == [0]
 
 
@@ -398,9 +408,8 @@ def test_a_newcomer_with_another_model_does_not_push_out_a_member() -> None:
     assert members.get(0, 100) is not None
 
 
-def test_the_table_does_not_grow_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gradbus.actors.federated.controller.clients.MAX_MEMBERS", 2)
-    members = new_members()
+def test_the_table_does_not_grow_without_end() -> None:
+    members = new_members(max_members=2)
     join(members, 0)
     join(members, 1)
     answer, why = greet(members, 2)

@@ -69,9 +69,8 @@ def test_messages_go_on_while_a_local_model_waits_to_be_read_in_its_clients_memo
             receiver = LocalModelReceiver(
                 context,
                 registry,
+                SimpleNamespace(sleep_until=sleep_until, notify=changed.set),  # type: ignore[arg-type]
                 dim=DIM,
-                sleep_until=sleep_until,
-                changed=changed.set,  # type: ignore[arg-type]
             )
             sealed = PayloadMemory(switched_on=True).put(payload)
             assert sealed is not None
@@ -119,9 +118,8 @@ def test_a_paused_client_is_called_paused_and_one_that_is_gone_lost() -> None:
             receiver = LocalModelReceiver(
                 context,
                 registry,
+                SimpleNamespace(sleep_until=sleep_until, notify=lambda: None),  # type: ignore[arg-type]
                 dim=DIM,
-                sleep_until=sleep_until,
-                changed=lambda: None,  # type: ignore[arg-type]
             )
             return await receiver.fetch(0, ROUND)
 

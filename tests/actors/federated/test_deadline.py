@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -10,8 +11,10 @@ from gradbus.actors.aggregation.orders import ClientOrder, RoundOrder
 from gradbus.actors.aggregation.strategies import FedAvg
 from gradbus.actors.federated.controller.deadline import FIRST_ROUNDS, LEAST_S, AskedWork, RoundDeadline, work_of
 from gradbus.actors.federated.controller.order_book import OrderBook
+from gradbus.runtime.choices import CLIENT_SCHEDULES
 from gradbus.runtime.config.federated import FederatedConfig
 from gradbus.runtime.errors import ConfigError
+from gradbus.runtime.optimization.schedules import RoundRates
 
 ONE = work_of(1, 0, 0)
 
@@ -26,14 +29,14 @@ class Deadline(RoundDeadline):
 def after(*rounds_s: float, times: float | None = 2.0, work: AskedWork | None = ONE) -> Deadline:
     deadline = Deadline(times, 300.0)
     for seconds in rounds_s:
-        deadline.round_done(seconds, work)
+        deadline.note_round(seconds, work)
     return deadline
 
 
 def test_a_round_of_more_epochs_gets_as_many_times_more() -> None:
     deadline = after(*[10.0] * 5)
     assert [deadline.seconds(work_of(epochs, 0, 0)) for epochs in (1, 3, 99)] == [20.0, 60.0, 300.0]
-    deadline.round_done(30.0, work_of(3, 0, 0))
+    deadline.note_round(30.0, work_of(3, 0, 0))
     assert deadline.seconds(work_of(1, 0, 0)) == 20.0, "that round does not make the others longer"
     assert after(*[10.0] * 5, work=work_of(4, 0, 0)).seconds() == 20.0, "a part of a round is the same with less work"
 
@@ -48,17 +51,18 @@ def test_work_of_another_kind_is_not_compared() -> None:
 
 def test_the_work_of_a_round_is_the_most_that_its_order_asks_of_a_client() -> None:
     config = FederatedConfig(training={"epochs": 2, "from_round": {"5": {"epochs": 3}}})
-    nothing_on_disk = SimpleNamespace(load_order=lambda _: None)
-    book = OrderBook(config, FedAvg(1), nothing_on_disk, has_caller=True)  # type: ignore[arg-type]
-    assert [book.round_work(round_id) for round_id in (1, 5)] == [work_of(2, 0, 0), work_of(3, 0, 0)]
+    nothing_on_disk: Any = SimpleNamespace(load_order=lambda _: None, has_orders=False)
+    rates = RoundRates(CLIENT_SCHEDULES, config.training.schedule, 0.1, config.rounds)
+    book = OrderBook(config, FedAvg(1), nothing_on_disk, rates, has_caller=True)
+    assert [book.most_work(round_id) for round_id in (1, 5)] == [work_of(2, 0, 0), work_of(3, 0, 0)]
     orders = {
         1: RoundOrder(epochs=7), 2: RoundOrder(each={3: ClientOrder(epochs=9)}), 3: RoundOrder(subset_size=10),
         4: RoundOrder(each={3: ClientOrder(steps=9)}), 6: RoundOrder(steps=4),
     }  # fmt: skip
     found = []
     for round_id, order in orders.items():
-        book.open(round_id, order, [0, 1, 2, 3])
-        found.append(book.round_work(round_id))
+        book.decide_order(round_id, order, [0, 1, 2, 3])
+        found.append(book.most_work(round_id))
     assert found == [
         AskedWork("epochs", 7),
         AskedWork("epochs", 9),

@@ -8,7 +8,6 @@ import json
 import os
 import threading
 from collections import Counter
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -172,7 +171,7 @@ def test_a_round_that_is_short_of_clients_that_are_gone_does_not_end_the_others_
         round_.fail(0, TRAINING_FAILED)
         round_.lose(1)
         round_.lose(2)
-        return RoundLosses(None).error(round_, attempts=1)  # type: ignore[arg-type]
+        return RoundLosses(Counter()).error(round_, attempts=1)
 
     assert isinstance(error_of(1), TrainingFailed)
     assert isinstance(error_of(3), RoundTimeout)  # clients wait for the controller to come back
@@ -182,7 +181,7 @@ def test_a_late_report_of_a_pause_counts_in_no_later_attempt() -> None:
     def paused(attempt: int) -> TrainingFailure:
         return TrainingFailure(1, 2, PAUSED, PAUSED, attempt=attempt)
 
-    losses = RoundLosses(SimpleNamespace(dropped=Counter()))  # type: ignore[arg-type]
+    losses = RoundLosses(Counter())
     round_ = Round(2, range(3), RoundRules(minimum=1, quorum=1.0, deadline_s=9.0, grace_s=0.0), now_s=0.0)
     assert not losses.note_failure(round_, 0, paused(1), attempt=2)
     assert round_.failed == {}

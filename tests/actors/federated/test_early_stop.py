@@ -29,7 +29,7 @@ def reports_of(*losses: float | None, metric: str = "") -> list[RoundReport]:
 def ends_after(settings: EarlyStopSettings, *losses: float | None, metric: str = "") -> int | None:
     stop = EarlyStop(settings, NONE)
     for report in reports_of(*losses, metric=metric):
-        stop.round_done(report)
+        stop.note_round(report)
         if stop.reason:
             return report.round_id
     return None
@@ -48,7 +48,7 @@ def test_a_run_ends_after_so_many_evaluations_that_were_no_better() -> None:
 def test_a_run_without_any_finite_evaluation_ends_and_says_so() -> None:
     stop = EarlyStop(EarlyStopSettings(patience=2), NONE)
     for report in reports_of(math.nan, -math.inf):
-        stop.round_done(report)
+        stop.note_round(report)
     assert stop.reason == "eval_loss was not finite in 2 evaluations"
 
 
@@ -122,10 +122,10 @@ def test_a_callback_sees_rounds_and_reports_and_may_end_the_run() -> None:
     watching = Watching()
     stop = EarlyStop(EarlyStopSettings(), Callbacks("federated", [watching], []))
     for report in reports_of(3.0, 2.0):
-        assert stop.may_begin(report.round_id)
-        stop.round_done(report)
-    assert not stop.may_begin(3)
-    stop.run_ended([])
+        assert stop.call_on_round(report.round_id)
+        stop.note_round(report)
+    assert not stop.call_on_round(3)
+    stop.call_on_end([])
     assert watching.seen == [1, 3.0, 2, 2.0]
     assert "Watching.on_report" in stop.reason
 

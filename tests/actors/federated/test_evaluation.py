@@ -68,7 +68,7 @@ def test_it_is_over_when_all_have_answered_or_at_the_deadline() -> None:
 def test_results_that_are_missing_are_counted_by_reason() -> None:
     found = opened(0, 1, 2, 3, 4)
     found.add(0, result(loss=1.0))
-    assert found.follow({0, 2, 3, 4}) == [1]
+    assert found.follow_clients({0, 2, 3, 4}) == [1]
     found.add(2, result(failure="no data"))
     found.add(3, result(0, loss=1.0))
     found.close()
@@ -79,7 +79,7 @@ def test_results_that_are_missing_are_counted_by_reason() -> None:
 
 def test_the_result_of_a_client_that_was_taken_for_lost_counts_if_it_comes() -> None:
     found = opened(0, 1)
-    found.follow({1})
+    found.follow_clients({1})
     assert found.open == {1}
     assert found.add(0, result(loss=1.0))
     assert set(found.results) == {0}

@@ -8,7 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradbus.actors.federated.controller.clients import FIRST_HOST, MAX_MEMBERS, ClientRegistry, HelloAnswer
+from gradbus.actors.federated.controller.clients import (
+    FIRST_HOST,
+    MAX_MEMBERS,
+    ClientRegistry,
+    ExpectedModel,
+    HelloAnswer,
+)
 from gradbus.actors.federated.controller.participation import FOR_GOOD
 from gradbus.runtime.wire.control import PROTOCOL, Hello
 from gradbus.runtime.wire.id_ranges import common_ids, format_ids, parse_ids
@@ -19,7 +25,9 @@ _numbers = itertools.count(1)
 
 
 def new_registry() -> ClientRegistry:
-    return ClientRegistry(dim=5, layout=7, session=SESSION, dead_after_s=DEAD_AFTER_S, duplicate_after_s=RIVAL_AFTER_S)
+    return ClientRegistry(
+        ExpectedModel(5, 7), session=SESSION, dead_after_s=DEAD_AFTER_S, duplicate_after_s=RIVAL_AFTER_S
+    )
 
 
 def hello(ids: str, session: int = 0) -> Hello:
@@ -36,7 +44,7 @@ def greet(
     out: dict[int, int] | None = None,
 ) -> tuple[HelloAnswer, str]:
     sender = Identity(FIRST_HOST | int(ids.split(",")[0].split("-")[0]), incarnation)
-    return registry.host_hello(
+    return registry.answer_host_hello(
         sender,
         hello(ids, session),
         next(_numbers),
@@ -64,7 +72,7 @@ def test_all_clients_of_a_host_are_ready_once_it_has_heard_its_welcome() -> None
 def test_clients_of_a_host_are_silent_with_it_and_one_message_of_one_brings_all_back() -> None:
     registry = new_registry()
     join(registry, "0-99")
-    assert [record.client_id for record in registry.find_silent(DEAD_AFTER_S + 1)] == [FIRST_HOST], "and not 100 times"
+    assert [record.client_id for record in registry.mark_silent(DEAD_AFTER_S + 1)] == [FIRST_HOST], "and not 100 times"
     assert registry.ready(1) == []
     member = registry.get(42, 100)
     assert member is not None
@@ -118,7 +126,7 @@ def test_a_second_process_with_an_id_of_a_live_host_is_refused_and_the_other_way
     registry = new_registry()
     join(registry, "0-3")
     for sends in (
-        lambda now_s: registry.hello(Identity(2, 200), hello("", 0), next(_numbers), now_s=now_s, next_round=1),
+        lambda now_s: registry.answer_hello(Identity(2, 200), hello("", 0), next(_numbers), now_s=now_s, next_round=1),
         lambda now_s: greet(registry, "2-9", 300, now_s=now_s),
     ):
         assert sends(0.0)[0] is HelloAnswer.NOTHING
@@ -149,7 +157,7 @@ def test_clients_that_share_the_ids_of_a_host_that_hangs_do_not_wait_for_each_ot
 
     def come(now_s: float) -> set[HelloAnswer]:
         return {
-            registry.hello(Identity(one, 200), hello(""), next(_numbers), now_s=now_s, next_round=1)[0]
+            registry.answer_hello(Identity(one, 200), hello(""), next(_numbers), now_s=now_s, next_round=1)[0]
             for one in range(100)
         }
 
@@ -166,7 +174,7 @@ def test_clients_that_share_the_ids_of_a_host_that_hangs_do_not_wait_for_each_ot
 )
 def test_a_host_that_cannot_be_one_is_refused_with_the_reason(ids: str, sender: int, why: str) -> None:
     registry = new_registry()
-    answer, text = registry.host_hello(
+    answer, text = registry.answer_host_hello(
         Identity(sender, 1), hello(ids), 1, now_s=0.0, next_round=1, out_until=lambda _: 0
     )
     assert answer is HelloAnswer.REFUSE
@@ -185,9 +193,9 @@ def test_a_host_that_changes_its_clients_has_to_start_anew() -> None:
 def test_clients_that_came_in_a_failed_attempt_are_let_in_and_their_host_alone_is_welcomed_anew() -> None:
     registry = new_registry()
     sender = Identity(FIRST_HOST, 1)
-    registry.host_hello(sender, hello("0-9"), 1, now_s=0.0, next_round=5, out_until=lambda _: 0)
-    assert [record.client_id for record in registry.admit(4)] == [FIRST_HOST]
-    registry.host_hello(sender, hello("0-9", SESSION), 2, now_s=0.0, next_round=5, out_until=lambda _: 0)
+    registry.answer_host_hello(sender, hello("0-9"), 1, now_s=0.0, next_round=5, out_until=lambda _: 0)
+    assert [record.client_id for record in registry.let_into(4)] == [FIRST_HOST]
+    registry.answer_host_hello(sender, hello("0-9", SESSION), 2, now_s=0.0, next_round=5, out_until=lambda _: 0)
     assert registry.ready(4) == list(range(10))
 
 

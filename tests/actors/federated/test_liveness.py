@@ -16,11 +16,16 @@ from patience import PATIENT_S, eventually
 from gradbus.actors.federated.client_names import ClientNames
 from gradbus.actors.federated.controller import dispatch as reception_module
 from gradbus.actors.federated.controller import liveness
-from gradbus.actors.federated.controller.clients import ClientRegistry
+from gradbus.actors.federated.controller.client_evaluation import ClientEvaluator
+from gradbus.actors.federated.controller.clients import ClientRegistry, ExpectedModel
+from gradbus.actors.federated.controller.current_round import CurrentRound
 from gradbus.actors.federated.controller.dispatch import Dispatcher
 from gradbus.actors.federated.controller.liveness import LivenessMonitor, make_status
 from gradbus.actors.federated.controller.report import Progress, RoundReport
+from gradbus.actors.federated.controller.round_losses import RoundLosses
+from gradbus.actors.federated.controller.run_membership import RunMembership
 from gradbus.actors.federated.controller.state import RunContext
+from gradbus.runtime.config.federated import EvaluationSettings
 from gradbus.runtime.errors import BusClosed
 from gradbus.runtime.transport.access_policy import AccessPolicy
 from gradbus.runtime.wire import control
@@ -43,12 +48,12 @@ class Scene:
         self.now_s = 100.0
         self.beats = 0
         self.found_dead = 0
-        self.members = ClientRegistry(dim=1, layout=0, session=1, dead_after_s=DEAD_AFTER_S, duplicate_after_s=1.2)
+        self.members = ClientRegistry(ExpectedModel(1, 0), session=1, dead_after_s=DEAD_AFTER_S, duplicate_after_s=1.2)
         self.presence: LivenessMonitor
         self.heard_next: Callable[[], None] = nothing
         self.script: Iterator[tuple[float | None, Callable[[], None]]] = iter(())
         monkeypatch.setattr(liveness, "time", SimpleNamespace(monotonic=lambda: self.now_s))
-        monkeypatch.setattr(liveness, "asyncio", SimpleNamespace(sleep=self.sleep, Event=asyncio.Event))
+        monkeypatch.setattr(liveness, "asyncio", SimpleNamespace(sleep=self.sleep))
 
     async def sleep(self, seconds: float) -> None:
         """A heartbeat later, or when the script says. What comes then is handled after the timer."""
@@ -61,7 +66,7 @@ class Scene:
 
     def hello(self, client_id: int) -> None:
         hello = Hello(PROTOCOL, 1, 0, True, 1, "idle", -1, -1, "", 1, "")
-        self.members.hello(Identity(client_id, 1), hello, next(_numbers), now_s=self.now_s, next_round=1)
+        self.members.answer_hello(Identity(client_id, 1), hello, next(_numbers), now_s=self.now_s, next_round=1)
 
     @property
     def context(self) -> Any:
@@ -79,18 +84,25 @@ class Scene:
     def run(self, *script: tuple[float, Callable[[], None]]) -> list[int]:
         """Beats that take so long, with what is heard after each. Returns the clients that are still there."""
         self.script = iter(script)
-        intake = SimpleNamespace(dropped=Counter(), forget=lambda client_id, incarnation: None)
-        self.presence = LivenessMonitor(
-            self.context,
-            self.members,
-            intake,
-            Progress(),
-            changed=self.left,
-            open_round=lambda: None,  # type: ignore[arg-type]
-        )
+        membership: Any = SimpleNamespace(follow_registry=self.left)
+        self.presence = LivenessMonitor(self.context, self.members, Progress(), CurrentRound(Progress()), membership)
         with pytest.raises(asyncio.CancelledError):
             asyncio.run(self.presence.run())
         return sorted(member.client_id for member in self.members if not member.silent)
+
+
+def monitor_of(context: Any, members: ClientRegistry) -> LivenessMonitor:
+    """A monitor of a run without a round."""
+    progress, names = Progress(), ClientNames()
+    current_round = CurrentRound(progress)
+    losses, evaluator = RoundLosses(Counter(), names), ClientEvaluator(context, members, current_round)
+    return LivenessMonitor(
+        context,
+        members,
+        progress,
+        current_round,
+        RunMembership(context, members, progress, current_round, losses, evaluator),
+    )
 
 
 def test_who_is_silent_for_too_long_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,11 +157,14 @@ def test_who_is_said_to_be_gone_has_its_full_time_where_that_is_in_doubt(
     scene.hello(0)
     forgotten: list[int] = []
     intake = SimpleNamespace(forget=lambda client_id, incarnation: forgotten.append(client_id))
-    monitor, events = (
-        SimpleNamespace(is_stalled=lambda: in_doubt),
-        SimpleNamespace(membership_changed=scene.left, client_gone=lambda client_id, why: None),
+    recipients: Any = SimpleNamespace(
+        updates=intake,
+        joining=SimpleNamespace(id_of=lambda sender, incarnation: sender),
+        selection=SimpleNamespace(note_gone=lambda client_id, why: None),
     )
-    reception = Dispatcher(scene.context, scene.members, intake, None, monitor, events)  # type: ignore[arg-type]
+    monitor: Any = SimpleNamespace(is_stalled=lambda: in_doubt)
+    membership: Any = SimpleNamespace(follow_registry=scene.left)
+    reception = Dispatcher(scene.context, scene.members, membership, monitor, CurrentRound(Progress()), recipients)
     monkeypatch.setattr(reception_module, "time", SimpleNamespace(monotonic=lambda: scene.now_s))
     scene.now_s += 60.0
     messages = iter([PeerGone(0, 1, why)])
@@ -164,8 +179,8 @@ def test_who_is_said_to_be_gone_has_its_full_time_where_that_is_in_doubt(
         asyncio.run(reception.run(SimpleNamespace(get=get, fault=True), None))  # type: ignore[arg-type]
     assert (len(scene.members), forgotten, scene.found_dead) == ((1, [], 0) if stays else (0, [0], 1))
     if stays:
-        assert scene.members.find_silent(scene.now_s + DEAD_AFTER_S) == []
-        assert len(scene.members.find_silent(scene.now_s + DEAD_AFTER_S + 0.1)) == 1
+        assert scene.members.mark_silent(scene.now_s + DEAD_AFTER_S) == []
+        assert len(scene.members.mark_silent(scene.now_s + DEAD_AFTER_S + 0.1)) == 1
 
 
 def test_where_every_beat_is_late_the_dead_are_noticed_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,7 +194,7 @@ def test_the_status_of_a_task_without_accuracy_tells_its_metrics_as_far_as_there
     progress = Progress()
     progress.add(RoundReport(round_id=1, eval_loss=0.5, metrics={"rmse": 0.25, "r2": math.nan}))
     progress.add(RoundReport(round_id=2))
-    members = ClientRegistry(dim=1, layout=0, session=1, dead_after_s=1.0, duplicate_after_s=1.0)
+    members = ClientRegistry(ExpectedModel(1, 0), session=1, dead_after_s=1.0, duplicate_after_s=1.0)
 
     def said() -> dict[str, float]:
         return dict(make_status(progress, None, members, {}, run_id=1, host="", now_s=0.0).metrics)
@@ -195,7 +210,7 @@ def test_the_status_tells_the_newest_accuracy_however_long_ago_that_was() -> Non
     progress = Progress()
     progress.add(RoundReport(round_id=1, accuracy=0.5))
     progress.add(RoundReport(round_id=2))
-    members = ClientRegistry(dim=1, layout=0, session=1, dead_after_s=1.0, duplicate_after_s=1.0)
+    members = ClientRegistry(ExpectedModel(1, 0), session=1, dead_after_s=1.0, duplicate_after_s=1.0)
 
     def said() -> float:
         return make_status(progress, None, members, {}, run_id=1, host="", now_s=0.0).accuracy
@@ -213,7 +228,7 @@ def test_the_end_of_a_run_is_announced_with_its_reason_also_where_that_names_a_f
     async def publish(sender: Identity, body: Any) -> None:
         said.append(body)
 
-    config = SimpleNamespace(clients=SimpleNamespace(heartbeat_s=HEARTBEAT_S))
+    config = SimpleNamespace(clients=SimpleNamespace(heartbeat_s=HEARTBEAT_S), evaluation=EvaluationSettings())
     context: Any = RunContext(
         SimpleNamespace(publish=publish),
         Identity(CONTROLLER, 1),
@@ -222,8 +237,8 @@ def test_the_end_of_a_run_is_announced_with_its_reason_also_where_that_names_a_f
         SimpleNamespace(run_id=1),
         None,  # type: ignore[arg-type]
     )
-    members = ClientRegistry(dim=1, layout=0, session=1, dead_after_s=1.0, duplicate_after_s=1.0)
-    monitor = LivenessMonitor(context, members, None, Progress(), changed=nothing, open_round=lambda: None)  # type: ignore[arg-type]
+    members = ClientRegistry(ExpectedModel(1, 0), session=1, dead_after_s=1.0, duplicate_after_s=1.0)
+    monitor = monitor_of(context, members)
     asyncio.run(monitor.announce_end(ok=False, reason="no space left: /data/\udcff/round-000003"))
     assert [control.decode(control.encode(body)) for body in said] == said
     assert [body.reason for body in said] == ["no space left: /data/\N{REPLACEMENT CHARACTER}/round-000003"]
@@ -236,7 +251,7 @@ def test_the_end_of_a_run_waits_for_a_client_that_fetches_the_last_model(monkeyp
     async def publish(sender: Identity, body: Any) -> None:
         said.append(body)
 
-    config = SimpleNamespace(clients=SimpleNamespace(heartbeat_s=0.01))
+    config = SimpleNamespace(clients=SimpleNamespace(heartbeat_s=0.01), evaluation=EvaluationSettings())
     context: Any = RunContext(
         SimpleNamespace(publish=publish),
         Identity(CONTROLLER, 1),
@@ -245,12 +260,12 @@ def test_the_end_of_a_run_waits_for_a_client_that_fetches_the_last_model(monkeyp
         SimpleNamespace(run_id=1),
         None,  # type: ignore[arg-type]
     )
-    members = ClientRegistry(dim=1, layout=0, session=1, dead_after_s=1.0, duplicate_after_s=1.0)
-    monitor = LivenessMonitor(context, members, None, Progress(), changed=nothing, open_round=lambda: None)  # type: ignore[arg-type]
+    members = ClientRegistry(ExpectedModel(1, 0), session=1, dead_after_s=1.0, duplicate_after_s=1.0)
+    monitor = monitor_of(context, members)
 
     def report(phase: str) -> None:
         hello = Hello(PROTOCOL, 1, 0, True, 1, phase, 0, 0, "h", 1)
-        members.hello(Identity(0, 1), hello, next(_numbers), now_s=0.0, next_round=1)
+        members.answer_hello(Identity(0, 1), hello, next(_numbers), now_s=0.0, next_round=1)
 
     async def main() -> None:
         report("fetching")

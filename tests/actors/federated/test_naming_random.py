@@ -9,7 +9,7 @@ import pytest
 from pydantic import TypeAdapter
 
 from gradbus.actors.federated.client_names import ClientNames, Pair, json_rows, names_of_rows
-from gradbus.actors.federated.controller.clients import FIRST_HOST, ClientRegistry, HelloAnswer
+from gradbus.actors.federated.controller.clients import FIRST_HOST, ClientRegistry, ExpectedModel, HelloAnswer
 from gradbus.actors.federated.controller.naming import ClientNaming
 from gradbus.runtime.transport.access_policy import ClientNode
 from gradbus.runtime.wire.control import PROTOCOL, Hello
@@ -33,7 +33,7 @@ class Play:
         self.counted: set[int] = set()
         self.names = ClientNames()
         self.now_s, self.number = 0.0, 0
-        self.registry = ClientRegistry(dim=10, layout=20, session=1, dead_after_s=3.0, duplicate_after_s=1.0)
+        self.registry = ClientRegistry(ExpectedModel(10, 20), session=1, dead_after_s=3.0, duplicate_after_s=1.0)
         self.naming = ClientNaming(
             self.names,
             num_clients=self.draw.choice([None, 3, 5]),
@@ -84,12 +84,12 @@ class Play:
             return
         before = self.names.id_of(found.name)
         if hello.ids:
-            answer, _ = self.registry.host_hello(
+            answer, _ = self.registry.answer_host_hello(
                 sender, hello, self.number, now_s=self.now_s, next_round=1, out_until=lambda client_id: 0
             )
         else:
             client = Identity(found.client_id, incarnation)
-            answer, _ = self.registry.hello(client, hello, self.number, now_s=self.now_s, next_round=1)
+            answer, _ = self.registry.answer_hello(client, hello, self.number, now_s=self.now_s, next_round=1)
         known = sender.sender if hello.ids else found.client_id
         if answer is HelloAnswer.REFUSE or self.registry.get(known, incarnation) is None:
             return

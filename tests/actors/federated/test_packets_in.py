@@ -241,7 +241,7 @@ def test_a_client_that_dies_between_two_packets_leaves_nothing_and_counts_once_w
         for packet in packets(seed=1)[:3]:
             await deliver(hall, packet)
         hall.intake.forget(0, 100)
-        assert hall.intake.dropped == {"cut short": 1}
+        assert hall.dropped == {"cut short": 1}
         again = packets(seed=2, incarnation=101)
         for packet in again:
             await deliver(hall, packet)
@@ -258,7 +258,7 @@ def test_packets_of_a_round_that_ended_are_none_of_its_next_attempt() -> None:
         for packet in sent[:3]:
             await deliver(hall, packet)
         await hall.intake.close()
-        hall.open_round(1)
+        hall.current_round(1)
         await sent[3].offer_to(hall)
         await sent[3].send_to(hall)
         await hall.until(lambda: hall.bus.all(PacketsMissing))
@@ -279,7 +279,7 @@ def test_a_packet_that_cannot_be_read_makes_none_of_the_update_count() -> None:
             await packet.send_to(hall)
         await hall.until(lambda: (0, False) in hall.bus.receipts)
         assert "packet 1 of 4" in hall.bus.all(Receipt)[-1].reason
-        assert hall.intake.dropped == {"malformed": 1}
+        assert hall.dropped == {"malformed": 1}
         assert hall.strategy.added == []
         assert len(hall.strikes) <= 1
 

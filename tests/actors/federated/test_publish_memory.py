@@ -180,7 +180,7 @@ def test_who_lags_while_others_make_up_the_quorum_has_a_round_more_to_read_a_mod
         scene.join(1, machine())
         await scene.downlink.publish_full(0)
         for round_id in (1, 2, 3):
-            scene.members.holds(0, 1, round_id - 1)  # an update of it came
+            scene.members.note_model(0, 1, round_id - 1)  # an update of it came
             await rounds(scene, round_id)
             assert [is_there(said) for said in scene.bus.said] == [False] * (round_id - 1) + [True] * 2
         scene.downlink.close()

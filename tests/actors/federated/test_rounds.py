@@ -281,16 +281,16 @@ def test_the_order_of_arrival_does_not_matter_for_the_end(order: list[int]) -> N
 
 def test_who_falls_silent_is_lost_to_the_round_until_it_is_heard_again() -> None:
     round_ = Round(1, [0, 1, 2], RoundRules(minimum=1, quorum=1.0, deadline_s=60.0, grace_s=0.0), now_s=0.0, silent=[3])
-    assert round_.follow({0, 1}, {2, 3}) == ([2], [])
+    assert round_.follow_clients({0, 1}, {2, 3}) == ([2], [])
     assert round_.may_send(2) == "not expected"
-    assert round_.follow({0, 1, 2, 3}, set()) == ([], [2, 3])
+    assert round_.follow_clients({0, 1, 2, 3}, set()) == ([], [2, 3])
     assert (round_.open, round_.may_send(2), round_.may_send(3)) == ({0, 1, 2, 3}, None, None)
 
 
 def test_who_is_dead_is_lost_for_good() -> None:
     round_ = Round(1, [0, 1], RoundRules(minimum=1, quorum=1.0, deadline_s=60.0, grace_s=0.0), now_s=0.0)
-    assert round_.follow({0}, set()) == ([1], [])
-    assert round_.follow({0, 1}, set()) == ([], [])  # another start of it, which takes part in the next round
+    assert round_.follow_clients({0}, set()) == ([1], [])
+    assert round_.follow_clients({0, 1}, set()) == ([], [])  # another start of it, which takes part in the next round
     assert round_.open == {0}
 
 

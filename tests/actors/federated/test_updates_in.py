@@ -165,7 +165,7 @@ def test_a_receipt_that_was_lost_at_the_end_of_a_round_is_said_again_in_the_next
         await deliver(hall, sender)
         await hall.intake.close()
         await sender.offer_to(hall)
-        hall.open_round(2)
+        hall.current_round(2)
         await sender.offer_to(hall)
         assert hall.bus.receipts == [(0, True)] * 3
         assert hall.intake.totals.num_samples == 0
@@ -196,7 +196,7 @@ def test_another_update_of_a_client_that_counts_already_is_refused() -> None:
         await deliver(hall, Sender())
         await Sender(transfer=2, seed=1).offer_to(hall)
         assert hall.bus.receipts == [(0, True), (0, False)]
-        assert hall.intake.dropped == {"unexpected": 1}
+        assert hall.dropped == {"unexpected": 1}
         assert hall.round.failed == {}
 
     run_with(test)
@@ -225,7 +225,7 @@ def test_frames_of_several_clients_may_come_mixed_doubled_and_backwards() -> Non
         assert hall.round.accepted == {0, 1, 2}
         expected = torch.stack([sender.delta for sender in senders]).mean(0)
         assert (hall.mean() - expected).abs().max() < 1e-6
-        assert set(hall.intake.dropped) <= {"repeated frame", "unexpected frame", "unexpected"}
+        assert set(hall.dropped) <= {"repeated frame", "unexpected frame", "unexpected"}
 
     run_with(test)
 
@@ -237,7 +237,7 @@ def test_who_offers_without_end_does_not_fill_the_disk_with_refusals(tmp_path: P
     async def test(hall: Hall) -> None:
         for transfer in range(300):
             await Sender(round_id=2, transfer=transfer).offer_to(hall)
-        assert hall.intake.dropped == {"stale": 300}
+        assert hall.dropped == {"stale": 300}
 
     run_with(test, history=History(tmp_path, "controller"))
     assert len((tmp_path / "controller.jsonl").read_text().splitlines()) == 100
@@ -259,7 +259,7 @@ def test_an_offer_that_does_not_belong_here_is_refused_with_the_reason(sender: S
         assert not receipt.accepted
         assert words in receipt.reason
         assert (receipt.to, receipt.run_id, receipt.round_id) == (sender.client_id, sender.run_id, sender.round_id)
-        assert hall.intake.dropped == {reason: 1}
+        assert hall.dropped == {reason: 1}
         assert hall.round.failed == {}
         assert hall.bus.granted == []
 
@@ -284,7 +284,7 @@ def test_an_offer_out_of_range_is_refused_and_its_client_not_waited_for(
         assert not receipt.accepted
         assert words in receipt.reason
         assert hall.round.failed == {0: reason}
-        assert hall.intake.dropped == {reason: 1}
+        assert hall.dropped == {reason: 1}
         assert len(hall.changes) == 1
         assert hall.bus.granted == []
         await Sender().offer_to(hall)  # and has no second chance in this round
@@ -322,7 +322,7 @@ def test_a_bad_payload_is_refused_its_client_not_waited_for_and_the_sum_untouche
         assert hall.bus.all(Receipt)[1].reason
         assert hall.round.failed == {1: reason}
         assert hall.round.accepted == {0}
-        assert hall.intake.dropped == {reason: 1}
+        assert hall.dropped == {reason: 1}
         assert hall.intake.totals.num_samples == good.num_samples
         assert (hall.mean() - good.delta).abs().max() < 1e-6
         await deliver(hall, Sender(2))  # the round goes on
@@ -334,7 +334,7 @@ def test_a_bad_payload_is_refused_its_client_not_waited_for_and_the_sum_untouche
 def test_bad_updates_are_strikes_and_who_has_too_many_is_turned_away_before_it_sends() -> None:
     async def test(hall: Hall) -> None:
         for round_id in (1, 2, 3):
-            hall.open_round(round_id)
+            hall.current_round(round_id)
             sender = Sender(1, round_id=round_id, transfer=round_id, payload=non_finite())
             await (deliver(hall, sender) if round_id < 3 else sender.offer_to(hall))
         assert [(s.client_id, s.round_id, s.reason, s.out_until) for s in hall.strikes] == [
@@ -342,7 +342,7 @@ def test_bad_updates_are_strikes_and_who_has_too_many_is_turned_away_before_it_s
             (1, 2, "non-finite", 6),
         ]
         assert hall.bus.granted == [1, 1]
-        assert hall.intake.dropped == {"non-finite": 2, "quarantine": 1}
+        assert hall.dropped == {"non-finite": 2, "quarantine": 1}
         assert "client 1 is in quarantine, out until round 6 after strike 2" in hall.bus.all(Receipt)[-1].reason
 
     run_with(test)
@@ -358,7 +358,7 @@ def test_who_is_late_or_finds_no_room_gets_no_strike(monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(hall.strategy, "add", full)
         await deliver(hall, Sender(1))
         assert hall.strikes == []
-        assert hall.intake.dropped == {"stale": 1, "unexpected": 1, "no room": 1}
+        assert hall.dropped == {"stale": 1, "unexpected": 1, "no room": 1}
         assert hall.round.failed == {1: "no room"}
 
     run_with(test)
@@ -368,21 +368,21 @@ def test_frames_that_nobody_waits_for_are_counted_and_dropped() -> None:
     async def test(hall: Hall) -> None:
         sender = Sender()
         await hall.intake.on_frame(sender.frames[0])
-        assert hall.intake.dropped == {"unexpected frame": 1}
+        assert hall.dropped == {"unexpected frame": 1}
         await sender.offer_to(hall)
         await hall.intake.on_frame(replace(sender, transfer=2).frames[0])
         await hall.intake.on_frame(replace(sender, incarnation=99).frames[0])
         await hall.intake.on_frame(replace(sender, run_id=RUN + 1).frames[0])
-        assert hall.intake.dropped == {"unexpected frame": 4}
+        assert hall.dropped == {"unexpected frame": 4}
         await hall.intake.on_frame(replace(sender, num_samples=11).frames[0])
         await hall.intake.on_frame(replace(sender, payload=sender.data + b"1").frames[0])
-        assert hall.intake.dropped == {"unexpected frame": 4, "mismatch": 2}
+        assert hall.dropped == {"unexpected frame": 4, "mismatch": 2}
         await sender.send_to(hall, slice(1))
         await sender.send_to(hall, slice(1))
-        assert hall.intake.dropped["repeated frame"] == 1
+        assert hall.dropped["repeated frame"] == 1
         await hall.intake.close()
         await sender.send_to(hall, slice(1, 2))
-        assert hall.intake.dropped["late frame"] == 1
+        assert hall.dropped["late frame"] == 1
         assert hall.bus.receipts == []
 
     run_with(test)

@@ -7,15 +7,18 @@ from intake_hall import DIM, Hall, Lies, Sender, run_with
 from gradbus import codecs
 from gradbus.actors.federated.controller.asynchronous import Bases, BufferRound
 from gradbus.actors.federated.controller.rounds import RoundRules
+from gradbus.actors.federated.controller.update_sum import UpdateForm
 from gradbus.runtime.config.federated import AsynchronousSettings
 
 SETTINGS = AsynchronousSettings(buffer=100)
 
 
+def asynchronous() -> UpdateForm:
+    return UpdateForm(DIM, bases=Bases(SETTINGS, codecs.get("fp32"), DIM))
+
+
 def open_buffer(hall: Hall, round_id: int) -> None:
     rules = RoundRules(minimum=1, quorum=1.0, deadline_s=1e9, grace_s=0.0)
-    hall.intake.bases = hall.intake.bases or Bases(SETTINGS, codecs.get("fp32"), DIM)
-    hall.admission.max_staleness = SETTINGS.max_staleness
     hall.round = BufferRound(round_id, range(3), rules, SETTINGS, now_s=0.0)
     hall.intake.open(hall.round, hall.base)
 
@@ -37,7 +40,7 @@ def test_an_update_that_waits_while_a_round_is_opened_counts_in_the_sum_of_that_
         await hall.until(lambda: (2, True) in hall.bus.receipts)
         assert float((hall.mean() - late.delta * 2**-0.5).abs().max()) < 1e-6
 
-    run_with(test, budget_bytes=2 * size)
+    run_with(test, form=asynchronous(), budget_bytes=2 * size)
 
 
 def test_an_update_that_waits_for_the_next_round_weighs_no_more_than_is_believed_in_that_round() -> None:
@@ -61,4 +64,4 @@ def test_an_update_that_waits_for_the_next_round_weighs_no_more_than_is_believed
         expected = (10 * others[0].delta + 10 * others[1].delta + 40 * liar.delta * 2**-0.5) / 60
         assert float((hall.mean() - expected).abs().max()) < 1e-6
 
-    run_with(test, lies=Lies(by_rounds=False))
+    run_with(test, form=asynchronous(), lies=Lies(by_rounds=False))

@@ -10,6 +10,7 @@ from intake_hall import DIM, Hall, Sender, deliver, run_with
 
 from gradbus import codecs
 from gradbus.actors.aggregation.merged_buffers import MAGIC, BufferLayout, BufferMerge, MergedBuffer
+from gradbus.actors.federated.controller.update_sum import UpdateForm
 
 LAYOUT = BufferLayout(
     [
@@ -21,11 +22,10 @@ MODEL = codecs.get("fp32").encode(torch.zeros(DIM))
 
 
 def receive_buffers(hall: Hall) -> BufferMerge:
-    merge = hall.intake.buffers = BufferMerge(LAYOUT)
-    hall.admission._max_bytes += LAYOUT.max_bytes  # noqa: SLF001 - as a Controller makes it
     before = {"count": torch.tensor(1), "flag": torch.tensor(False)}
     hall.intake._context.state.buffers = before  # type: ignore[misc]  # noqa: SLF001 - the state of this test
-    return merge
+    assert hall.update_sum.buffers is not None
+    return hall.update_sum.buffers
 
 
 def test_buffers_of_updates_that_count_are_merged() -> None:
@@ -36,7 +36,7 @@ def test_buffers_of_updates_that_count_are_merged() -> None:
         assert hall.bus.receipts == [(0, True), (1, True), (2, True)]
         assert {name: one.item() for name, one in merge.finish().items()} == {"count": 7, "flag": True}
 
-    run_with(test)
+    run_with(test, form=UpdateForm(DIM, LAYOUT))
 
 
 @pytest.mark.parametrize(
@@ -54,4 +54,4 @@ def test_an_update_with_a_block_that_cannot_be_counts_in_nothing_and_is_a_strike
         assert hall.strategy.added == [1]
         assert int(merge.finish()["count"]) == 3
 
-    run_with(test)
+    run_with(test, form=UpdateForm(DIM, LAYOUT))

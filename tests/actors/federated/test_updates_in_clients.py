@@ -23,11 +23,11 @@ def test_a_client_forgotten_in_the_middle_of_a_transfer_makes_room_for_the_next(
         await Sender(1).offer_to(hall)
         assert hall.bus.granted == [0]
         hall.intake.forget(0, 100)
-        assert hall.intake.dropped == {"cut short": 1}
+        assert hall.dropped == {"cut short": 1}
         await deliver(hall, Sender(1))  # its request repeated, as clients do
         assert hall.round.accepted == {1}
         await Sender(0).send_to(hall, slice(2, None))
-        assert hall.intake.dropped["unexpected frame"] > 0
+        assert hall.dropped["unexpected frame"] > 0
         assert hall.round.accepted == {1}
 
     run_with(test, budget_bytes=1)
@@ -105,7 +105,7 @@ def test_a_client_that_dies_while_its_update_is_being_added_counts_and_was_not_c
         hall.strategy.go_on.set()
         await hall.until(lambda: hall.bus.receipts)
         assert hall.round.accepted == {0}
-        assert hall.intake.dropped == {}
+        assert hall.dropped == {}
         assert hall.intake.totals.num_samples == 10
 
     run_with(test, held=True)
@@ -122,7 +122,7 @@ def test_a_complete_update_of_a_client_that_died_still_counts() -> None:
         hall.strategy.go_on.set()
         await hall.until(lambda: len(hall.bus.receipts) == 2)
         assert hall.round.accepted == {0, 1} <= hall.round.expected
-        assert hall.intake.dropped == {}
+        assert hall.dropped == {}
 
     run_with(test, held=True)
 
@@ -143,7 +143,7 @@ def test_closing_waits_for_the_update_that_is_being_added_and_drops_those_behind
         assert hall.round.accepted == {0}
         assert hall.bus.receipts == [(0, True)]
         before = hall.round
-        hall.open_round(2)
+        hall.current_round(2)
         await deliver(hall, Sender(2, round_id=2))
         assert before.accepted == {0}
         assert hall.round.accepted == {2}
@@ -157,7 +157,7 @@ def test_with_no_round_open_every_offer_is_stale() -> None:
         await hall.intake.close()
         await Sender().offer_to(hall)
         assert hall.bus.receipts == [(0, False)]
-        assert hall.intake.dropped == {"stale": 1}
+        assert hall.dropped == {"stale": 1}
 
     run_with(test)
 
@@ -195,7 +195,7 @@ def test_a_transfer_that_stalls_gives_its_place_to_the_next() -> None:
             await Sender(client_id).offer_to(hall)
         await Sender(0).send_to(hall, slice(1))
         await hall.until(lambda: 1 in hall.bus.granted)
-        assert hall.intake.dropped["stalled"] == 1
+        assert hall.dropped["stalled"] == 1
         await Sender(1).send_to(hall)
         await hall.until(lambda: (1, True) in hall.bus.receipts)
         await deliver(hall, Sender(0))  # it is back, and may still count
@@ -247,6 +247,6 @@ def test_an_update_that_takes_up_all_the_room_brings_nobody_a_strike(greedy_firs
         others = [Sender(1, num_samples=60_000), Sender(2, num_samples=60_000)]
         await deliver(hall, *([greedy, *others] if greedy_first else [*others, greedy]))
         assert hall.round.accepted == {0, 1, 2}
-        assert (hall.strikes, hall.round.failed, hall.intake.dropped) == ([], {}, {})
+        assert (hall.strikes, hall.round.failed, hall.dropped) == ([], {}, {})
 
     run_with(test)

@@ -16,6 +16,7 @@ import torch
 from intake_hall import DIM, Hall, Sender, deliver, hall_of, run_with
 
 from gradbus import codecs
+from gradbus.actors.federated.controller import update_sum
 from gradbus.actors.federated.controller import updates_in as update_receiver
 from gradbus.actors.federated.controller.rounds import Round, RoundRules
 from gradbus.runtime.shm.segment import SharedMemoryFault, machine
@@ -70,7 +71,7 @@ def test_an_update_in_memory_is_added_without_a_grant_or_a_frame() -> None:
         size = len(sender.data)
         assert (hall.intake.totals.bytes_up, hall.intake.totals.bytes_up_shared) == (size, size)
         assert hall.bus.memory.read_bytes == {UPDATES: size}
-        assert hall.intake.dropped == {}
+        assert hall.dropped == {}
 
     run_with(test)
 
@@ -150,7 +151,7 @@ def test_a_client_that_goes_before_its_memory_is_read_does_not_count() -> None:
         await receipts(hall, 1)
         await hall.intake.close()
         assert hall.round.accepted == {0}
-        assert hall.intake.dropped == {"cut short": 1}
+        assert hall.dropped == {"cut short": 1}
 
     run_with(test, held=True)
 
@@ -178,7 +179,7 @@ def test_an_update_that_waits_to_be_read_in_a_round_that_nobody_has_closed_is_in
         await hall.strategy.entered.wait()
         late, _lates = sealed(Sender(1))
         await late.offer_to(hall)
-        hall.open_round(2)
+        hall.current_round(2)
         hall.strategy.go_on.set()
         newer, _newers = sealed(Sender(2, round_id=2))
         await newer.offer_to(hall)
@@ -199,7 +200,7 @@ def test_what_is_no_update_is_refused_as_if_it_had_been_sent(payload: bytes, rea
         await sender.offer_to(hall)
         await receipts(hall, 1)
         assert hall.bus.receipts == [(0, False)]
-        assert hall.intake.dropped == {reason: 1}
+        assert hall.dropped == {reason: 1}
         assert hall.round.failed == {0: reason}
 
     run_with(test)
@@ -211,7 +212,7 @@ def test_memory_that_cannot_be_read_is_done_without_and_logged_once(
     def refuse(place: str, size: int) -> memoryview:
         raise SharedMemoryFault("no permission")
 
-    monkeypatch.setattr(update_receiver, "read", refuse)
+    monkeypatch.setattr(update_sum, "read", refuse)
 
     async def test(hall: Hall) -> None:
         for round_id in (1, 2, 3):
@@ -224,7 +225,7 @@ def test_memory_that_cannot_be_read_is_done_without_and_logged_once(
                 await sender.send_to(hall)
                 await receipts(hall, 2 * round_id - 1 + client_id)
             await hall.intake.close()
-            hall.open_round(round_id + 1)
+            hall.current_round(round_id + 1)
         assert hall.bus.receipts == [(0, True), (1, True)] * 3
         assert hall.intake.totals.bytes_up_shared == 0
 
@@ -360,7 +361,7 @@ def test_updates_in_memory_do_not_keep_it_from_asking_for_lost_frames() -> None:
             await sender.offer_to(hall)
         await hall.until(lambda: hall.bus.all(RetransmitRequest))
         assert len(hall.bus.receipts) < len(near)
-        assert hall.intake.dropped["stalled"] == 0
+        assert hall.dropped["stalled"] == 0
 
     run_with(test, clients=6, repair_after_s=0.02, stall_after_s=0.04)
 

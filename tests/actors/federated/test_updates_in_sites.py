@@ -88,7 +88,7 @@ def test_a_wrong_sum_is_a_strike_with_the_reason_and_the_others_count(wrong: Sen
             await wrong.send_to(hall)
         await hall.until(lambda: len(hall.bus.receipts) > 1)
         assert [strike.client_id for strike in hall.strikes] == [0]
-        assert hall.intake.dropped[reason] == 1
+        assert hall.dropped[reason] == 1
         assert text in hall.strikes[0].detail
         assert torch.equal(hall.mean(), before)
         assert hall.round.accepted == {1}

@@ -86,7 +86,7 @@ class DrivenHub(Hub):
 
     def hello(self, number: int, now_s: float) -> None:
         hello = Hello(PROTOCOL, 0, 0, True, self._identity.incarnation, "training", 1, -1, "host-a:1", -1)
-        self._registry.hello(Identity(0, 9), hello, number, now_s=now_s, next_round=0)
+        self._registry.answer_hello(Identity(0, 9), hello, number, now_s=now_s, next_round=0)
 
     def gone(self, *, certain: bool) -> None:
         self._on_gone(PeerGone(0, 9, certain=certain))

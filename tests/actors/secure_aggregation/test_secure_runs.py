@@ -32,6 +32,7 @@ from gradbus.actors.aggregation.updates import Facts
 from gradbus.actors.federated.client import updates_out
 from gradbus.actors.federated.client.client import Client
 from gradbus.actors.federated.client.update_masks import ClientMasking, MaskingAttempt
+from gradbus.actors.federated.controller.controller import ActiveRun
 from gradbus.actors.federated.controller.masked_attempt import MaskedAttempt
 from gradbus.actors.secure_aggregation.keys import Attempt, Roster, TooFewMembers, commitment
 from gradbus.actors.secure_aggregation.masked_values import MAGIC, size_of
@@ -384,21 +385,30 @@ def test_a_client_that_was_silent_and_is_found_again_gets_its_shares() -> None:
 
         is_lost = False
 
-        def mask_answered(self, client_id: int, incarnation: int, answer: MaskAnswer) -> None:
-            super().mask_answered(client_id, incarnation, answer)
-            if answer.phase == 2:
-                ready.add(client_id)
-            if ready >= {0, 1, 2} and self._round is not None and not self.is_lost:
-                self.is_lost = True
-                self._round.follow({0, 1, 2}, {3})
-                self._changed()
-                asyncio.get_running_loop().call_later(0.05, self.find)
+        async def _start(self, *arguments: Any) -> ActiveRun:
+            run = await super()._start(*arguments)
+            masked, current = run.parts.masked, run.parts.current_round
+            assert masked is not None
+            on_answer = masked.on_answer
 
-        def find(self) -> None:
-            assert self._round is not None
-            deaf[0].hears = True
-            self._round.follow({0, 1, 2, 3}, set())
-            self._changed()
+            def answered(client_id: int, incarnation: int, answer: MaskAnswer) -> None:
+                on_answer(client_id, incarnation, answer)
+                if answer.phase == 2:
+                    ready.add(client_id)
+                if ready >= {0, 1, 2} and current.round is not None and not self.is_lost:
+                    self.is_lost = True
+                    current.round.follow_clients({0, 1, 2}, {3})
+                    current.notify()
+                    asyncio.get_running_loop().call_later(0.05, find)
+
+            def find() -> None:
+                assert current.round is not None
+                deaf[0].hears = True
+                current.round.follow_clients({0, 1, 2, 3}, set())
+                current.notify()
+
+            masked.on_answer = answered  # type: ignore[method-assign]
+            return run
 
     class Slow(Moving):
         def train(self, model: Any, **arguments: Any) -> TrainResult:

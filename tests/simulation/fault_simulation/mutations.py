@@ -113,6 +113,7 @@ def _found(source: str, lines: str) -> tuple[str, str] | None:
 ROUNDS = "actors.federated.controller.rounds:Round"
 RECEIVER = "actors.federated.controller.updates_in:UpdateReceiver"
 CONTROLLER = "actors.federated.controller.controller:Controller"
+COMMITTER = "actors.federated.controller.round_commit:RoundCommitter"
 SESSION = "actors.federated.client.session:ControllerSession"
 CLIENT = "actors.federated.client.client:Client"
 AGREEMENT = "runtime.collectives.agreement:GenerationAgreement"
@@ -205,33 +206,33 @@ MUTATIONS = (
         "async with asyncio.timeout(1e6):", "a lost request costs half a second",
     ),
     Mutation(
-        "the model is published before it is committed", "commit", f"{CONTROLLER}._commit",
+        "the model is published before it is committed", "commit", f"{COMMITTER}.commit",
         """
-        if state.is_durable or self._probe.history.on:
-            await self._compute.run(self._make_durable, report)
+        if state.is_durable or self._context.history.on:
+            await self._context.compute.run(self._make_durable, report)
         else:
             self._make_durable(report)
         committed_s = time.perf_counter()
         """,
         """
         with tolerate_write_timeout("model", round_id):
-            await self._publisher.publish()
-        await self._compute.run(self._make_durable, report)
+            await parts.publisher.publish()
+        await self._context.compute.run(self._make_durable, report)
         committed_s = time.perf_counter()
         """,
         "I2 and I4: a round that a client knows is not lost",
     ),
     Mutation(
-        "a commit is noted before it is saved", "commit", f"{CONTROLLER}._make_durable",
+        "a commit is noted before it is saved", "commit", f"{COMMITTER}._make_durable",
         """
-        self._state.commit(report, self._publisher.held_apart)
-        self._probe.reached("after_commit_before_note", report.round_id)
-        self._publisher.note_commit(report)
+        self._state.commit(report, self._parts.publisher.held_apart)
+        self._context.fail_points.reached("after_commit_before_note", report.round_id)
+        self._parts.publisher.note_commit(report)
         """,
         """
-        self._publisher.note_commit(report)
-        self._probe.reached("after_commit_before_note", report.round_id)
-        self._state.commit(report, self._publisher.held_apart)
+        self._parts.publisher.note_commit(report)
+        self._context.fail_points.reached("after_commit_before_note", report.round_id)
+        self._state.commit(report, self._parts.publisher.held_apart)
         """,
         "I4",
     ),
@@ -269,9 +270,9 @@ MUTATIONS = (
         "pass", "I2: a client holds the model that the controller believes it holds", flavour="downlink",
     ),
     Mutation(
-        "a start has the incarnation of the one before", "resume", f"{CONTROLLER}._open",
-        "self._identity = Identity(CONTROLLER, max(self._identity.incarnation, again))",
-        "self._identity = Identity(CONTROLLER, self._state.incarnation or self._identity.incarnation)",
+        "a start has the incarnation of the one before", "resume", f"{CONTROLLER}._prepare",
+        "state.incarnation = max(new_incarnation(), again)",
+        "state.incarnation = last_start or new_incarnation()",
         "clients tell two starts of a controller apart",
     ),
     Mutation(
@@ -352,8 +353,8 @@ MUTATIONS = (
     ),
     Mutation(
         "a site takes any sum that it has sent for counted", "trees", f"{SITE}.adopt",
-        "if gathered is not None and gathered[0].round_id == round_id == self.counted_round:",
-        "if gathered is not None and gathered[0].round_id == round_id:",
+        "if gathered is not None and gathered.round.round_id == round_id == self.counted_round:",
+        "if gathered is not None and gathered.round.round_id == round_id:",
         "a site knows whether its sum counts", flavour="tree",
     ),
     Mutation(
@@ -367,8 +368,8 @@ MUTATIONS = (
     ),
     Mutation(
         "another attempt at a round of a site forgets what has counted in it", "trees", f"{SITE}.gather",
-        "self._gathered = (*await self._gather(command.round_id, self._accepted), started_s)",
-        "self._gathered = (*await self._gather(command.round_id, set()), started_s)",
+        "self._gathered = await self._run.collector.collect(command.round_id, self._accepted, due_s=due_s)",
+        "self._gathered = await self._run.collector.collect(command.round_id, set(), due_s=due_s)",
         "an update counts at most once through both levels", flavour="tree",
     ),
     Mutation(
