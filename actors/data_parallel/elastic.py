@@ -631,7 +631,7 @@ class ElasticWorker(Worker):
         copies = self._of_generation
         if copies is not None and copies.held is not None:  # the copy has not come: what this rank has is of there
             self._position, copies.held = copies.held, None
-            await self._compute.run(self._training.stop_following)
+            await self._compute.run(self._training.drop_recording)
 
     # Checkpoints
 
