@@ -280,7 +280,7 @@ class Controller:
             context, self._registry, self._receiver, self._selection, self.progress, changed=self._changed
         )
         self._losses = RoundLosses(self._receiver, state.names)
-        if self._callbacks.follow("on_update"):
+        if self._callbacks.have("on_update"):
             self._receiver.counted = []
         if self._bases is not None:
             self._receiver.bases, admission.max_staleness = self._bases, config.asynchronous.max_staleness
@@ -827,7 +827,7 @@ class Controller:
         self._probe.reached("after_collect_before_aggregate", round_id)
         await self._aggregate(round_, outcome)
         # A report that somebody gets before the model is published has the checksum; else clients do not wait for it.
-        is_told = state.is_durable or self._probe.history.on or self._callbacks.follow("on_aggregate")
+        is_told = state.is_durable or self._probe.history.on or self._callbacks.have("on_aggregate")
         crc32 = await self._compute.run(self._weights_crc32) if is_told else 0
         aggregated_s = time.perf_counter()
         self._probe.reached("after_aggregate_before_commit", round_id)
@@ -846,7 +846,7 @@ class Controller:
             epsilon=self._strategy.epsilon,
             order=self._book.order(round_id).to_json(),
         )
-        if self._callbacks.follow("on_aggregate"):
+        if self._callbacks.have("on_aggregate"):
             await self._call_back(self._stop.aggregated, report)
         state.participation.commit(round_id, totals.samples, self._losses.of(round_), totals.loss_of)
         if attempt == 1:  # of another one the time says little: some updates were there when it began

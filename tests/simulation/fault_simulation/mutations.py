@@ -115,6 +115,7 @@ RECEIVER = "actors.federated.controller.updates_in:UpdateReceiver"
 CONTROLLER = "actors.federated.controller.controller:Controller"
 SESSION = "actors.federated.client.session:ControllerSession"
 CLIENT = "actors.federated.client.client:Client"
+CLIENT_ROUNDS = "actors.federated.client.client_rounds:ClientRounds"
 AGREEMENT = "runtime.collectives.agreement:GenerationAgreement"
 MASKING = "actors.secure_aggregation"
 SITE = "actors.federated.site.site_controller:SiteController"
@@ -170,9 +171,19 @@ MUTATIONS = (
         "for client_id, key in []", "I8",
     ),
     Mutation(
-        "the next start of the controller is not asked for a receipt", "receipts", f"{CLIENT}._send_update",
-        "update, check=lambda: self._context.is_same_run(welcome.run_id), is_held=current.is_held(command)",
-        "update, check=lambda: self._context.is_same_session(session), is_held=current.is_held(command)", "I8",
+        "the next start of the controller is not asked for a receipt", "receipts", f"{CLIENT_ROUNDS}._send",
+        """
+        receipt = await deliver(
+            update,
+            check=lambda: self._context.is_same_run(welcome.run_id),
+        """,
+        """
+        session = self._context.session.incarnation
+        receipt = await deliver(
+            update,
+            check=lambda: self._context.is_same_session(session),
+        """,
+        "I8",
     ),
     Mutation(
         "a receipt goes out before the sum", "receipts", f"{RECEIVER}._fold",
@@ -322,12 +333,14 @@ MUTATIONS = (
         found_by="tests/actors/federated/test_session.py::test_an_update_is_for_the_start_of_the_controller_that_has_commanded_it",
     ),
     Mutation(
-        "a training that was called off is sent", "commands", f"{CLIENT}._train_update",
-        "is_called_off = session != current.incarnation or current.superseded(command) or self._is_called_off()",
+        "a training that was called off is sent", "commands", f"{CLIENT_ROUNDS}._train",
+        """
+        is_called_off = session != current.incarnation or current.is_superseded(command) or self._making.is_called_off()
+        """,
         "is_called_off = False", "an update is of the round that is open",
     ),
     Mutation(
-        "a client trains again though its update counts", "commands", f"{SESSION}.wanted",
+        "a client trains again though its update counts", "commands", f"{SESSION}.is_wanted",
         "is_next = command.round_id > self.counted_round or self.repeats is True",
         "is_next = True", "a client trains once for a command",
         found_by="tests/actors/federated/test_session.py::test_a_repeated_command_has_no_effect_where_its_update_counts",
