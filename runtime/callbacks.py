@@ -87,7 +87,7 @@ class Callbacks:
     def __bool__(self) -> bool:
         return bool(self._all)
 
-    def follow(self, method: str) -> bool:
+    def have(self, method: str) -> bool:
         """Return whether a callback has this method."""
         return any(callable(getattr(one, method, None)) for _, one in self._all)
 

@@ -311,7 +311,34 @@ def the_formatter_leaves_tables_alone_and_nothing_else(_: PurePosixPath, source:
     return [f"line {number} skips the formatter, and no table ends there" for number in sorted(marked - tables)]
 
 
+SEALED_FOLDERS = ("actors/federated/client", "actors/federated/model")
+OF_TENSORS = {"data", "grad"}
+
+
+def parts_are_not_changed_from_outside(path: PurePosixPath, source: str) -> list[str]:
+    """A part gets what it needs when it is made, and has methods for what changes. A field is set on ``self`` alone, or
+    on an object of a class of the same file."""
+    if not str(path).startswith(SEALED_FOLDERS):
+        return []
+    tree = ast.parse(source)
+    stored = [one for one in ast.walk(tree) if isinstance(one, ast.Attribute) and isinstance(one.ctx, ast.Store)]
+    own = {one.attr for one in stored if ast.unparse(one.value) == "self"}
+    own |= {
+        line.target.id
+        for kind in ast.walk(tree)
+        if isinstance(kind, ast.ClassDef)
+        for line in kind.body
+        if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name)
+    }
+    return [
+        f"line {one.lineno}: {ast.unparse(one)} is set from outside"
+        for one in stored
+        if one.attr not in own | OF_TENSORS
+    ]
+
+
 RULES: list[Rule] = [
+    parts_are_not_changed_from_outside,
     the_formatter_leaves_tables_alone_and_nothing_else,
     private_names_stay_in_their_file,
     exceptions_from_the_linter_have_a_reason,
@@ -481,6 +508,8 @@ BAD = [
         "x = [\n    1,\n]  # fmt: skip\nf(\n    1,\n)  # fmt: skip",
     ),
     (private_names_stay_in_their_file, "tests/codecs/test_top_k.py", "from gradbus.codecs.sparse import _by_numpy"),
+    (parts_are_not_changed_from_outside, "actors/federated/client/client.py", "self._training.keeps = True"),
+    (parts_are_not_changed_from_outside, "actors/federated/model/named_model.py", "def f(x):\n    x.number += 1"),
     (private_names_stay_in_their_file, "models/task.py", "import gradbus.models._mine"),
     (private_names_stay_in_their_file, "models/task.py", "from gradbus.codecs._mine import thing"),
     (exceptions_from_the_linter_have_a_reason, "codecs/q8.py", "x = a._b  # noqa: SLF001"),
@@ -612,6 +641,11 @@ GOOD = [
         what_comes_from_outside_is_read_within_limits,
         "codecs/s4.py",
         "zstandard.ZstdDecompressor().decompress(x, max_output_size=9)",
+    ),
+    (
+        parts_are_not_changed_from_outside,
+        "actors/federated/client/client.py",
+        "class A:\n    n: int = 0\n\n    def f(self, a):\n        self.x, a.n, a.x = 0, 1, 2\n        a.grad = None",
     ),
     (torchvision_is_lazy, "models/data.py", "def f():\n    from torchvision import datasets"),
     (torchvision_is_lazy, "models/data.py", "if TYPE_CHECKING:\n    import torchvision"),

@@ -604,7 +604,7 @@ class ElasticWorker(Worker):
         copies = self._of_generation
         if copies is not None and (held := copies.take_held()) is not None:
             self._position = held
-            await self._compute.run(self._training.stop_following)
+            await self._compute.run(self._training.drop_recording)
 
     # Checkpoints
 

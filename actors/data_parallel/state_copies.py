@@ -77,7 +77,7 @@ class StateCopies:
         elif self.source is not None:
             if self._are_equal:
                 await self._compute.run(self._training.state.load_algorithm, shared)
-                await self._compute.run(self._training.follow)
+                await self._compute.run(self._training.begin_recording)
             self._arriving = transfer.receive(self.source)
 
     async def _exchange_shared(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

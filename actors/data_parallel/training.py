@@ -270,8 +270,8 @@ class ShardTraining:
 
     # A rank that joins while the others go on
 
-    def follow(self) -> None:
-        """From now on record the steps that all ranks make, and change nothing: the state is still to come."""
+    def begin_recording(self) -> None:
+        """Record the steps that all ranks make from now on, and change nothing: the state is still to come."""
         self._recorded = RecordedSteps()
 
     @property
@@ -290,7 +290,7 @@ class ShardTraining:
                 self._change_model(step.number, step.epoch, gradients)
             self.optimizer.step_has_ended()
 
-    def stop_following(self) -> None:
+    def drop_recording(self) -> None:
         """Drop what was recorded: it is of no use any more."""
         self._recorded = None
 

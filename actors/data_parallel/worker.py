@@ -220,7 +220,7 @@ class Worker(Rank):
         hello = {
             "settings": self._shared_settings(),
             "batches": await self._compute.run(training.num_batches, 0),
-            "callbacks": [bool(self._callbacks), self._callbacks.follow("on_step")],
+            "callbacks": [bool(self._callbacks), self._callbacks.have("on_step")],
             "layout": describe_layout(self.model),
             "run_id": int.from_bytes(os.urandom(8), "little"),
             "steps": [] if self._state is None else self._state.steps(),
@@ -399,7 +399,7 @@ class Worker(Rank):
 
     async def _after_steps(self, applied: Sequence[TrainingStep]) -> None:
         """Call those that follow steps, if there are any. Whether one wants the run to end is said in the next vote."""
-        if applied and self._callbacks.follow("on_step"):
+        if applied and self._callbacks.have("on_step"):
             await self._compute.run(self._call_after, applied)
 
     def _call_after(self, applied: Sequence[TrainingStep]) -> None:

@@ -7,6 +7,7 @@ from checkpoints: they are checked where they come in, and their number is bound
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from itertools import islice
@@ -196,6 +197,23 @@ class ClientNames:
 def json_rows(names: ClientNames) -> list[dict[str, str]]:
     """Return all names as files have them: what :func:`names_of_rows` reads."""
     return [{"clients": ids, "name": name} for ids, name in names.rows()]
+
+
+def checked_id(client_id: Any) -> int:
+    """Return a client id, which may be any integer as of NumPy.
+
+    Raises:
+        TypeError: it is no integer. ValueError: it is out of range.
+    """
+    if isinstance(client_id, str):
+        raise TypeError(f"client_id is a number, got {client_id[:80]!r}: a name is given as name={client_id[:80]!r}")
+    try:
+        number = operator.index(client_id)
+    except TypeError:
+        raise TypeError(f"client_id is an integer, got {type(client_id).__name__}") from None
+    if not 0 <= number <= MAX_CLIENT_ID:
+        raise ValueError(f"client_id must be within 0 .. 2^31 - 2, got {number}")
+    return number
 
 
 def label_of(client_id: int, names: Mapping[int, str]) -> str:

@@ -213,7 +213,7 @@ class MessageNode:
                 raise BusClosed(inbox.fault or "the bus was closed under a running node: stop the node first") from None
             if isinstance(message, PeerGone):
                 if message.incarnation == self._session.incarnation:
-                    self._session.welcome = None  # its next start welcomes this node anew
+                    self._session.await_welcome()  # its next start welcomes this node anew
             elif isinstance(message, Control) and self._session.accepts_session(message.incarnation, message.body):
                 self._on_hub(message.incarnation, message.body, group)
             else:
@@ -227,11 +227,11 @@ class MessageNode:
                 if current.welcome is None or session != current.incarnation:
                     self._start_session(session, body)
                     group.create_task(self._send_hello(), name=f"node-{self.number}-hello")
-                current.welcome = body
+                current.accept(body)
             case Refused() if (body.to, body.incarnation) == me:
                 raise JoinRefused(body.why)
             case Status() if session != current.incarnation and current.welcome is not None:
-                current.welcome = None
+                current.await_welcome()
                 group.create_task(self._send_hello(), name=f"node-{self.number}-hello")
             case _ if isinstance(body, ANSWERS) and (body.to, body.incarnation) == me:
                 self._sender.on_answer(body, group)
@@ -241,7 +241,7 @@ class MessageNode:
                 if (instruction := self._open.get(body.round_id)) is not None:
                     instruction.notice = body
             case RunEnded() if body.run_id == current.run_id and (body.ok or body.final):
-                current.ended = body
+                current.end(body)
                 self._run_over.set()
                 self._compute.stop_current()
                 self._sender.interrupt()
@@ -274,7 +274,7 @@ class MessageNode:
     async def _heartbeat(self) -> None:
         while True:
             await self._send_hello()
-            self._session.listen(2 * HEARTBEAT_S)
+            self._session.note_turn(2 * HEARTBEAT_S)
             await asyncio.sleep(HEARTBEAT_S if self._session.welcome is not None else HEARTBEAT_S / 4)
 
     async def _send_hello(self) -> None:

@@ -285,7 +285,7 @@ class ParameterServerWorker(Rank):
             wait_s=self._servers.wait_s - before.wait_s,
             bytes_out=self._sent_bytes - before.sent_bytes,
         )
-        if self._callbacks.follow("on_step"):
+        if self._callbacks.have("on_step"):
             report = await self._compute.run(training.report_of, step)
             self._wants_end = bool(await self._compute.run(self._callbacks.call, "on_step", report))
 

@@ -21,7 +21,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from gradbus.actors.federated.client.client_state import ClientStateStore
-from gradbus.actors.federated.client.local_evaluation import EvaluationStopped, LocalEvaluation, told
+from gradbus.actors.federated.client.local_evaluation import EvaluationStopped, LocalEvaluation, log_failure
 from gradbus.actors.federated.client.local_training import LocalTraining
 from gradbus.actors.federated.client.round_inputs import RoundInputs
 from gradbus.actors.federated.client.run_terms import NOTHING_OWN, Allowed, RunChoices
@@ -158,12 +158,12 @@ class ClientTrainer:
         try:
             self._prepare(client_id, welcome.num_clients)
             with contextlib.closing(open_kept(client_id, False)) as kept:
-                evaluation = LocalEvaluation(self._task, self._model, client_id, kept, tells_errors)
+                evaluation = LocalEvaluation(self._task, self._model, client_id, kept, tells_errors, self._choices)
                 result = evaluation.evaluate(vector, welcome, request, should_stop, buffers)
         except EvaluationStopped:
             return Parcel({"is": "stopped"})
         except Exception as error:  # its data cannot be loaded
-            why = told(error, client_id, tells_errors)
+            why = log_failure(error, client_id, tells_errors)
             result = control.EvaluationResult(request.run_id, request.round_id, 0, {}, why, 0.0)
         return Parcel({"is": "result"}, [control.encode(result)])
 

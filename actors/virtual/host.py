@@ -21,6 +21,7 @@ from torch import Tensor
 
 from gradbus.actors.federated.client.client import Client
 from gradbus.actors.federated.client.client_optimizer import split_terms
+from gradbus.actors.federated.client.client_parts import Prepared
 from gradbus.actors.federated.client.client_report import ClientSummary
 from gradbus.actors.federated.client.local_evaluation import DECLINED, HOSTED
 from gradbus.actors.federated.client.round_inputs import RoundInputs
@@ -184,33 +185,39 @@ class ClientHost(Client):
             raise ValueError("ids: expected the lowest one of a host to be at most 2^31 - 3")
         check_config(config or ClientConfig())
         super().__init__(bus, task, client_id=self._ids[0].start, name=name, config=config)
-        self._identity = Identity(FIRST_HOST | self.client_id, self._identity.incarnation)
-        self._session = HostSession(self._config.controller_timeout_s, self._ids)
         self._pool = pool
         self._state_dir = state_dir
         self._sending: dict[int, UpdateSender] = {}  # by client
-        self._failures: dict[int, TrainingFailure] = {}
+        self._reported: dict[int, TrainingFailure] = {}  # of the newest command, by client
         self._work_now: RoundWork | None = None
         self._evaluating: EvaluationWork | None = None
         self._evaluating_session = 0
         # Of the model that was evaluated last: its session and round, and the results by client.
         self._results: tuple[tuple[int, int], dict[int, EvaluationResult]] = (0, 0), {}
         self._repeating: asyncio.Task[None] | None = None
+        self._counted = self._refused = 0  # updates of its clients
         self._trained_s = 0.0
         self._bytes_up = 0
+
+    def _make_session(self) -> HostSession:
+        return HostSession(self._config.controller_timeout_s, self._ids)
+
+    @property
+    def _sender_id(self) -> int:
+        return FIRST_HOST | self.client_id
 
     @property
     def summary(self) -> ClientSummary:
         """Return what its clients did so far, in sum."""
-        return ClientSummary(self._rounds, self._refused, self._bytes_up, self._trained_s)
+        return ClientSummary(self._counted, self._refused, self._bytes_up, self._trained_s)
 
-    def _build(self) -> None:
+    def _build(self) -> FlatModel:
         self._bus.access_policy.check_host()
-        self._model = FlatModel(build_model(self._task))
+        return FlatModel(build_model(self._task))
 
-    def _open(self) -> None:
+    def _open(self, model: FlatModel, opened: contextlib.ExitStack) -> Prepared:
         self._probe.note("started", incarnation=self._identity.incarnation, ids=self._text)
-        self._open_parts(self)
+        return Prepared(self, self._own_codecs(model))
 
     def _describe(self, matched: bool) -> Hello:
         return replace(super()._describe(matched), ids=self._text, masks=False, grids=False)
@@ -286,7 +293,7 @@ class ClientHost(Client):
     def _is_wanted(self) -> bool:
         """Whether what is being trained is still asked for by somebody."""
         current, (command, session) = self._session, self._commanded
-        is_superseded = session != current.incarnation or current.superseded(command)
+        is_superseded = session != current.incarnation or current.is_superseded(command)
         return not is_superseded and bool(current.to_train(command))
 
     async def _train_and_send(self, welcome: Welcome, command: TrainCmd, base: Tensor, group: TaskGroup) -> None:
@@ -307,12 +314,12 @@ class ClientHost(Client):
         )
         frozen = vector_bytes(self._model.read_frozen()) if welcome.frozen else b""
         work = self._work_now = self._pool.new_work(inputs, frozen)
-        began_s, asked, before = time.monotonic(), len(queue), self._rounds
+        began_s, asked, before = time.monotonic(), len(queue), self._counted
         self._status.set("training")
-        group.create_task(self._heartbeat.send_hello(), name="host-hello")
+        group.create_task(self._context.heartbeat.send_hello(), name="host-hello")
         buffers = layout_of(self._model.specs, Sharing.of_welcome(welcome))
         codec = self._choices.read(welcome).codec_in(split_terms(inputs.options())[1])
-        largest = codec.max_bytes(self._shape.dim) + buffers.max_bytes
+        largest = codec.max_bytes(self._models.shape.dim) + buffers.max_bytes
         if current.is_held(command):
             check_room(asked, largest)
         room = asyncio.Semaphore(max(WAITING_UPDATES * self._pool.size, WAITING_BYTES // largest))
@@ -327,7 +334,7 @@ class ClientHost(Client):
             "round done",
             round=command.round_id,
             clients=asked,
-            counted=self._rounds - before,
+            counted=self._counted - before,
             seconds=round(time.monotonic() - began_s, 3),
         )
 
@@ -347,7 +354,7 @@ class ClientHost(Client):
                 async with self._pool.borrow(work) as process:
                     if not self._pool.is_stopped(work):  # while it waited for a process
                         update = await process.train(
-                            work, Identity(client_id, self._identity.incarnation), next(self._transfers)
+                            work, Identity(client_id, self._identity.incarnation), next(self._outbox.transfers)
                         )
                 if update is not None:
                     group.create_task(self._deliver(update, process, room), name=f"host-send-{client_id}")
@@ -392,7 +399,7 @@ class ClientHost(Client):
                 current.refused_ids.add(client_id)
             log.warning("update refused", client=client_id, round=request.round_id, reason=receipt.reason)
             return
-        self._rounds += 1
+        self._counted += 1
         if session == current.incarnation and current.command == command:
             current.counted_ids.add(client_id)
         if update.state:
@@ -402,8 +409,8 @@ class ClientHost(Client):
         """Save the state of a client whose update counts."""
         kept = open_state(self._state_dir, update.key.sender, to_write=True)
         try:
-            kept.start_run(update.key.job, self._shape.dim)
-            kept.accepted(update.key.round_id, update.state)
+            kept.start_run(update.key.job, self._models.shape.dim)
+            kept.keep(update.key.round_id, update.state)
         finally:
             kept.close()
 
@@ -431,7 +438,7 @@ class ClientHost(Client):
         )
         self._evaluating_session = session
         self._status.set("evaluating")
-        group.create_task(self._heartbeat.send_hello(), name="host-hello")
+        group.create_task(self._context.heartbeat.send_hello(), name="host-hello")
         left_s = max(0.0, self._session.evaluation_until_s - time.monotonic())
         deadline = asyncio.get_running_loop().call_later(left_s, self._pool.stop, work)
         try:
@@ -483,14 +490,14 @@ class ClientHost(Client):
             log.info("nothing to train", client=client_id, round=command.round_id)
         else:
             log.error("training failed", client=client_id, round=command.round_id, error=str(error))
-            self._failure = plain_line(f"{error} (client {client_id})")
-        if session != current.incarnation or current.superseded(command):
+            self._failures.note_of_client(plain_line(f"{error} (client {client_id})"))
+        if session != current.incarnation or current.is_superseded(command):
             return
         current.refused_ids.add(client_id)
         text = plain_text(error.text) if self._config.report_failures else "training failed"
         sent = TrainingFailure(current.run_id, command.round_id, text, error.reason)
-        self._failures = {one: before for one, before in self._failures.items() if before.round_id == sent.round_id}
-        self._failures[client_id] = sent
+        self._reported = {one: before for one, before in self._reported.items() if before.round_id == sent.round_id}
+        self._reported[client_id] = sent
         await self._send(client_id, sent)
 
     async def _repeat_failures(self, heartbeat_s: float) -> None:
@@ -498,8 +505,8 @@ class ClientHost(Client):
         while True:
             await asyncio.sleep(heartbeat_s)
             command = self._session.command
-            for client_id in list(self._failures)[:REPEATED_FAILURES]:
-                sent = self._failures.pop(client_id)
+            for client_id in list(self._reported)[:REPEATED_FAILURES]:
+                sent = self._reported.pop(client_id)
                 if command is not None and sent.round_id == command.round_id and client_id in self._session.refused_ids:
-                    self._failures[client_id] = sent  # at the end of the line
+                    self._reported[client_id] = sent  # at the end of the line
                     await self._send(client_id, sent)

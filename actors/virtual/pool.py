@@ -18,7 +18,7 @@ from safetensors.torch import load
 from torch import Tensor
 
 from gradbus.actors.federated.client.client_state import ClientStateStore
-from gradbus.actors.federated.client.local_evaluation import MAX_FAILURE_CHARS, kept_for
+from gradbus.actors.federated.client.local_evaluation import MAX_FAILURE_CHARS, state_for
 from gradbus.actors.federated.client.round_inputs import RoundInputs
 from gradbus.actors.federated.client.updates_out import EncodedUpdate
 from gradbus.actors.federated.model.own_tensors import PERSONAL
@@ -129,7 +129,7 @@ class EvaluationWork(PoolWork):
         )
 
     def needs(self, kept: ClientStateStore) -> Mapping[str, Tensor]:
-        return {name: one for name, one in kept_for(kept, self.round_id).items() if name.startswith(PERSONAL)}
+        return {name: one for name, one in state_for(kept, self.round_id).items() if name.startswith(PERSONAL)}
 
 
 class TrainingProcess(ABC):

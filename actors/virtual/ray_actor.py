@@ -37,7 +37,7 @@ class Question(NamedTuple):
         store = ClientStateStore(None, client_id)
         store.start_run(self.run_id)
         if len(self.kept):
-            store.accepted(self.round_id - 1, load(bytes(self.kept)))
+            store.keep(self.round_id - 1, load(bytes(self.kept)))
         if len(self.released):
             store.release(self.round_id, torch.from_numpy(np.array(self.released).view(np.float32)))
         return store

@@ -46,7 +46,7 @@ def work_of(settings: SimulationSettings) -> StepWork:
     more = settings.model_dump(include={"update_s", "overlap", "bucket_bytes", "first_bucket_bytes"})
     if settings.trace is not None:
         trace = read_trace(settings.trace)
-        work = trace.work(compute_scale=settings.compute_scale, **more)
+        work = trace.make_step_work(compute_scale=settings.compute_scale, **more)
     elif settings.gradient_bytes is not None:
         shapes = {"gradient": torch.Size([max(1, settings.gradient_bytes // 4)])}
         work = StepWork(shapes=shapes, forward_s=0.0, backward_s=[0.0], batch_size=settings.batch_size, **more)
@@ -55,7 +55,7 @@ def work_of(settings: SimulationSettings) -> StepWork:
         if settings.forward_s is None or settings.backward_s is None:
             torch.set_num_threads(1)
             trace = take_trace(model, torch.randn(settings.batch_size, *settings.input_shape))
-            work = trace.work(compute_scale=settings.compute_scale, **more)
+            work = trace.make_step_work(compute_scale=settings.compute_scale, **more)
         else:
             shapes = {name: one.shape for name, one in model.named_parameters() if one.requires_grad}
             work = StepWork(

@@ -85,7 +85,7 @@ class Trace(BaseModel):
         """Return the bytes of all layers, in float32."""
         return sum(layer.gradient_bytes for layer in self.layers)
 
-    def work(self, *, compute_scale: float = 1.0, **more: Any) -> StepWork:
+    def make_step_work(self, *, compute_scale: float = 1.0, **more: Any) -> StepWork:
         """Return what a rank does in a step, with ``compute_scale`` times the times. ``more``: other fields of
         StepWork."""
         shapes, backward_s = {}, []
@@ -285,7 +285,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     chosen.out.parent.mkdir(parents=True, exist_ok=True)
     chosen.out.write_text(found.text(), encoding="utf-8")
-    work = found.work()
+    work = found.make_step_work()
     print(
         f"{chosen.out}: {len(found.layers)} layers, {found.gradient_bytes / 1e6:.1f} MB of gradients, forward "
         f"{work.forward_s:.3f} s, backward {sum(work.backward_s):.3f} s"

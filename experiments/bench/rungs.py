@@ -140,7 +140,9 @@ def climb(rung: Rung, plan: LadderPlan, *, timeout_s: float = 900.0) -> RungTime
 def simulate(rung: Rung, plan: LadderPlan, compute_s: float) -> SimulatedSteps:
     """The rung on a model of these links. ``compute_s``: of a step, spread over it as a pass of this model is here."""
     trace = take_trace(models.mnist_cnn(0), torch.randn(plan.batch_size, 1, 28, 28))
-    work = trace.work(compute_scale=compute_s / trace.work().compute_s, overlap=RUNGS[rung]["overlap"])
+    work = trace.make_step_work(
+        compute_scale=compute_s / trace.make_step_work().compute_s, overlap=RUNGS[rung]["overlap"]
+    )
     network = NetworkModel(cluster(plan.world, network=LinkSpec(rate_bytes_s=plan.rate_mbit_s * 125_000)))
     chosen = dict(RUNGS[rung]["algorithm"])
     choice = Choice.model_validate(chosen)

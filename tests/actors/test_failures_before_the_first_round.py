@@ -16,7 +16,7 @@ from structlog.testing import capture_logs
 from torch import nn
 
 import gradbus
-from gradbus.actors.federated.client import early_failures
+from gradbus.actors.federated.client import failures
 from gradbus.actors.federated.controller import liveness, selection
 from gradbus.models import EvalResult, NoopTask
 from gradbus.runtime.errors import BarrierTimeout, ConfigError, JoinDeclined, RunAborted, TrainingFailed
@@ -213,7 +213,7 @@ def test_a_client_that_failed_before_it_had_an_id_and_is_mended_takes_part() -> 
 
 
 def test_a_client_that_cannot_build_its_model_waits_for_no_controller(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(early_failures, "FIND_S", 0.05)
+    monkeypatch.setattr(failures, "FIND_S", 0.05)
 
     async def main() -> Any:
         async with asyncio.timeout(60), gradbus.connect(job="nobody-here", domain=new_domain()) as bus:

@@ -19,8 +19,8 @@ from patience import eventually
 from structlog.testing import capture_logs
 
 import gradbus
-from gradbus.actors.federated.client import client as client_module
 from gradbus.actors.federated.client import global_model as shared_model_reader
+from gradbus.actors.federated.client import last_model
 from gradbus.actors.federated.controller import publish
 from gradbus.actors.federated.controller.report import RoundTiming
 from gradbus.models import NoopTask
@@ -248,7 +248,7 @@ def test_a_client_that_does_not_get_the_last_model_read_before_the_end_says_so_a
     monkeypatch.setattr(shared_model_reader, "read", late)
     monkeypatch.setattr(gradbus.Bus, "publish", heard)
     monkeypatch.setattr(shared_model_reader, "LAST_READ_S", 0.1)
-    monkeypatch.setattr(client_module, "LAST_MODEL_S", 0.1)
+    monkeypatch.setattr(last_model, "LAST_MODEL_S", 0.1)
     config = gradbus.FederatedConfig(rounds=2, clients={"num": 1}, eval_every=0)
     with capture_logs() as lines:
         reports = run(config, [SlowTask([])], at_end=over.set)

@@ -131,6 +131,12 @@ async def nothing(scene: Scene) -> None:
     """A program that does nothing."""
 
 
+def sits_out(client: Client, round_id: int) -> bool:
+    """Whether a client has reported that it sits this round out."""
+    failure = client._session.failure  # noqa: SLF001 - no event tells of it
+    return failure is not None and (failure.round_id, failure.reason) == (round_id, PAUSED)
+
+
 def test_a_client_that_pauses_in_mid_round_sits_it_out_and_takes_part_again_without_a_warning() -> None:
     scene = Scene(Held(3), Held(2), rounds=4)
 
@@ -139,7 +145,7 @@ def test_a_client_that_pauses_in_mid_round_sits_it_out_and_takes_part_again_with
         await eventually(lambda: task.begun == [1, 2])
         scene.clients[1].pause()
         await eventually(lambda: other.begun == [1, 2, 3])  # the next round goes on without it
-        await eventually(lambda: scene.clients[1]._session.command.round_id == 3)  # noqa: SLF001 - else it is resumed before
+        await eventually(lambda: sits_out(scene.clients[1], 3))  # else it is resumed before
         scene.clients[1].resume()
         await eventually(lambda: not scene.controller._run.parts.registry.paused_ids())  # noqa: SLF001 - no event tells of it
         other.held.clear()
@@ -373,7 +379,7 @@ def test_a_client_that_something_has_ended_is_paused_while_it_waits_for_its_trai
 
     async def program(scene: Scene) -> None:
         try:
-            await eventually(lambda: scene.clients[0]._leaving.startswith("failed"))  # noqa: SLF001 - no event tells of it
+            await eventually(lambda: scene.clients[0]._failures.leaving.startswith("failed"))  # noqa: SLF001 - no event tells of it
             scene.clients[0].pause()
             scene.clients[0].resume()
             paused.append(True)
@@ -398,11 +404,18 @@ def test_a_pause_after_the_end_of_the_run_is_none() -> None:
 class PausesWhileSending(Client):
     """Is paused by its program as soon as its update of round 1 is made."""
 
-    async def _send_update(self, welcome: Any, command: Any, base: Any, update: Any) -> Any:
-        if command.round_id == 1 and self.client_id == 1:
-            self.pause()
-            await self._heartbeat.send_hello()  # it says nothing of the pause yet
-        return await super()._send_update(welcome, command, base, update)
+    async def _train_and_send(self, welcome: Any, command: Any, base: Any, group: Any) -> None:
+        deliver = self._outbox.updates.deliver
+
+        async def pauses(update: Any, **options: Any) -> Any:
+            if command.round_id == 1 and self.client_id == 1:
+                self.pause()
+                await self._context.heartbeat.send_hello()  # it says nothing of the pause yet
+            return await deliver(update, **options)
+
+        self._outbox.updates.deliver = pauses  # type: ignore[method-assign]
+        await super()._train_and_send(welcome, command, base, group)
+        self._outbox.updates.deliver = deliver  # type: ignore[method-assign]
 
 
 def test_an_update_that_is_made_is_sent_and_counts_before_its_client_pauses() -> None:
@@ -515,7 +528,7 @@ def test_a_start_waits_for_no_paused_client_but_for_the_least_number() -> None:
 
 def test_the_phase_of_a_paused_client_is_that_of_its_update_until_the_receipt() -> None:
     status = ClientStatus(clock=lambda: 7.0)
-    status.is_paused = status.is_delivering = True
-    assert status.reported("uploading") == ("uploading", 0.0)
-    status.is_delivering = False
+    with status.delivering():
+        assert not status.pause(None)
+        assert status.reported("uploading") == ("uploading", 0.0)
     assert status.reported("idle") == ("paused", 0.0)

@@ -209,7 +209,7 @@ def test_a_model_is_evaluated_with_what_its_client_had_then_also_where_that_is_b
     store = ClientStateStore(None, 0)
     store.start_run(7)
     for round_id in (1, 2):  # the controller has gone back to the model of round 1 meanwhile
-        store.accepted(round_id, {"personal.head": torch.full((1,), float(round_id)), "residual": torch.zeros(3)})
+        store.keep(round_id, {"personal.head": torch.full((1,), float(round_id)), "residual": torch.zeros(3)})
     welcome, request = Welcome(0, 1, 7, 1, "fp32", "{}", 1, 0.5), EvaluationRequest(7, 1, "0", 1.0)
     assert EvaluationWork(1, welcome, request, torch.zeros(3)).needs(store) == {"personal.head": torch.ones(1)}
 

@@ -88,7 +88,7 @@ Masking = TypeVar("Masking", bound=ClientMasking)
 def replace_masking(client: Client, kind: type[Masking]) -> Masking:
     """Have a client that has not started take its part in attempts as this class does."""
     masking = kind(client._bus, client._identity, least_members=0)  # noqa: SLF001 - as the client makes its own
-    client._masking = masking  # noqa: SLF001 - no argument gives it another one: none of a user's may mask
+    client._outbox.masking = masking  # noqa: SLF001 - no argument gives it another one: none of a user's may mask
     return masking
 
 

@@ -8,30 +8,31 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
-import operator
 import threading
-import time
 from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from torch import Tensor
 
 from gradbus.actors.federated.chosen_codecs import CLIENT_SETTING, own_codecs
-from gradbus.actors.federated.client.client_models import ClientModels, FrozenParameters
+from gradbus.actors.federated.client.client_models import ClientModels
 from gradbus.actors.federated.client.client_observer import MAX_REPORTS, ClientObserver
-from gradbus.actors.federated.client.client_report import CALLED_OFF, ClientReport, ClientSummary
+from gradbus.actors.federated.client.client_parts import ClientParts, LocalParts, Prepared, hello_of
+from gradbus.actors.federated.client.client_report import ClientReport, ClientSummary
+from gradbus.actors.federated.client.client_rounds import ClientRounds, UpdateMaking
 from gradbus.actors.federated.client.client_state import ClientStateStore
-from gradbus.actors.federated.client.early_failures import EarlyFailures
 from gradbus.actors.federated.client.evaluation_answers import EvaluationAnswers
+from gradbus.actors.federated.client.failures import ClientFailures
 from gradbus.actors.federated.client.id_request import request_id
+from gradbus.actors.federated.client.last_model import fetch_last_model
 from gradbus.actors.federated.client.local_evaluation import LocalEvaluation
 from gradbus.actors.federated.client.local_training import LocalTraining
+from gradbus.actors.federated.client.outbox import Outbox
 from gradbus.actors.federated.client.pacing import TrainingBudget
-from gradbus.actors.federated.client.packets_out import PacketRoute, PacketSender
 from gradbus.actors.federated.client.round_inputs import RoundInputs
-from gradbus.actors.federated.client.run_terms import Allowed, RunChoices
+from gradbus.actors.federated.client.run_terms import Allowed, RunChoices, RunTerms, check_run
 from gradbus.actors.federated.client.session import (
     ClientContext,
     ClientHeartbeat,
@@ -39,43 +40,27 @@ from gradbus.actors.federated.client.session import (
     ControllerSession,
     listen,
 )
-from gradbus.actors.federated.client.update_masks import ClientMasking
-from gradbus.actors.federated.client.updates_out import ANSWERS, EncodedUpdate, UpdateSender
-from gradbus.actors.federated.client_names import MAX_CLIENT_ID
+from gradbus.actors.federated.client.updates_out import ANSWERS, EncodedUpdate
+from gradbus.actors.federated.client_names import checked_id
 from gradbus.actors.federated.model.flat_model import FlatModel
 from gradbus.actors.federated.model.named_model import NamedModel
-from gradbus.actors.federated.model.own_tensors import PERSONAL, part_of
-from gradbus.actors.federated.model.sharing import Shape, Sharing, check_buffers_sent, check_kept, layout_of
-from gradbus.actors.federated.protocol import PAUSED, REPEAT_AFTER_S, SAT_OUT
+from gradbus.actors.federated.model.sharing import Sharing, check_kept, layout_of
+from gradbus.actors.federated.protocol import PAUSED, REPEAT_AFTER_S
 from gradbus.actors.federated.task import FederatedTask
-from gradbus.actors.federated.task_results import NothingToTrain, reason_of
-from gradbus.actors.secure_aggregation.keys import Attempt
-from gradbus.actors.secure_aggregation.masked_values import TooLarge
+from gradbus.codecs import Codec
 from gradbus.runtime.built_model import build_model
 from gradbus.runtime.bus.bus import Bus, check_bus
 from gradbus.runtime.compute import ComputeThread
 from gradbus.runtime.config.federated import ClientConfig
 from gradbus.runtime.dds.missing_peers import EVERY_S, WaitLog
-from gradbus.runtime.errors import (
-    BarrierTimeout,
-    ConfigError,
-    JoinDeclined,
-    JoinRefused,
-    OutOfTurn,
-    RunAborted,
-    TrainingFailed,
-)
-from gradbus.runtime.logs import get_logger, process_name
+from gradbus.runtime.errors import ConfigError, JoinDeclined, JoinRefused, OutOfTurn
+from gradbus.runtime.logs import get_logger
 from gradbus.runtime.misuse import awaited, check_task
 from gradbus.runtime.names import check_name
-from gradbus.runtime.plain_text import plain_line, plain_text
 from gradbus.runtime.tasks import TaskGroup, items_of, single_error
 from gradbus.runtime.testing.instrumentation import Probe
-from gradbus.runtime.user_errors import traceback_with_place, user_error
 from gradbus.runtime.wire.control import (
-    FAILED,
     NOT_WELCOMED,
-    PROTOCOL,
     EvaluationRequest,
     Hello,
     LocalModelRequest,
@@ -83,9 +68,7 @@ from gradbus.runtime.wire.control import (
     MaskShares,
     MaskSurvivors,
     ModelAvailable,
-    PacketRequest,
     PacketsMissing,
-    Receipt,
     Refused,
     RepeatedCommand,
     RoundTerms,
@@ -106,30 +89,11 @@ from gradbus.runtime.wire.messages import (
     new_incarnation,
 )
 
-NO_ROOM = "its update has no room in the sum of all members: see its log"
+T = TypeVar("T")
 
 NO_ID = -1
-LAST_MODEL_S = 30.0  # for which the end waits for the model after the last round
-CONTROLLER_GONE_S = 1.0  # and without a controller: one that has just started is found topic by topic
 
 log = get_logger("client")
-
-
-def checked_id(client_id: Any) -> int:
-    """Return a client id, which may be any integer as of NumPy.
-
-    Raises:
-        TypeError: it is no integer. ValueError: it is out of range.
-    """
-    if isinstance(client_id, str):
-        raise TypeError(f"client_id is a number, got {client_id[:80]!r}: a name is given as name={client_id[:80]!r}")
-    try:
-        number = operator.index(client_id)
-    except TypeError:
-        raise TypeError(f"client_id is an integer, got {type(client_id).__name__}") from None
-    if not 0 <= number <= MAX_CLIENT_ID:
-        raise ValueError(f"client_id must be within 0 .. 2^31 - 2, got {number}")
-    return number
 
 
 class Client:
@@ -183,42 +147,37 @@ class Client:
         allowed = Allowed(self._config.rule, self._config.codecs, self._config.share_model)
         self._choices = RunChoices(allowed, setting=self._codecs_setting, least_noise=self._config.least_noise)
         self._changed = asyncio.Event()
-        self._session = ControllerSession(self._config.controller_timeout_s)
+        self._session = self._make_session()
         self._status = ClientStatus()
-        self._transfers = itertools.count(1)  # numbers of uploads
-        self._shape = Shape(0, 0, 0)  # of what the present run exchanges
-        self._route: Callable[[], PacketRoute] | None = None  # opens the way for packets of the training
-        self._take_identity(Identity(UNASSIGNED if self.client_id == NO_ID else self.client_id, new_incarnation()))
-        self._answered_by = 0  # the start of the controller that has answered last about an update
-        self._rounds = self._refused = 0
+        self._failures = ClientFailures(bus, self._config)
+        self._take_identity(new_incarnation())
+        self._compute = ComputeThread(f"client-{self.name or 'new' if client_id is None else self.client_id}")
+        self._budget = self._budget_kind(self._config.budget, wait=self._compute.rest)
         self._prepared = False  # the task has loaded its data: from then on the client may be ready
-        self._failure = ""  # of the training here, the newest one
-        self._leaving = "stopped"  # why it leaves, unless the run has ended
         self._shown = NamedModel(lambda: self._model)
         self._observer = ClientObserver(callbacks, self._config.callbacks, self._shown, self._changed)
-        self._budget = self._budget_kind(self._config.budget, wait=lambda seconds: self._compute.rest(seconds))
-        self._paused_in: TrainCmd | None = None  # the command whose training a pause has called off
         self._group: TaskGroup | None = None  # of the tasks of a run
         self._home: tuple[int, asyncio.AbstractEventLoop] | None = None  # thread and event loop of the run
-        self._declined: tuple[JoinDeclined, int] | None = None  # why it does not take part in a run, and in which
-        self._context: ClientContext  # made by _open, as are models and answers
-        self._models: ClientModels
-        self._answers: EvaluationAnswers
-        self._opened = contextlib.ExitStack()  # what _open has made
+        self._running: ClientParts | None = None  # from when its model is built and its id known
 
-    def _take_identity(self, identity: Identity) -> None:
-        """Make what sends as this client, and what is called after it."""
-        shown = "new" if identity.sender == UNASSIGNED else str(self.client_id)
-        self._identity = identity
-        self._compute = ComputeThread(f"client-{shown}")
-        self._probe = Probe(f"client-{shown}", self._config.history.dir)
-        self._sender = UpdateSender(self._bus, identity, self._probe)
-        self._early_packets = UpdateSender(self._bus, identity, self._probe)
-        self._packets = PacketSender(self._early_packets, self._sender, self._transfers, self._probe)
-        self._masking = ClientMasking(self._bus, identity, least_members=self._config.least_members)
-        unassigned = self.name if identity.sender == UNASSIGNED else ""
-        self._early_failures = EarlyFailures(self._bus, identity, self._config, unassigned)
+    def _make_session(self) -> ControllerSession:
+        return ControllerSession(self._config.controller_timeout_s)
+
+    def _take_identity(self, incarnation: int) -> None:
+        """Make what sends under the id of this client: once, and again where the controller has assigned it."""
+        self._identity = Identity(self._sender_id, incarnation)
+        self._probe = Probe(f"client-{self._shown_id}", self._config.history.dir)
+        self._outbox = Outbox(self._bus, self._identity, self._probe, least_members=self._config.least_members)
         self._waiting = WaitLog(log, self._bus.reach, **self._facts)
+
+    @property
+    def _sender_id(self) -> int:
+        """The id under which it sends."""
+        return UNASSIGNED if self.client_id == NO_ID else self.client_id
+
+    @property
+    def _shown_id(self) -> str:
+        return "new" if self.client_id == NO_ID else str(self.client_id)
 
     @property
     def _facts(self) -> dict[str, Any]:
@@ -234,129 +193,12 @@ class Client:
     @property
     def summary(self) -> ClientSummary:
         """Return what it did so far."""
-        train_s = self._training.train_s if hasattr(self, "_training") else 0.0
-        return ClientSummary(self._rounds, self._refused, self._uploaded_bytes, train_s)
+        local = None if self._running is None else self._running.local
+        if local is None:
+            return ClientSummary(0, 0, self._outbox.bytes_up, 0.0)
+        return ClientSummary(local.rounds.counted, local.rounds.refused, self._outbox.bytes_up, local.training.train_s)
 
-    @property
-    def _uploaded_bytes(self) -> int:
-        """Bytes of updates that it has sent so far."""
-        return self._sender.bytes_up + self._early_packets.bytes_up
-
-    def _build(self) -> None:
-        """Build the model, off the loop: the Hello says what it is."""
-        self._budget.enter()
-        self._bus.access_policy.check_client()
-        self._model = self._flat_model()
-
-    async def _request_id(self) -> None:
-        """Have the controller assign an id, and become the client with that."""
-        hello = Hello(
-            protocol=PROTOCOL,
-            dim=self._model.everything[0],
-            layout=self._model.everything[1],
-            ready=False,
-            session=0,
-            phase="idle",
-            round_id=-1,
-            model_round=-1,
-            host=process_name(),
-            next_round=-1,
-            masks=True,
-            grids=True,
-            trained_dim=self._model.trained[0],
-            trained_layout=self._model.trained[1],
-            name=self.name,
-        )
-        incarnation = self._identity.incarnation
-        self.client_id, self.name = await request_id(self._bus, incarnation, hello, self._session, self._check_waiting)
-        self._compute.close()
-        self._masking.close()
-        self._take_identity(Identity(self.client_id, incarnation))
-        log.info("id assigned", **self._facts)
-
-    def _open(self) -> None:
-        """Open the directory of the state, and make the parts of this client, off the loop."""
-        self._budget.enter()  # on another thread, where the id was assigned
-        kept = ClientStateStore(self._config.state_dir, self.client_id)
-        self._training = LocalTraining(
-            self._task,
-            self._identity,
-            self._model,
-            kept,
-            self._bus.memory,
-            self._probe,
-            self._choices,
-        )
-        self._opened.callback(self._training.close)
-        evaluation = LocalEvaluation(
-            self._task, self._model, self.client_id, kept, tells_errors=self._config.report_failures
-        )
-        self._open_parts(self._training)
-        self._answers = EvaluationAnswers(
-            self._context, self._models, evaluation, self._training, self._sender, self._transfers
-        )
-
-    def _flat_model(self) -> FlatModel:
-        """Build the model and lay it out."""
-        return FlatModel(build_model(self._task), rebuild=partial(build_model, self._task))
-
-    def _open_parts(self, frozen: FrozenParameters) -> None:
-        """Make the parts of every client, also of one that has others train. ``frozen``: takes what no round changes.
-
-        Raises:
-            ConfigError: it is to keep tensors that the model does not have.
-        """
-        check_kept(self._model.specs, None, self._config.keep_personal)
-        own = own_codecs(self._config.codecs, self._codecs_setting)
-        self._heartbeat = ClientHeartbeat(self._bus, self._identity, self._session, self._describe)
-        self._context = ClientContext(
-            client_id=self.client_id,
-            bus=self._bus,
-            identity=self._identity,
-            config=self._config,
-            session=self._session,
-            status=self._status,
-            heartbeat=self._heartbeat,
-            changed=self._changed,
-            compute=self._compute,
-            probe=self._probe,
-        )
-        self._models = ClientModels(
-            self._context,
-            self._model.dim,
-            self._model.frozen_dim,
-            frozen,
-            own,
-            wait=lambda timeout_s: self._wait(timeout_s),
-            follower=self._observer,
-        )
-        self._opened.callback(self._models.close)
-
-    def _describe(self, matched: bool) -> Hello:
-        """The Hello of this client as it is now."""
-        current, (phase, phase_s) = self._session, self._status.reported(self._sender.phase)
-        is_chosen = current.welcome is not None and bool(current.welcome.include)
-        return Hello(
-            protocol=PROTOCOL,
-            dim=self._model.everything[0],
-            layout=self._model.everything[1],
-            ready=self._prepared and matched,
-            session=current.incarnation if current.welcome is not None else 0,
-            phase=phase,
-            phase_s=phase_s,
-            round_id=current.command.round_id if current.command is not None else -1,
-            model_round=self._models.replica.round_id,
-            host=process_name(),
-            memory=self._models.memory_here,
-            next_round=-1 if current.from_round is None else current.from_round,
-            masks=True,
-            grids=True,
-            trained_dim=self._model.trained[0],
-            trained_layout=self._model.trained[1],
-            shared_dim=self._shape.dim if is_chosen else 0,
-            shared_layout=self._shape.layout if is_chosen else 0,
-            name=self.name,
-        )
+    # The program around it
 
     @property
     def is_paused(self) -> bool:
@@ -371,13 +213,13 @@ class Client:
         May be called on any thread, such as that of a callback; on another one than the event loop's it takes effect
         as soon as the loop gets to it. Once the run has ended it does nothing.
         """
-        self._on_loop(self._pause)
+        self._call_on_loop(self._pause)
 
     def resume(self) -> None:
         """Take part again, from the next round on; in asynchronous runs at once. May be called on any thread."""
-        self._on_loop(self._resume)
+        self._call_on_loop(self._resume)
 
-    def _on_loop(self, call: Callable[[], None]) -> None:
+    def _call_on_loop(self, call: Callable[[], None]) -> None:
         """Call this on the event loop of the run: now, where that runs on this thread, or there is none."""
         if self._home is None or self._home[0] == threading.get_ident():
             call()
@@ -389,29 +231,21 @@ class Client:
         if self._session.ended is not None:  # it may still wait for the last model, which is announced
             return
         if not self._status.is_paused:
-            self._status.is_paused = True
-            if not self._status.is_delivering:
-                self._paused_in = self._session.command
+            if self._status.pause(self._session.command):
                 self._compute.stop_current()
             self._announce_pause()
 
     def _resume(self) -> None:
         if self._status.is_paused:
-            self._status.is_paused = False
-            self._forget_pause()
+            self._status.resume()
+            self._session.withdraw(PAUSED)  # the controller may begin another attempt at the round
             self._announce_pause()
-
-    def _forget_pause(self) -> None:
-        """Report no more that the newest round is sat out: the controller may begin another attempt at it."""
-        failure = self._session.failure
-        if failure is not None and failure.reason == PAUSED:
-            self._session.failure = None
 
     def _announce_pause(self) -> None:
         log.info("paused" if self._status.is_paused else "resumed", **self._facts)
         self._changed.set()
-        if self._group is not None:
-            hello = self._heartbeat.send_hello()
+        if self._group is not None and self._running is not None:
+            hello = self._running.context.heartbeat.send_hello()
             try:
                 self._group.create_task(hello, name=f"client-{self.client_id}-hello")
             except RuntimeError:  # something has ended this client, which only waits for its training to let go
@@ -462,54 +296,63 @@ class Client:
                 "take part again, make another gradbus.Client"
             )
         self._home = threading.get_ident(), asyncio.get_running_loop()
+        opened = contextlib.ExitStack()  # closes what this makes
         try:
-            await self._do_or_report(self._build)
+            model = await self._compute_or_report(self._build)
             self._session.begin()
             if self.client_id == NO_ID:
-                await self._request_id()
-            await self._do_or_report(self._open)
+                await self._request_id(model)
+            prepared = await self._compute_or_report(lambda: self._open(model, opened))
             self._session.begin()
-            with self._bus.subscribe(TrainCmd, Control, only=self._concerns) as inbox:
-                self._bus.open_writer(ClientUpdate)
-                async with TaskGroup() as group:
-                    self._models.begin(group)
-                    listening = listen(inbox, lambda message: self._handle(message, group))
-                    helpers = [
-                        group.create_task(listening, name=f"client-{self.client_id}-listen"),
-                        group.create_task(self._heartbeat.run(), name=f"client-{self.client_id}-heartbeat"),
-                        group.create_task(self._show_models(), name=f"client-{self.client_id}-show-models"),
-                    ]
-                    self._group = group
-                    try:
-                        await self._work(group)
-                        await self._models.settle()
-                        await self._end_well()
-                    except Exception as error:
-                        self._leaving = f"{FAILED}{self._early_failures.summary(error)}"
-                        raise
-                    finally:
-                        self._group = None
-                        self._models.receive(False)
-                        if self._declined is not None:
-                            await self._early_failures.report(*self._declined)
-                        await self._heartbeat.leave("done" if self._session.ended else self._leaving)
-                        for helper in helpers:
-                            helper.cancel()
+            await self._take_part(model, prepared, opened)
         except BaseExceptionGroup as errors:
             raise single_error(errors) from None
         finally:
             self._compute.close()
-            self._masking.close()
+            self._outbox.close()
             self._observer.close()
-            self._opened.close()
-            self._probe.end(rounds=self._rounds, refused=self._refused, rejected=dict(self._bus.rejected))
+            opened.close()
+            summary = self.summary
+            self._probe.end(rounds=summary.rounds, refused=summary.refused, rejected=dict(self._bus.rejected))
         return self.summary
+
+    async def _take_part(self, model: FlatModel, prepared: Prepared, opened: contextlib.ExitStack) -> None:
+        """Take part with the parts that are made here. ``opened``: closes them."""
+        with self._bus.subscribe(TrainCmd, Control, only=self._concerns) as inbox:
+            self._bus.open_writer(ClientUpdate)
+            async with TaskGroup() as group:
+                running = self._running = self._make_parts(model, prepared, group)
+                opened.callback(running.models.close)
+                running.models.receive(True)
+                self._group = group
+                helpers = [
+                    group.create_task(work, name=f"client-{self.client_id}-{name}")
+                    for name, work in (
+                        ("listen", listen(inbox, lambda message: self._handle(message, group))),
+                        ("heartbeat", running.context.heartbeat.run()),
+                        ("show-models", self._show_models()),
+                    )
+                ]
+                try:
+                    await self._work(group)
+                    await running.models.settle()
+                    await self._end_well()
+                except Exception as error:
+                    self._failures.leave_with(error)
+                    raise
+                finally:
+                    self._group = None
+                    running.models.receive(False)
+                    await self._failures.report_declined(Identity(self.client_id, self._identity.incarnation))
+                    await running.context.heartbeat.leave("done" if self._session.ended else self._failures.leaving)
+                    for helper in helpers:
+                        helper.cancel()
 
     async def _show_models(self) -> None:
         try:
             await self._observer.show_models()
         except Exception as error:  # it ends this client, whose work is cancelled
-            self._leaving = f"{FAILED}{self._early_failures.summary(error)}"
+            self._failures.leave_with(error)
             raise
 
     async def _end_well(self) -> None:
@@ -520,59 +363,130 @@ class Client:
             await self._observer.run_ended(self.summary)
 
     async def _take_last_model(self) -> None:
-        """Wait until the model after the last round is here, at most LAST_MODEL_S. Its controller waits as long."""
-        current, replica, is_over, last = self._session, self._models.replica, self._last_model_deadline(), 0
-        with contextlib.suppress(BarrierTimeout):
-            while current.run_id and not is_over():  # else no controller has welcomed this client
-                self._changed.clear()
-                welcome = current.welcome
-                if welcome is None:  # a later start of the controller was heard, and its Welcome is on its way
-                    await self._wait(EVERY_S)
-                    continue
-                if not self._wants_last_model(welcome):
-                    return
-                # Whom a start has welcomed that found all rounds done has no command of it.
-                last = welcome.next_round - 1 if current.command is None else current.command.round_id
-                self._status.is_paused = False
-                await self._models.fetch_round(welcome, last, partial(self._is_too_late, welcome, is_over))
-                if replica.round_id >= last:
-                    return
-        if last:
-            log.warning("last model not received", **self._facts, round=last, held=replica.round_id)
-
-    def _is_too_late(self, welcome: Welcome, is_over: Callable[[], bool]) -> bool:
-        return is_over() or self._session.welcome is not welcome
-
-    def _last_model_deadline(self) -> Callable[[], bool]:
-        """Return a function that returns whether to give up the model after the last round: LAST_MODEL_S are over, or
-        the controller has been gone for CONTROLLER_GONE_S."""
-        seen_s = began_s = time.monotonic()
-
-        def is_over() -> bool:
-            nonlocal seen_s
-            now_s = time.monotonic()
-            if self._bus.matched_writers(TrainCmd):
-                seen_s = now_s
-            return now_s >= began_s + LAST_MODEL_S or now_s >= seen_s + CONTROLLER_GONE_S
-
-        return is_over
+        await fetch_last_model(self._context, self._models, self._wait, self._wants_last_model)
 
     def _wants_last_model(self, welcome: Welcome) -> bool:
         return self._models.receives_all(welcome)
 
-    async def _do_or_report(self, step: Callable[[], None]) -> None:
+    # Its parts
+
+    def _build(self) -> FlatModel:
+        """Build the model and lay it out, off the loop: the Hello says what it is."""
+        self._budget.enter()
+        self._bus.access_policy.check_client()
+        return FlatModel(build_model(self._task), rebuild=partial(build_model, self._task))
+
+    async def _request_id(self, model: FlatModel) -> None:
+        """Have the controller assign an id, and become the client with that."""
+        incarnation, hello = self._identity.incarnation, hello_of(model, self.name)
+        self.client_id, self.name = await request_id(self._bus, incarnation, hello, self._session, self._check_waiting)
+        self._outbox.close()
+        self._take_identity(incarnation)
+        log.info("id assigned", **self._facts)
+
+    def _open(self, model: FlatModel, opened: contextlib.ExitStack) -> Prepared:
+        """Open the directory of the state, and prepare to train, off the loop. ``opened``: closes what this opens.
+
+        Raises:
+            ConfigError: it is to keep tensors that the model does not have, or a codec cannot be imported.
+        """
+        kept = ClientStateStore(self._config.state_dir, self.client_id)
+        training = LocalTraining(self._task, self._identity, model, kept, self._bus.memory, self._probe, self._choices)
+        opened.callback(training.close)
+        tells_errors = self._config.report_failures
+        evaluation = LocalEvaluation(self._task, model, self.client_id, kept, tells_errors, self._choices)
+        return Prepared(training, self._own_codecs(model), training, evaluation)
+
+    def _own_codecs(self, model: FlatModel) -> tuple[type[Codec], ...]:
+        """The codecs of the user's own. Raises ConfigError: as :meth:`_open`."""
+        check_kept(model.specs, None, self._config.keep_personal)
+        return own_codecs(self._config.codecs, self._codecs_setting)
+
+    def _make_parts(self, model: FlatModel, prepared: Prepared, group: TaskGroup) -> ClientParts:
+        context = ClientContext(
+            client_id=self.client_id,
+            bus=self._bus,
+            identity=self._identity,
+            config=self._config,
+            session=self._session,
+            status=self._status,
+            heartbeat=ClientHeartbeat(self._bus, self._identity, self._session, self._describe),
+            changed=self._changed,
+            compute=self._compute,
+            probe=self._probe,
+            choices=self._choices,
+            facts=lambda: self._facts,
+        )
+        models = ClientModels(
+            context, model, prepared.frozen, prepared.own, group, wait=self._wait, follower=self._observer
+        )
+        local = None
+        if prepared.training is not None and prepared.evaluation is not None:
+            making = UpdateMaking(self._make_update, self._is_called_off)
+            training = prepared.training
+            local = LocalParts(
+                training=training,
+                rounds=ClientRounds(context, self._outbox, training, models, self._observer, self._failures, making),
+                answers=EvaluationAnswers(context, models, prepared.evaluation, training, self._outbox),
+            )
+        return ClientParts(model=model, context=context, models=models, local=local)
+
+    @property
+    def _parts(self) -> ClientParts:
+        assert self._running is not None, "they are made by run()"
+        return self._running
+
+    @property
+    def _local(self) -> LocalParts:
+        assert self._parts.local is not None, "who has others train overrides what needs it"
+        return self._parts.local
+
+    @property
+    def _model(self) -> FlatModel:
+        return self._parts.model
+
+    @property
+    def _models(self) -> ClientModels:
+        return self._parts.models
+
+    @property
+    def _context(self) -> ClientContext:
+        return self._parts.context
+
+    def _describe(self, matched: bool) -> Hello:
+        """The Hello of this client as it is now."""
+        current, (phase, phase_s) = self._session, self._status.reported(self._outbox.updates.phase)
+        is_chosen, shape = current.welcome is not None and bool(current.welcome.include), self._models.shape
+        return replace(
+            hello_of(self._model, self.name),
+            ready=self._prepared and matched,
+            session=current.incarnation if current.welcome is not None else 0,
+            phase=phase,
+            phase_s=phase_s,
+            round_id=current.command.round_id if current.command is not None else -1,
+            model_round=self._models.replica.round_id,
+            memory=self._models.memory_here,
+            next_round=-1 if current.from_round is None else current.from_round,
+            shared_dim=shape.dim if is_chosen else 0,
+            shared_layout=shape.layout if is_chosen else 0,
+        )
+
+    async def _compute_or_report(self, step: Callable[[], T]) -> T:
+        """Compute a step before the Welcome, off the loop. What it fails with is reported."""
         try:
-            await self._compute.run(step)
+            return await self._compute.run(step)
         except Exception as error:
             await self._report_unprepared(error, NOT_WELCOMED)
             raise
 
     async def _report_unprepared(self, error: Exception, run_id: int) -> None:
         """Report what this client ends with before its first round of this run."""
+        own_id, name = (UNASSIGNED, self.name) if self.client_id == NO_ID else (self.client_id, "")
+        identity = Identity(own_id, self._identity.incarnation)  # of a host: of its first client
         if run_id == NOT_WELCOMED:
-            await self._early_failures.report_unwelcomed(error)
+            await self._failures.report_unwelcomed(identity, name, error)
         else:
-            await self._early_failures.report(error, run_id)
+            await self._failures.report(identity, name, error, run_id)
 
     # Messages
 
@@ -602,30 +516,75 @@ class Client:
             self._compute.stop_current()  # what is being trained now is no longer wanted
         self._interrupt_sending()
 
+    def _on_controller(self, session: int, body: Any, group: TaskGroup) -> None:
+        current, me = self._session, (self._identity.sender, self._identity.incarnation)
+        match body:
+            case Welcome() if (body.to, body.incarnation) == me:
+                self._accept_welcome(session, body)
+                group.create_task(self._context.heartbeat.send_hello(), name=f"client-{self.client_id}-hello")
+            case Refused() if (body.to, body.incarnation) == me:
+                raise JoinRefused(body.why)
+            case Status() if session != current.incarnation and current.welcome is not None:
+                current.await_welcome()
+                group.create_task(self._context.heartbeat.send_hello(), name=f"client-{self.client_id}-hello")
+            case _ if isinstance(body, (*ANSWERS, PacketsMissing)) and (body.to, body.incarnation) == me:
+                self._outbox.on_answer(session, body, group)
+            case RoundTerms() | RepeatedCommand() if body.run_id == current.run_id and session == current.incarnation:
+                self._take_round(body, group)
+            case EvaluationRequest() | LocalModelRequest() if session == current.incarnation:
+                self._take_request(body)
+            case MaskRoster() | MaskShares() | MaskSurvivors() if session == current.incarnation and current.welcome:
+                self._outbox.masking.on_request(body, current.welcome, self._models.shape.dim, group)
+            case ModelAvailable() if session == current.incarnation:
+                self._models.on_notice(session, body)
+            case RunEnded() if body.run_id == current.run_id and body.ok:
+                current.end(body)
+                self._observer.run_has_ended()
+                self._models.end()
+                self._compute.stop_current()
+                self._interrupt_sending()
+            case RunEnded() if body.run_id == current.run_id and body.final:
+                raise self._failures.as_error(body, self.client_id)
+            case _:
+                pass
+
     def _accept_welcome(self, session: int, welcome: Welcome) -> None:
         """Follow the controller. Raises JoinDeclined: it asks for what this client does not give."""
         current = self._session
         try:
-            self._check_terms(welcome)  # before anything is sent
+            run = self._read_terms(welcome)  # before anything is sent
             if current.welcome is None or session != current.incarnation:
-                self._start_session(session, welcome)
+                self._start_session(session, run)
         except JoinDeclined as error:
-            self._declined = error, welcome.run_id
-            self._leaving = f"{FAILED}{self._early_failures.summary(error)}"
+            self._failures.decline(error, welcome.run_id)
             raise
-        current.welcome = welcome
+        current.accept(welcome)
         self.name = welcome.name or self.name  # with identities the allow list's
         self._interrupt_sending()  # a controller that had taken this client for dead holds nothing of its update
 
-    def _start_session(self, session: int, welcome: Welcome) -> None:
-        """Follow another controller, or another start of it: work for the one before is of no use."""
+    def _read_terms(self, welcome: Welcome) -> RunTerms:
+        """Read what the controller asks for. Raises JoinDeclined: it is what this client does not give."""
+        try:
+            run = self._choices.read(welcome)
+            check_run(run, self._config, self._model.specs)
+            return run
+        except ConfigError as error:
+            raise JoinDeclined(str(error)) from None
+
+    def _start_session(self, session: int, run: RunTerms) -> None:
+        """Follow another controller, or another start of it: work for the one before is of no use. Raises JoinDeclined:
+        its patterns do not fit the model."""
+        welcome = run.welcome
         if welcome.run_id != self._session.run_id:
-            self._observer.personal = {}  # training begins with what was built, too
+            self._observer.keep_personal({})  # training begins with what was built, too
         self._session.start_session(session, welcome)
-        self._masking.forget()
+        self._outbox.masking.forget()
         self._interrupt_sending()
-        self._shape = self._shape_for(welcome)
-        self._models.start(welcome, self._shape, layout_of(self._model.specs, Sharing.of_welcome(welcome)).max_bytes)
+        try:
+            shape = self._model.shape_of(run.sharing)
+        except ConfigError as error:
+            raise JoinDeclined(str(error)) from None
+        self._models.start(welcome, shape, layout_of(self._model.specs, run.sharing).max_bytes)
         self._compute.stop_current()
         named = {"name": welcome.name} if welcome.name else {}
         self._probe.note(
@@ -633,76 +592,9 @@ class Client:
         )
         log.info("welcomed", **self._facts, run=f"{welcome.run_id:016x}", from_round=welcome.next_round)
 
-    def _shape_for(self, welcome: Welcome) -> Shape:
-        """Return the shape of what a run exchanges of this model. Raises JoinDeclined: its patterns do not fit it."""
-        sharing = Sharing.of_welcome(welcome)
-        try:
-            return self._model.shape_of(sharing)
-        except ConfigError as error:
-            raise JoinDeclined(str(error)) from None
-
     def _interrupt_sending(self) -> None:
         """Have the sender check whether its update, sent or waiting for masks, is still wanted."""
-        self._sender.interrupt()
-        self._early_packets.interrupt()
-        self._masking.interrupt()
-
-    def _check_terms(self, welcome: Welcome) -> None:
-        """Raises JoinDeclined: the controller asks for less noise than this client insists on, for updates that are not
-        masked where it insists on that, for tensors that it keeps, or for a codec that it does not allow."""
-        if self._config.least_members and not welcome.masked:
-            raise JoinDeclined(
-                f"the controller takes updates that are not masked, and client.least_members is "
-                f"{self._config.least_members}: nothing is sent. Set federated.secure_aggregation.enabled on the "
-                f"controller"
-            )
-        try:
-            run = self._choices.read(welcome)
-            check_kept(self._model.specs, run.sharing, self._config.keep_personal)
-            insists = bool(self._config.least_members)
-            check_buffers_sent(self._model.specs, welcome, is_private=run.privacy is not None, insists_on_masks=insists)
-        except ConfigError as error:
-            raise JoinDeclined(str(error)) from None
-
-    def _on_controller(self, session: int, body: Any, group: TaskGroup) -> None:
-        current, me = self._session, (self._identity.sender, self._identity.incarnation)
-        match body:
-            case Welcome() if (body.to, body.incarnation) == me:
-                self._accept_welcome(session, body)
-                group.create_task(self._heartbeat.send_hello(), name=f"client-{self.client_id}-hello")
-            case Refused() if (body.to, body.incarnation) == me:
-                raise JoinRefused(body.why)
-            case Status() if session != current.incarnation and current.welcome is not None:
-                current.welcome = None  # another start of the controller: be welcomed anew
-                group.create_task(self._heartbeat.send_hello(), name=f"client-{self.client_id}-hello")
-            case _ if isinstance(body, (*ANSWERS, PacketsMissing)) and (body.to, body.incarnation) == me:
-                self._answered_by = session
-                self._on_answer(body, group)
-            case RoundTerms() | RepeatedCommand() if body.run_id == current.run_id and session == current.incarnation:
-                self._take_round(body, group)
-            case EvaluationRequest() | LocalModelRequest() if session == current.incarnation:
-                self._take_request(body)
-            case MaskRoster() | MaskShares() | MaskSurvivors() if session == current.incarnation and current.welcome:
-                self._masking.on_request(body, current.welcome, self._shape.dim, group)
-            case ModelAvailable() if session == current.incarnation:
-                self._models.on_notice(session, body)
-            case RunEnded() if body.run_id == current.run_id and body.ok:
-                current.ended = body
-                self._observer.run_has_ended()
-                self._models.end()
-                self._compute.stop_current()
-                self._interrupt_sending()
-            case RunEnded() if body.run_id == current.run_id and body.final:
-                raise self._ended_by_failure(body)
-            case _:
-                pass
-
-    def _on_answer(self, body: Any, group: TaskGroup) -> None:
-        """The controller has answered about an update, or a packet of one."""
-        if isinstance(body, PacketsMissing):
-            self._packets.on_missing(body)
-        elif not self._sender.on_answer(body, group):
-            self._early_packets.on_answer(body, group)
+        self._outbox.interrupt()
 
     def _take_round(self, message: RoundTerms | RepeatedCommand, group: TaskGroup) -> None:
         """Take what the controller repeats of the open round."""
@@ -714,17 +606,13 @@ class Client:
             self._on_command(is_other=is_other)
 
     def _take_terms(self, terms: RoundTerms, group: TaskGroup) -> None:
-        current = self._session
-        if current.terms is not None and (terms.round_id, terms.attempt) < (
-            current.terms.round_id,
-            current.terms.attempt,
-        ):
+        current, before = self._session, self._session.terms
+        if not current.take_terms(terms):
             return
-        before, current.terms = current.terms, terms
         if terms.attempt and terms != before:
             self._interrupt_sending()  # of the attempt before
         if terms.attempt and has_id(parse_ids(terms.participants), self.client_id):
-            self._masking.begin(terms.run_id, current.incarnation, terms.round_id, terms.attempt, group)
+            self._outbox.masking.begin(terms.run_id, current.incarnation, terms.round_id, terms.attempt, group)
         if current.command is not None and not current.takes_part(self.client_id, current.command):
             self._compute.stop_current()  # others were faster: its update is not needed
             self._interrupt_sending()
@@ -735,7 +623,7 @@ class Client:
             return
         if isinstance(request, LocalModelRequest):
             if (request.to, request.incarnation) == me:
-                current.model_request = request
+                current.take_model_request(request)
         elif current.take_evaluation(self.client_id, request):
             self._compute.stop_current()  # a training of a round that is over, as with a quorum
             self._interrupt_sending()
@@ -749,7 +637,7 @@ class Client:
             if current.ended is not None:
                 return
             if self._observer.ending:
-                self._leaving = self._observer.ending
+                self._failures.leave_because(self._observer.ending)
                 return
             welcome, command = current.welcome, current.command
             if welcome is not None and await self._completes_shown(welcome):
@@ -757,7 +645,7 @@ class Client:
             if welcome is not None and not self._prepared:
                 await self._get_ready(welcome, group)
                 continue
-            if self._status.is_paused or (command is not None and command is self._paused_in):
+            if self._status.holds_back(command):
                 await self._sit_out(welcome, command)
                 continue
             if welcome is None or command is None or not current.is_for(self.client_id, welcome, command):
@@ -795,7 +683,7 @@ class Client:
     async def _get_ready(self, welcome: Welcome, group: TaskGroup) -> None:
         """Do what has to be done once, and say so. What it fails with is reported."""
         self._status.set("preparing")
-        await self._heartbeat.send_hello()
+        await self._context.heartbeat.send_hello()
         try:
             await self._prepare(welcome, group)
         except Exception as error:
@@ -803,7 +691,13 @@ class Client:
             raise
         self._status.set("idle")
         self._prepared = True
-        await self._heartbeat.send_hello()  # ready only now: loading data is not part of the first round
+        await self._context.heartbeat.send_hello()  # ready only now: loading data is not part of the first round
+
+    async def _prepare(self, welcome: Welcome, group: TaskGroup) -> None:
+        """Do what has to be done once, before this client is ready; tasks that it starts belong to ``group``."""
+        training = self._local.training
+        await self._compute.run(training.load_data, welcome.num_clients)
+        self._observer.keep_personal(await self._compute.run(training.kept_personal, welcome))
 
     async def _sit_out(self, welcome: Welcome | None, command: TrainCmd | None) -> None:
         """Report that the round of a command has no update of this client, which is paused, or was in its midst; then
@@ -812,38 +706,13 @@ class Client:
         is_asked = welcome is not None and command is not None and current.is_for(self.client_id, welcome, command)
         if is_asked and command is not None and current.repeats is None:
             current.mark_handled(command)
-            current.failure = TrainingFailure(current.run_id, command.round_id, PAUSED, PAUSED, attempt=current.attempt)
-            await self._heartbeat.send_hello()
-        self._paused_in = None
+            current.report(TrainingFailure(current.run_id, command.round_id, PAUSED, PAUSED, attempt=current.attempt))
+            await self._context.heartbeat.send_hello()
+        self._status.sit_out()
         if self._status.is_paused:
             await self._wait(self._config.controller_timeout_s)
         else:
-            self._forget_pause()
-
-    async def _prepare(self, welcome: Welcome, group: TaskGroup) -> None:
-        """Do what has to be done once, before this client is ready; tasks that it starts belong to ``group``."""
-        await self._compute.run(self._training.load_data, welcome.num_clients)
-        self._observer.personal = await self._compute.run(self._training.kept_personal, welcome)
-
-    async def _make_update(self, welcome: Welcome, command: TrainCmd, base: Tensor) -> EncodedUpdate:
-        """Do what the command asks for, from ``base``, and encode it. Whatever is raised is reported as a failure."""
-        inputs = RoundInputs(
-            welcome=welcome,
-            command=command,
-            base=base,
-            broadcast=self._models.replica.broadcast,
-            buffers=self._models.replica.buffers,
-            terms=self._session.terms,
-            commanded_s=self._session.commanded_s,
-            spent=self._masking.turn_to(welcome.run_id, command.round_id),
-            route=self._route,
-            pacer=self._budget.pacer,
-        )
-        return await self._compute.run(self._training.train, inputs, next(self._transfers), self._compute.should_stop)
-
-    def _is_called_off(self) -> bool:
-        """Whether the newest :meth:`_make_update` was asked to stop."""
-        return self._compute.should_stop()
+            current.withdraw(PAUSED)
 
     async def _fetch_for(self, welcome: Welcome, command: TrainCmd) -> None:
         """Fetch the model that a command starts from, until it is here or no longer wanted."""
@@ -853,6 +722,50 @@ class Client:
             return current.is_older(command) or not current.takes_part(self.client_id, command)
 
         await self._models.fetch_round(welcome, command.round_id - 1, superseded)
+
+    async def _train_and_send(self, welcome: Welcome, command: TrainCmd, base: Tensor, group: TaskGroup) -> None:
+        """Take part in the round of a command, from ``base``."""
+        await self._local.rounds.take_part(welcome, command, base, group)
+
+    async def _make_update(self, welcome: Welcome, command: TrainCmd, base: Tensor) -> EncodedUpdate:
+        """Do what the command asks for, from ``base``, and encode it. Whatever is raised is reported as a failure."""
+        assert self._group is not None, "it trains while it runs"
+        is_same_session = partial(self._context.is_same_session, self._session.incarnation)
+        inputs = RoundInputs(
+            welcome=welcome,
+            command=command,
+            base=base,
+            broadcast=self._models.replica.broadcast,
+            buffers=self._models.replica.buffers,
+            terms=self._session.terms,
+            commanded_s=self._session.commanded_s,
+            spent=self._outbox.masking.begin_round(welcome.run_id, command.round_id),
+            route=partial(self._outbox.packets.begin, asyncio.get_running_loop(), self._group, is_same_session),
+            pacer=self._budget.pacer,
+        )
+        transfer = next(self._outbox.transfers)
+        return await self._compute.run(self._local.training.train, inputs, transfer, self._compute.should_stop)
+
+    def _is_called_off(self) -> bool:
+        """Whether the newest :meth:`_make_update` was asked to stop."""
+        return self._compute.should_stop()
+
+    async def _answered(self, welcome: Welcome, group: TaskGroup) -> bool:
+        """Do what is asked beside training; whether there was anything."""
+        if (request := self._session.model_request) is not None:
+            await self._local.answers.show_model(welcome, request)
+            self._session.drop(request)
+            return True
+        if (asked := self._session.evaluation) is not None:
+            await self._evaluate(welcome, asked, group)
+            self._session.drop(asked)
+            return True
+        return False
+
+    async def _evaluate(self, welcome: Welcome, request: EvaluationRequest, group: TaskGroup) -> None:
+        """Evaluate a model on the data of this client, and send the result. A request that is repeated gets the same
+        result again."""
+        await self._local.answers.evaluate(welcome, request, group)
 
     async def _wait(self, timeout_s: float) -> None:
         """Wait for a message, at most for so long. Raises BarrierTimeout: no controller for too long."""
@@ -867,196 +780,4 @@ class Client:
         self._session.check_controller(misconfiguration, partial(self._bus.reach.advice, one=True))
         self._waiting.look(
             f"the controller of job {self._bus.job!r}", began_s=self._session.seen_s, misconfiguration=misconfiguration
-        )
-
-    async def _answered(self, welcome: Welcome, group: TaskGroup) -> bool:
-        """Do what is asked beside training; whether there was anything."""
-        if (request := self._session.model_request) is not None:
-            await self._answers.show_model(welcome, request)
-            if self._session.model_request is request:
-                self._session.model_request = None
-            return True
-        if (asked := self._session.evaluation) is not None:
-            await self._evaluate(welcome, asked, group)
-            if self._session.evaluation is asked:
-                self._session.evaluation = None
-            return True
-        return False
-
-    async def _evaluate(self, welcome: Welcome, request: EvaluationRequest, group: TaskGroup) -> None:
-        """Evaluate a model on the data of this client, and send the result. A request that is repeated gets the same
-        result again."""
-        await self._answers.evaluate(welcome, request, group)
-
-    async def _train_and_send(self, welcome: Welcome, command: TrainCmd, base: Tensor, group: TaskGroup) -> None:
-        began_s, sent_before = time.monotonic(), self._uploaded_bytes
-        if not await self._may_begin(command):
-            return
-        update, reason = await self._train_update(welcome, command, base, group)
-        if update is not None:
-            self._status.is_delivering = True
-            try:
-                update, reason = await self._deliver_update(welcome, command, base, update)
-            finally:
-                self._status.is_delivering = False
-        seconds, sent_bytes = time.monotonic() - began_s, self._uploaded_bytes - sent_before
-        if update is None:
-            report = ClientReport(
-                round_id=command.round_id, counted=False, reason=reason, seconds=seconds, bytes_up=sent_bytes
-            )
-        else:
-            report = ClientReport.of_update(update.request, reason, bytes_up=sent_bytes, seconds=seconds)
-        if report.counted:
-            log.info(
-                "round done",
-                **self._facts,
-                round=report.round_id,
-                samples=report.num_samples,
-                loss=None if report.loss is None else round(report.loss, 6),
-                seconds=round(seconds, 3),
-                bytes=sent_bytes,
-            )
-        if self._status.is_paused:  # while it was sent: this is said only now
-            await self._heartbeat.send_hello()
-        await self._observer.round_done(report)
-
-    async def _may_begin(self, command: TrainCmd) -> bool:
-        """Call the callbacks before a round; whether to train in it after that: not where it was paused meanwhile, also
-        if it goes on already."""
-        await self._observer.round_begins(command.round_id)
-        has_paused = self._status.is_paused or self._paused_in is command
-        return not (self._observer.ending or has_paused)
-
-    async def _train_update(
-        self, welcome: Welcome, command: TrainCmd, base: Tensor, group: TaskGroup
-    ) -> tuple[EncodedUpdate | None, str]:
-        """Make the update of a round; None: there is none, and why."""
-        current, session = self._session, self._session.incarnation
-        failure: Exception | None = None
-        self._status.set("training")
-        # It goes out as training starts: a later one may come late, as training may hold the interpreter.
-        group.create_task(self._heartbeat.send_hello(), name=f"client-{self.client_id}-hello")
-        self._route = partial(
-            self._packets.begin, asyncio.get_running_loop(), group, partial(self._context.is_same_session, session)
-        )
-        update: EncodedUpdate | None = None
-        try:
-            update = await self._make_update(welcome, command, base)
-        except Exception as error:
-            failure = error
-            self._models.check_frozen_again()
-        finally:
-            self._status.set("idle")
-        # Training that was called off may have ended half way: its result is not used, also where the same command has
-        # been repeated meanwhile, as by a restarted controller.
-        is_called_off = session != current.incarnation or current.superseded(command) or self._is_called_off()
-        if is_called_off or failure is not None:
-            await self._packets.stop()
-        if is_called_off:
-            newer = current.command.round_id if current.command else None
-            log.info("training given up", round=command.round_id, newer=newer)
-            return None, PAUSED if self._paused_in is command else CALLED_OFF
-        if failure is not None:
-            return None, await self._report_failure(welcome, command, failure)
-        return update, ""
-
-    async def _deliver_update(
-        self, welcome: Welcome, command: TrainCmd, base: Tensor, update: EncodedUpdate
-    ) -> tuple[EncodedUpdate | None, str]:
-        """Send an update. Returns it as it was sent, and why it does not count; None: no answer has come for it."""
-        current = self._session
-        try:
-            delivered = await self._send_update(welcome, command, base, update)
-        except TooLarge as error:
-            return None, await self._report_failure(welcome, command, error)
-        if delivered is None:
-            return None, CALLED_OFF
-        update, receipt = delivered
-        if receipt.accepted:
-            self._rounds += 1
-            self._observer.personal = part_of(update.state, PERSONAL)  # before the model of this round comes
-            current.counted(command.round_id, self._answered_by)
-        else:
-            self._refused += 1
-            current.mark_handled(command)
-            log.warning("update refused", **self._facts, round=command.round_id, reason=receipt.reason)
-        await self._compute.run(self._training.on_receipt, update, receipt)
-        return update, "" if receipt.accepted else f"refused: {plain_line(receipt.reason)}"
-
-    async def _send_update(
-        self, welcome: Welcome, command: TrainCmd, base: Tensor, update: EncodedUpdate
-    ) -> tuple[EncodedUpdate, Receipt] | None:
-        """Send an update, masked where the controller asks for that, and anew in each attempt at its round, until there
-        is a receipt for what was sent; None: there will be none.
-
-        Raises:
-            TooLarge: it has no room in the sum of all members.
-        """
-        current, session = self._session, self._session.incarnation
-        if not welcome.masked:
-            in_packets = isinstance(update.request, PacketRequest)
-            deliver = self._packets.deliver if in_packets else self._sender.deliver
-            # Another start of the controller is asked, too. It knows whether the update counts, as the residual must.
-            receipt = await deliver(
-                update, check=lambda: self._context.is_same_run(welcome.run_id), is_held=current.is_held(command)
-            )
-            return None if receipt is None else (update, receipt)
-
-        def is_wanted() -> bool:
-            part = current.takes_part(self.client_id, command)
-            return part and self._context.is_same_session(session) and not current.superseded(command)
-
-        while (masks := await self._masking.take(command.round_id, is_wanted)) is not None:
-            sent = await self._compute.run(self._training.mask, update, base, masks, next(self._transfers))
-            attempt = masks.roster.attempt
-            if not self._masking.is_open(attempt):  # it has failed meanwhile, or goes on without this client
-                if sent.sealed is not None:
-                    sent.sealed.hide()
-                continue
-            receipt = await self._sender.deliver(
-                sent,
-                check=lambda: self._context.is_same_session(session) and not self._is_failed(attempt),  # noqa: B023 - awaited here
-            )
-            if receipt is not None:
-                return sent, receipt
-        return None
-
-    def _is_failed(self, attempt: Attempt) -> bool:
-        """Whether there is a later attempt at the same round, so that this one has come to nothing."""
-        newest = self._masking.attempt
-        return newest is None or (newest.round_id == attempt.round_id and newest != attempt)
-
-    async def _report_failure(self, welcome: Welcome, command: TrainCmd, error: Exception) -> str:
-        """Report to the controller why there is no update. Returns it, in one line."""
-        current = self._session
-        current.mark_handled(command)
-        if isinstance(error, NothingToTrain):
-            log.info("nothing to train", **self._facts, round=command.round_id)
-            if current.command is command:
-                current.failure = TrainingFailure(welcome.run_id, command.round_id, SAT_OUT, SAT_OUT)
-                await self._heartbeat.send_hello()
-            return SAT_OUT
-        text = plain_text(traceback_with_place(error, full=self._config.full_traceback))
-        summary = plain_line(str(user_error(error)))
-        facts = {**self._facts, "round": command.round_id, "error": summary}
-        if summary == self._failure:  # in the next attempt, or in the next round
-            log.info("training failed again", **facts)
-        else:
-            log.error("training failed", **facts, traceback=text)
-        self._failure = summary
-        sent = text[-8000:] if self._config.report_failures else type(error).__name__
-        if welcome.masked and isinstance(error, TooLarge):  # its text says how large
-            sent = NO_ROOM
-        if current.command is command:
-            current.failure = TrainingFailure(welcome.run_id, command.round_id, sent, reason_of(error))
-            await self._heartbeat.send_hello()
-        return summary
-
-    def _ended_by_failure(self, end: RunEnded) -> TrainingFailed:
-        if not self._failure:
-            return RunAborted(f"the run has ended: {plain_line(end.reason)}")
-        return TrainingFailed(
-            f"training failed here: {self._failure}. That has ended the run. Mend it, start the clients and then the "
-            f"controller again: the run goes on from the last committed model",
-            [self.client_id],
         )

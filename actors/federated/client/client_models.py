@@ -16,6 +16,7 @@ from torch import Tensor
 
 from gradbus.actors.federated.client.global_model import ModelReplica, SharedModelReader, kind_of_model
 from gradbus.actors.federated.client.session import ClientContext, listen
+from gradbus.actors.federated.model.flat_model import FlatModel
 from gradbus.actors.federated.model.named_model import ArrivedModel
 from gradbus.actors.federated.model.sharing import Shape
 from gradbus.codecs import Codec
@@ -61,19 +62,19 @@ class FrozenParameters(Protocol):
 
 
 class ClientModels:
-    """The models of one client. All methods are called on the loop, after :meth:`begin` in its group of tasks.
+    """The models of one client. All methods are called on the loop.
 
     Attributes:
-        replica: the newest model after a round.
+        replica: the newest model after a round. shape: of what the present run exchanges.
     """
 
     def __init__(
         self,
         context: ClientContext,
-        dim: int,
-        frozen_dim: int,
+        model: FlatModel,
         frozen: FrozenParameters,
-        own: Sequence[type[Codec]] = (),
+        own: Sequence[type[Codec]],
+        group: asyncio.TaskGroup,
         *,
         wait: Callable[[float], Awaitable[None]],
         follower: ModelFollower | None = None,
@@ -81,8 +82,9 @@ class ClientModels:
         """No models yet.
 
         Args:
-            dim, frozen_dim: values that a model exchanges, and that it does not change, before a controller says more.
-            frozen: takes the latter. own: codecs that are not built in, in which models may come.
+            model: says how many values models have, before a controller says more.
+            frozen: takes what no round changes. own: codecs that are not built in, in which models may come.
+            group: the tasks that receive belong to it.
             wait: waits until something has changed, at most for so many seconds; raises BarrierTimeout.
             follower: is given each model after a round; None: nobody follows them.
         """
@@ -90,34 +92,28 @@ class ClientModels:
         self._name = f"client-{context.client_id}"
         self._frozen_parameters = frozen
         self._frozen_known = (0, 0)  # session and hash of frozen parameters that are in the model
-        self._frozen_dim = frozen_dim
-        self._dim = dim
+        self.shape = Shape(model.dim, model.frozen_dim, model.layout)
         self._wait = wait
         self._follower = follower
         self._decode = ComputeThread(f"{self._name}-decode")  # a model may come while the old one still trains
         policy, memory = context.bus.access_policy, context.bus.memory
-        self.replica = ModelReplica(dim, probe=context.probe, access_policy=policy, own=own)
-        self._frozen = ModelReplica(frozen_dim, access_policy=policy, kind="frozen")
-        self._candidate = ModelReplica(dim, access_policy=policy, kind="candidate", own=own)
+        self.replica = ModelReplica(model.dim, probe=context.probe, access_policy=policy, own=own)
+        self._frozen = ModelReplica(model.frozen_dim, access_policy=policy, kind="frozen")
+        self._candidate = ModelReplica(model.dim, access_policy=policy, kind="candidate", own=own)
         self._memory = SharedModelReader(memory, self.replica, self._decode, context.client_id)
         self._receiving: asyncio.Task[None] | None = None
-        self._group: asyncio.TaskGroup
+        self._group = group
 
     @property
     def memory_here(self) -> str:
         """The machine whose memory this client reads models from; empty: none."""
         return self._memory.here
 
-    def begin(self, group: asyncio.TaskGroup) -> None:
-        """Receive models from now on. Tasks belong to ``group``."""
-        self._group = group
-        self.receive(True)
-
     def start(self, welcome: Welcome, shape: Shape, buffer_bytes: int) -> None:
         """Follow another controller, or another start of it. Drops the models so far. ``buffer_bytes``: the longest
         block of merged buffers that may end one; 0: none does."""
         self.receive(self.receives_all(welcome))
-        self._dim, self._frozen_dim = shape.dim, shape.frozen_dim
+        self.shape = shape
         session = self._context.session.incarnation
         self.replica.start(welcome.run_id, session, shape.dim, welcome.broadcast, buffer_bytes=buffer_bytes)
         self._frozen.start(0, 0)  # followed only once it is needed
@@ -219,7 +215,7 @@ class ClientModels:
         session = self._context.session
         incarnation = session.incarnation
         self.receive(True)
-        self._frozen.start(welcome.run_id, incarnation, self._frozen_dim)
+        self._frozen.start(welcome.run_id, incarnation, self.shape.frozen_dim)
         await self.fetch(
             welcome, self._frozen, FROZEN_ROUND, lambda: not session.is_current(incarnation), first_after_s=0.0
         )
@@ -252,7 +248,7 @@ class ClientModels:
         """Fetch a model that is only evaluated. None: it is no longer wanted."""
         self.receive(True)
         try:
-            self._candidate.start(welcome.run_id, self._context.session.incarnation, self._dim)
+            self._candidate.start(welcome.run_id, self._context.session.incarnation, self.shape.dim)
             await self.fetch(welcome, self._candidate, round_id, superseded, first_after_s=0.0)
             return self._candidate.vector if self._candidate.round_id == round_id else None
         finally:

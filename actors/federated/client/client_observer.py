@@ -75,7 +75,7 @@ class ClientObserver:
     @property
     def follows_models(self) -> bool:
         """Whether a callback takes models, so that this client needs each of them."""
-        return self._callbacks.follow("on_model")
+        return self._callbacks.have("on_model")
 
     def report_to(self, on_report: Callable[[ClientReport], object]) -> None:
         """Give reports to this function, too."""
@@ -86,6 +86,10 @@ class ClientObserver:
         if self.newest is None or self.newest.vector is not model.vector:
             self.newest = model
             self._pending.set()
+
+    def keep_personal(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take the tensors that the client keeps of its own, by name."""
+        self.personal = tensors
 
     def look_again(self) -> None:
         """Show the newest model, which was not complete before."""
@@ -145,7 +149,7 @@ class ClientObserver:
 
     async def _call(self, method: str, make: Callable[[], tuple[Any, ...]]) -> None:
         """Call this method of all callbacks that have it, with what ``make`` makes on their thread."""
-        if not self._callbacks.follow(method):
+        if not self._callbacks.have(method):
             return
         ending = await self._wait.wait(self._thread.run(lambda: self._callbacks.call(method, *make())))
         if ending and not self.ending:

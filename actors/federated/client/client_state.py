@@ -95,8 +95,8 @@ class ClientStateStore:
         """The last round of which there is a state; 0: none."""
         return max(self._by_round, default=0)
 
-    def accepted(self, round_id: int, state: Mapping[str, Tensor]) -> None:
-        """The update of this round counts: save the state after it."""
+    def keep(self, round_id: int, state: Mapping[str, Tensor]) -> None:
+        """Keep the state after the update of this round, which counts."""
         for stale in [known for known in self._by_round if known >= round_id]:
             del self._by_round[stale]
         self._by_round[round_id] = state

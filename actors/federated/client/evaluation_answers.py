@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterator
 
 from gradbus.actors.federated.client.client_models import ClientModels
 from gradbus.actors.federated.client.local_evaluation import (
@@ -21,9 +20,8 @@ from gradbus.actors.federated.client.local_evaluation import (
     LocalEvaluation,
 )
 from gradbus.actors.federated.client.local_training import LocalTraining
+from gradbus.actors.federated.client.outbox import Outbox
 from gradbus.actors.federated.client.session import ClientContext
-from gradbus.actors.federated.client.updates_out import UpdateSender
-from gradbus.actors.privacy.client import privacy_of
 from gradbus.runtime.errors import BusError
 from gradbus.runtime.wire.control import EvaluationRequest, EvaluationResult, LocalModelRequest, Welcome
 
@@ -37,16 +35,13 @@ class EvaluationAnswers:
         models: ClientModels,
         evaluation: LocalEvaluation,
         training: LocalTraining,
-        sender: UpdateSender,
-        transfers: Iterator[int],
+        outbox: Outbox,
     ) -> None:
-        """``transfers``: numbers for uploads, none of which this client uses twice."""
         self._context = context
         self._models = models
         self._evaluation = evaluation
         self._training = training
-        self._sender = sender
-        self._transfers = transfers
+        self._outbox = outbox
         self._result: tuple[tuple[int, int], EvaluationResult] | None = None  # the newest, by session and round
         self._shown = (0, 0)  # session and round under which the local model was uploaded last
 
@@ -87,8 +82,8 @@ class EvaluationAnswers:
         context, session, round_id = self._context, self._context.session.incarnation, request.round_id
         if (session, round_id) == self._shown:
             return  # it is there: the request was repeated before
-        transfer, update, why = next(self._transfers), None, ""
-        if privacy_of(welcome.options) is not None:
+        transfer, update, why = next(self._outbox.transfers), None, ""
+        if context.choices.read(welcome).privacy is not None:
             why = PRIVATE
         elif welcome.masked:
             why = MASKED
@@ -99,7 +94,7 @@ class EvaluationAnswers:
         if update is None:
             await self._send(EvaluationResult(request.run_id, round_id, 0, {}, why, 0.0))
             return
-        receipt = await self._sender.deliver(update, check=lambda: context.is_same_session(session))
+        receipt = await self._outbox.updates.deliver(update, check=lambda: context.is_same_session(session))
         if receipt is not None:
             self._shown = session, round_id
 

@@ -16,7 +16,7 @@ from gradbus.actors.federated.model.sharing import Sharing
 from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.config.federated import ClientConfig
 from gradbus.runtime.tasks import TaskGroup
-from gradbus.runtime.wire.control import FAILED, Welcome
+from gradbus.runtime.wire.control import Welcome
 from gradbus.runtime.wire.messages import TrainCmd
 
 
@@ -90,7 +90,7 @@ class HandoverClient(Client):
 
     def note_failure(self, error: Exception) -> None:
         """Take the error of the script as the reason why this client leaves."""
-        self._leaving = f"{FAILED}{self._early_failures.summary(error)}"
+        self._failures.leave_with(error)
 
     def _on_controller(self, session: int, body: Any, group: TaskGroup) -> None:
         try:
@@ -100,9 +100,11 @@ class HandoverClient(Client):
             raise
 
     def _wants_last_model(self, welcome: Welcome) -> bool:
-        return self._rounds > 0 or super()._wants_last_model(welcome)
+        return self.summary.rounds > 0 or super()._wants_last_model(welcome)
 
-    def _flat_model(self) -> FlatModel:
+    def _build(self) -> FlatModel:
+        self._budget.enter()
+        self._bus.access_policy.check_client()
         return FlatModel(self._task.build_model())  # which cannot be built again
 
     def load_newest(self) -> int:
@@ -115,11 +117,11 @@ class HandoverClient(Client):
         return newest.round_id
 
     async def _train_and_send(self, welcome: Welcome, command: TrainCmd, base: Tensor, group: TaskGroup) -> None:
-        before = self._rounds
+        before = self.summary.rounds
         try:
             await super()._train_and_send(welcome, command, base, group)
         finally:
-            self._handover.answer(self._rounds > before)
+            self._handover.answer(self.summary.rounds > before)
 
     async def _make_update(self, welcome: Welcome, command: TrainCmd, base: Tensor) -> EncodedUpdate:
         self._is_unwanted = not await self._wait_for_script(command)
@@ -132,7 +134,7 @@ class HandoverClient(Client):
         current, session = self._session, self._session.incarnation
         while not self._handover.claim():
             self._changed.clear()
-            is_same = session == current.incarnation and not current.superseded(command) and not self.is_paused
+            is_same = session == current.incarnation and not current.is_superseded(command) and not self.is_paused
             if not is_same or not current.takes_part(self.client_id, command):
                 return False
             if self._handover.claim():

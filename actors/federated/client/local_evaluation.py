@@ -5,19 +5,18 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from gradbus.actors.federated.client.client_state import ClientStateStore
+from gradbus.actors.federated.client.run_terms import RunChoices
 from gradbus.actors.federated.model.flat_model import FlatModel
 from gradbus.actors.federated.model.own_tensors import PERSONAL, part_of
-from gradbus.actors.federated.model.sharing import Sharing
 from gradbus.actors.federated.task import FederatedTask
 from gradbus.actors.federated.task_results import as_floats, sendable, unreadable
-from gradbus.actors.privacy.client import privacy_of
 from gradbus.runtime.compute_limiter import TRAINING
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.not_finite import warn_not_finite
@@ -59,6 +58,7 @@ class LocalEvaluation:
         model: it holds what was evaluated last.
         kept: the states of this client, with the tensors of the model that it does not share.
         tells_errors: the text of what the task raises may leave this client, not its kind alone.
+        choices: reads what a controller has chosen.
     """
 
     task: FederatedTask
@@ -66,6 +66,7 @@ class LocalEvaluation:
     client_id: int
     kept: ClientStateStore
     tells_errors: bool = True
+    choices: RunChoices = field(default_factory=RunChoices)
 
     def evaluate(
         self,
@@ -96,7 +97,7 @@ class LocalEvaluation:
                 raise
             except Exception as error:
                 self.model.note_failure()
-                num_samples, metrics, failure = 0, {}, told(error, self.client_id, self.tells_errors)
+                num_samples, metrics, failure = 0, {}, log_failure(error, self.client_id, self.tells_errors)
         seconds = max(0.0, time.perf_counter() - began_s)
         return EvaluationResult(request.run_id, request.round_id, num_samples, metrics, failure, seconds)
 
@@ -104,15 +105,16 @@ class LocalEvaluation:
         self, vector: Tensor, buffers: bytes, welcome: Welcome, round_id: int, should_stop: Callable[[], bool]
     ) -> tuple[int, dict[str, float], str]:
         """Samples, metrics, and why there are none. Raises what the task raises, and what its result is not fit for."""
-        if privacy_of(welcome.options) is not None:
+        run = self.choices.read(welcome)
+        if run.privacy is not None:
             return 0, {}, PRIVATE
         method: Callable[..., Any] | None = getattr(self.task, "evaluate_local", None)
         if method is None:
             return 0, {}, NO_METHOD
         self.model.repair()
-        self.model.arrange(Sharing.of_welcome(welcome))
+        self.model.arrange(run.sharing)
         self.kept.start_run(welcome.run_id, self.model.dim)
-        kept = kept_for(self.kept, round_id)
+        kept = state_for(self.kept, round_id)
         self.model.write(vector)
         self.model.write_personal(part_of(kept, PERSONAL))
         self.model.write_buffers(self.model.buffers.unpack(buffers))
@@ -128,13 +130,13 @@ class LocalEvaluation:
         return (min(num_samples, MAX_SAMPLES), metrics, "") if metrics or not known else (0, {}, NOT_FINITE)
 
 
-def kept_for(kept: ClientStateStore, round_id: int) -> Mapping[str, Tensor]:
+def state_for(kept: ClientStateStore, round_id: int) -> Mapping[str, Tensor]:
     """Return what a client keeps that belongs to the model of this round. What it has had since then is undone; a model
     that is of no round is evaluated with the newest."""
     return kept.state_after_newest() if round_id in CANDIDATE_ROUNDS else kept.before(round_id + 1)
 
 
-def told(error: Exception, client_id: int, tells_errors: bool) -> str:
+def log_failure(error: Exception, client_id: int, tells_errors: bool) -> str:
     """Log why a client has found nothing. Returns what of that may leave it."""
     text = plain_line(str(user_error(error)))
     log.warning("evaluation failed", client=client_id, error=text)

@@ -175,7 +175,7 @@ class LocalTraining:
 
     def _last_packet(self, packets: RoundPackets, whole: EncodedUpdate) -> EncodedUpdate:
         """The packet that completes an update, which counts as ``whole``."""
-        last = packets.last(whole)
+        last = packets.make_last(whole)
         self._note_offered(replace(last.request, total_bytes=len(whole.payload)), whole.payload)
         return last
 
@@ -254,7 +254,7 @@ class LocalTraining:
         self._counted = self._number
         self._probe.reached("after_receipt_before_residual", update.key.round_id)
         if update.state:
-            self._kept.accepted(self._number, update.state)
+            self._kept.keep(self._number, update.state)
             self._warn_of_loss(update.state)
         self._probe.reached("after_residual", update.key.round_id)
 

@@ -114,7 +114,7 @@ class PacedTraining:
         self._until_s = float("inf")
         self.is_out_of_time = False
 
-    def use(self, share: float) -> None:
+    def limit_to(self, share: float) -> None:
         """Have what follows end when this share of the time of the round is over."""
         self.is_out_of_time = False
         if self._seconds is not None:

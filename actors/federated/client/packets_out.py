@@ -145,7 +145,7 @@ class RoundPackets:
         )
         self._newest = key, request
 
-    def take(self, outcome: Any, should_stop: Callable[[], bool]) -> Any:
+    def complete(self, outcome: Any, should_stop: Callable[[], bool]) -> Any:
         """Take the packets of an outcome of training, and return it as it is with all of them.
 
         Raises:
@@ -193,7 +193,7 @@ class RoundPackets:
         decoded = codecs.decode(self.sum(), expected_dim=self.base.numel())
         return decoded.vector if decoded.is_delta else decoded.vector - self.base
 
-    def last(self, whole: EncodedUpdate) -> EncodedUpdate:
+    def make_last(self, whole: EncodedUpdate) -> EncodedUpdate:
         """Return the last packet with the figures of ``whole``, the update as one piece, and what it keeps."""
         assert self._newest is not None, "only where it leaves in packets"
         key, newest = self._newest

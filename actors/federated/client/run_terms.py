@@ -5,14 +5,16 @@ A codec or a rule of one's own is imported only where this node's configuration 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from gradbus.actors.federated.chosen_codecs import CLIENT_SETTING, DENSITY, codec_of, read_codecs
-from gradbus.actors.federated.model.sharing import Sharing
+from gradbus.actors.federated.model.sharing import Sharing, TensorSpec, check_buffers_sent, check_kept
 from gradbus.actors.privacy.client import ClientPrivacy, privacy_of
 from gradbus.codecs import Codec
+from gradbus.runtime.config.federated import ClientConfig
+from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.wire.control import Welcome
 
 
@@ -55,6 +57,26 @@ class RunTerms:
         ``terms``: of the round, as :func:`.client_optimizer.split_terms` finds them.
         """
         return codec_of(self.welcome, terms, allowed=self.allowed.codecs) if DENSITY in terms else self.codec
+
+
+def check_run(run: RunTerms, config: ClientConfig, specs: Sequence[TensorSpec]) -> None:
+    """Look whether a run leaves at a client what its settings keep there.
+
+    Args:
+        specs: of the tensors of its model.
+
+    Raises:
+        ConfigError: updates are not masked where this client insists on that, or the run takes tensors that it keeps,
+            or buffers that would say what noise or masks hide.
+    """
+    if config.least_members and not run.welcome.masked:
+        raise ConfigError(
+            f"the controller takes updates that are not masked, and client.least_members is {config.least_members}: "
+            f"nothing is sent. Set federated.secure_aggregation.enabled on the controller"
+        )
+    check_kept(specs, run.sharing, config.keep_personal)
+    insists = bool(config.least_members)
+    check_buffers_sent(specs, run.welcome, is_private=run.privacy is not None, insists_on_masks=insists)
 
 
 class RunChoices:

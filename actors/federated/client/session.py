@@ -6,10 +6,10 @@ import asyncio
 import contextlib
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gradbus.actors.federated.protocol import REPEAT_AFTER_S
 from gradbus.runtime.bus.bus import Bus, Subscription
@@ -33,6 +33,9 @@ from gradbus.runtime.wire.control import (
 )
 from gradbus.runtime.wire.id_ranges import has_id, parse_ids
 from gradbus.runtime.wire.messages import ClientUpdate, Control, Identity, Message, ModelBlob, TrainCmd
+
+if TYPE_CHECKING:  # it loads torch, which the nodes of an app without it are spared
+    from gradbus.actors.federated.client.run_terms import RunChoices
 
 OLD_SESSION_S = 3.0  # a controller with a lower incarnation is accepted when the known one is silent for so long
 LISTENED_S = 2.0  # between two turns of this process: longer than a heartbeat is apart, with some delay
@@ -143,7 +146,7 @@ class ControllerSession:
         """Start to wait for the controller."""
         self._seen_s = self._listened_s = time.monotonic()
 
-    def listen(self, again_within_s: float | None = None) -> None:
+    def note_turn(self, again_within_s: float | None = None) -> None:
         """Note that this process runs, and will again within ``again_within_s``, by default as before. If it is late,
         it was stopped, or its interpreter held: that time is not counted as the controller's silence."""
         now_s = time.monotonic()
@@ -195,6 +198,46 @@ class ControllerSession:
         self.incarnation, self._session_seen_s, self.run_id = session, time.monotonic(), welcome.run_id
         self.newest, self.names_commands = ControllerStart(welcome.run_id, session), welcome.named_commands
 
+    def accept(self, welcome: Welcome) -> None:
+        """Take a Welcome of the controller that is followed."""
+        self.welcome = welcome
+
+    def await_welcome(self) -> None:
+        """Note that another start of the controller has to welcome this client first."""
+        self.welcome = None
+
+    def end(self, ended: RunEnded) -> None:
+        """Note that all rounds are done."""
+        self.ended = ended
+
+    def report(self, failure: TrainingFailure) -> None:
+        """Send this with each heartbeat, until the next command."""
+        self.failure = failure
+
+    def withdraw(self, reason: str) -> None:
+        """Send a failure no longer, if that is its reason."""
+        if self.failure is not None and self.failure.reason == reason:
+            self.failure = None
+
+    def take_terms(self, terms: RoundTerms) -> bool:
+        """Take the terms of a round. Returns whether they count: there are no newer ones."""
+        newest = self.terms
+        if newest is not None and (terms.round_id, terms.attempt) < (newest.round_id, newest.attempt):
+            return False
+        self.terms = terms
+        return True
+
+    def take_model_request(self, request: LocalModelRequest) -> None:
+        """Take a request for the local model."""
+        self.model_request = request
+
+    def drop(self, request: EvaluationRequest | LocalModelRequest) -> None:
+        """Drop a request that is answered, unless it has come again meanwhile."""
+        if self.evaluation is request:
+            self.evaluation = None
+        if self.model_request is request:
+            self.model_request = None
+
     def take(self, command: TrainCmd) -> bool:
         """Take a command. Whether it is another one than before, so that training for that one stops. One of an earlier
         round is ignored, but for some seconds only: commands do not name their controller, so the newer one may be the
@@ -228,7 +271,7 @@ class ControllerSession:
             self._attempt, self._is_early = repeated.attempt, True
         return is_other
 
-    def wanted(self, welcome: Welcome, command: TrainCmd) -> bool:
+    def is_wanted(self, welcome: Welcome, command: TrainCmd) -> bool:
         """Whether to train: DDS may repeat a command, and the controller may give one again."""
         is_next = command.round_id > self.counted_round or self.repeats is True
         is_open = not self._handled and not self._is_over(command)
@@ -236,7 +279,7 @@ class ControllerSession:
 
     def is_older(self, command: TrainCmd) -> bool:
         """Whether there is a newer command, or none is followed any more."""
-        return self.command != command or self.superseded(command)
+        return self.command != command or self.is_superseded(command)
 
     @property
     def fetches_models(self) -> bool:
@@ -245,7 +288,7 @@ class ControllerSession:
 
     def is_for(self, client_id: int, welcome: Welcome, command: TrainCmd) -> bool:
         """Whether a client is to train for this command now."""
-        return self.wanted(welcome, command) and self.has_terms and self.takes_part(client_id, command)
+        return self.is_wanted(welcome, command) and self.has_terms and self.takes_part(client_id, command)
 
     def takes_part(self, client_id: int, command: TrainCmd) -> bool:
         """Whether a client is asked to take part in the round of this command, as far as the terms say."""
@@ -291,13 +334,14 @@ class ControllerSession:
         """Whether the model after the round of a command is there, as it is evaluated."""
         return self.evaluated_round >= command.round_id and self.repeats is None
 
-    def superseded(self, command: TrainCmd) -> bool:
+    def is_superseded(self, command: TrainCmd) -> bool:
         """Whether the result of this command is no longer wanted."""
         is_newer = self.command != command and self.repeats is None
         return is_newer or self.ended is not None or self.welcome is None or self._is_over(command)
 
-    def counted(self, round_id: int, session: int) -> None:
-        """An update of this client counts with this start of the controller. Another one may repeat that round."""
+    def count(self, round_id: int, session: int) -> None:
+        """Note that an update of this client counts with this start of the controller. Another one may repeat that
+        round."""
         if session == self.incarnation:
             self.counted_round = round_id
 
@@ -318,7 +362,7 @@ class ControllerSession:
     def check_controller(self, misconfiguration: str, advice: Callable[[], str] = str) -> None:
         """Raises BarrierTimeout: no controller for too long. ``misconfiguration``: the likely reason, for its text,
         and ``advice``: says what to do; to find that out takes a while."""
-        self.listen()
+        self.note_turn()
         limit_s = self.controller_timeout_s
         if time.monotonic() - self._seen_s > limit_s:
             raise BarrierTimeout(
@@ -337,11 +381,12 @@ class ClientStatus:
 
     Attributes:
         is_paused: the program that this client is part of wants no training for now.
-        is_delivering: an update is made and its receipt has not come: a client that is to pause does that first.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self.is_paused = self.is_delivering = False
+        self.is_paused = False
+        self._is_delivering = False  # an update is made and its receipt has not come: that is done before a pause
+        self._called_off: TrainCmd | None = None  # the command whose training a pause has called off
         self._clock = clock
         self._name = "idle"
         self._reported = ""
@@ -352,10 +397,43 @@ class ClientStatus:
         self._name = name
         self._note(name)
 
+    @contextlib.contextmanager
+    def delivering(self) -> Iterator[None]:
+        """Note that an update is being sent in this block: it still is, if the client pauses."""
+        self._is_delivering = True
+        try:
+            yield
+        finally:
+            self._is_delivering = False
+
+    def pause(self, command: TrainCmd | None) -> bool:
+        """Pause. Returns whether that calls off the training for the newest ``command``: an update that is made is sent
+        first."""
+        self.is_paused = True
+        if not self._is_delivering:
+            self._called_off = command
+        return not self._is_delivering
+
+    def resume(self) -> None:
+        """Go on with the next command."""
+        self.is_paused = False
+
+    def has_called_off(self, command: TrainCmd | None) -> bool:
+        """Whether a pause has called off the training for this command, also one that is over."""
+        return command is not None and command is self._called_off
+
+    def holds_back(self, command: TrainCmd | None) -> bool:
+        """Whether a pause keeps this client from training for a command."""
+        return self.is_paused or self.has_called_off(command)
+
+    def sit_out(self) -> None:
+        """Note that the command that was called off is answered: it has no update of this client."""
+        self._called_off = None
+
     def reported(self, upload: str) -> tuple[str, float]:
         """The phase to report, and the seconds since it began. ``upload``: the phase of the update sender."""
         name = self._name if upload == "idle" else upload
-        self._note(PAUSED_PHASE if self.is_paused and not self.is_delivering else name)
+        self._note(PAUSED_PHASE if self.is_paused and not self._is_delivering else name)
         return self._reported, self._clock() - self._since_s
 
     def _note(self, name: str) -> None:
@@ -395,7 +473,7 @@ class ClientHeartbeat:
             await self.send_hello()
             welcome = self._session.welcome
             heartbeat_s = welcome.heartbeat_s if welcome is not None else REPEAT_AFTER_S
-            self._session.listen(max(LISTENED_S, 2 * heartbeat_s))
+            self._session.note_turn(max(LISTENED_S, 2 * heartbeat_s))
             seen = self._matching()
             with contextlib.suppress(BarrierTimeout):
                 await self._bus.matched(lambda: self._matching() != seen, timeout_s=heartbeat_s)  # noqa: B023 - awaited here
@@ -420,6 +498,7 @@ class ClientContext:
         client_id: its own; of a host, the first one of its clients. identity: under which it sends.
         changed: set when a message, or a part of this client, has changed what its next action follows from.
         compute: its thread for tensors and files.
+        choices: reads what a controller has chosen. facts: returns id and name of this client, for a log event.
     """
 
     client_id: int
@@ -432,6 +511,8 @@ class ClientContext:
     changed: asyncio.Event
     compute: ComputeThread
     probe: Probe
+    choices: RunChoices
+    facts: Callable[[], dict[str, Any]]
 
     async def publish(self, body: Body) -> None:
         """Send a control message as this client. Raises BusError: it could not be sent."""

@@ -74,7 +74,7 @@ class TaskTraining:
                 And what it raises.
         """
         self._begin(plan.inputs, kept)
-        plan.paced.use(1.0)
+        plan.paced.limit_to(1.0)
         leave = not plan.is_in_one_piece(self._model)
         return self._run(plan, kept, partial(plan.open_packets, self._model, key, leave=leave))
 
@@ -87,7 +87,7 @@ class TaskTraining:
         command = plan.inputs.command
         command = replace(command, epochs=how.epochs or command.epochs, lr=how.lr or command.lr)
         self._begin(plan.inputs, kept)
-        plan.paced.use(SHARE_OF_OWN_MODEL)
+        plan.paced.limit_to(SHARE_OF_OWN_MODEL)
         if before := part_of(kept, OWN_MODEL):
             self._model.write_own(before)
         # As a plain round, with nothing behind the model and no state: these are of the rule that keeps this one.
@@ -186,7 +186,7 @@ class TaskTraining:
             if packets is None and getattr(outcome, "parts", None) is not None:
                 packets = open_packets()
             if packets is not None:
-                outcome = packets.take(outcome, plan.paced.should_stop)
+                outcome = packets.complete(outcome, plan.paced.should_stop)
             check_counts(self._task, outcome)  # before the rule misses the steps of a training that there was not
             self._check_module()
         packets = packets if packets is not None and packets.count else None

@@ -104,7 +104,7 @@ class UpdateEncoder:
 
     def mask(
         self, update: EncodedUpdate, base: Tensor, masks: masked_values.UpdateMasks
-    ) -> tuple[bytes, Mapping[str, Tensor]]:
+    ) -> tuple[bytes | memoryview, Mapping[str, Tensor]]:
         """Return the payload with these masks, which are used up, and what to keep if the update counts. With a codec
         that compresses, it is rounded to the grid of the attempt only now, and what that takes away is its residual.
 

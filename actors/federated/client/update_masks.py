@@ -91,7 +91,7 @@ class ClientMasking:
         self._compute.stop_current()
         self._changed.set()
 
-    def turn_to(self, run_id: int, round_id: int) -> Mapping[int, Hashable]:
+    def begin_round(self, run_id: int, round_id: int) -> Mapping[int, Hashable]:
         """A round begins: for no earlier one does this client answer any more. Returns the rounds of the run in which
         it has helped to unmask a sum with its own update, whether there was a receipt or not, with the terms of the
         roster: what it had kept until then has gone out."""

@@ -238,7 +238,7 @@ class Controller:
             config,
             state,
             self._probe.history,
-            fail_points=self._probe.fail,
+            probe=self._probe,
         )
         parts = make_parts(
             context,
@@ -246,7 +246,7 @@ class Controller:
             prepared,
             progress,
             above=self._level_above(),
-            keeps_counted=self._callbacks.follow("on_update"),
+            keeps_counted=self._callbacks.have("on_update"),
         )
         stack.callback(parts.publisher.close)
         progress.names = state.names

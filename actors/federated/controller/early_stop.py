@@ -105,9 +105,9 @@ class RunCallbacks:
         self._wait = CallbackWait(callbacks)
         self.stop = stop
 
-    def follow(self, method: str) -> bool:
+    def have(self, method: str) -> bool:
         """Return whether a callback has this method."""
-        return self._callbacks.follow(method)
+        return self._callbacks.have(method)
 
     async def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run a function that calls callbacks, such as :meth:`EarlyStop.call_on_aggregate`. Raises CallbackFailed;

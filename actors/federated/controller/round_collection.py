@@ -102,11 +102,11 @@ class RoundCollector:
     async def _attempt(self, round_id: int, accepted: set[int], attempt: int, due_s: float) -> tuple[Round, Outcome]:
         """Command the round and receive updates until it is over. ``accepted`` grows, also where this is cancelled; not
         so with secure aggregation, where a sum is of one attempt."""
-        parts, receiver, fail_points = self._parts, self._parts.receiver, self._context.fail_points
+        parts, receiver, probe = self._parts, self._parts.receiver, self._context.probe
         if parts.masked is not None:
             accepted = set()
         round_ = self._new_round(round_id, self._rules(round_id, attempt, due_s), accepted)
-        fail_points.reached("before_command", round_id)
+        probe.reached("before_command", round_id)
         masked = None if parts.masked is None else parts.masked.make_attempt(round_, self._attempt_terms())
         try:
             parts.current_round.begin(round_, masked)
@@ -182,7 +182,7 @@ class RoundCollector:
             await context.bus.publish(context.identity, command)
             if parts.terms.names_commands:
                 await context.publish(repeated)
-        context.fail_points.reached("after_command", round_id)
+        context.probe.reached("after_command", round_id)
         return terms, repeated
 
     async def _until_over(self, round_: Round, terms: RoundTerms | None, repeated: RepeatedCommand) -> Outcome:
@@ -201,7 +201,7 @@ class RoundCollector:
                 masked.check()
             if round_.ready > reached:
                 reached = round_.ready
-                self._context.fail_points.reached("mid_collect", round_id)
+                self._context.probe.reached("mid_collect", round_id)
             await current_round.sleep_until(min(round_.next_check_s(), repeat_at_s))
             if time.monotonic() >= repeat_at_s:
                 repeat_at_s = time.monotonic() + repeat_s

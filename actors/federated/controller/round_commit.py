@@ -32,7 +32,7 @@ class RoundCommitter:
         self._callbacks = callbacks
         self._deadline = deadline
         self._selects_part = parts.selection.is_partial
-        self._calls_on_aggregate = callbacks.follow("on_aggregate")
+        self._calls_on_aggregate = callbacks.have("on_aggregate")
         self._rejected_before: Counter[str] = Counter()
 
     async def commit(
@@ -46,19 +46,19 @@ class RoundCommitter:
         Raises:
             CheckpointError: it could not be written. ControllerReplaced: a later start has taken the place of this one.
         """
-        parts, state, fail_points = self._parts, self._state, self._context.fail_points
+        parts, state, probe = self._parts, self._state, self._context.probe
         round_, outcome, attempts, started_s = collected
         round_id = round_.round_id
         collected_s = time.perf_counter()
         parts.progress.phase = "aggregating"
         await parts.publisher.quiesce()
-        fail_points.reached("after_collect_before_aggregate", round_id)
+        probe.reached("after_collect_before_aggregate", round_id)
         await self._aggregate(collected)
         # A report that somebody gets before the model is published has the checksum; else clients do not wait for it.
         is_told = state.is_durable or self._context.history.on or self._calls_on_aggregate
         crc32 = await self._context.compute.run(self.weights_crc32) if is_told else 0
         aggregated_s = time.perf_counter()
-        fail_points.reached("after_aggregate_before_commit", round_id)
+        probe.reached("after_aggregate_before_commit", round_id)
         totals = parts.receiver.totals
         report = round_report(
             round_,
@@ -90,14 +90,14 @@ class RoundCommitter:
         else:
             self._make_durable(report)
         committed_s = time.perf_counter()
-        fail_points.reached("after_commit_before_publish", round_id)
+        probe.reached("after_commit_before_publish", round_id)
         with tolerate_write_timeout("model", round_id):
             await parts.publisher.publish()
         published_s = time.perf_counter()
         if not is_told:
             report = dataclasses.replace(report, weights_crc32=await self._context.compute.run(self.weights_crc32))
         checked_s = time.perf_counter()
-        fail_points.reached("after_publish", round_id)
+        probe.reached("after_publish", round_id)
         if self._context.config.asynchronous.proportional_steps:
             await parts.terms.adapt_steps(totals.speeds)
         evaluation = await parts.evaluation.evaluate_round(round_id)
@@ -153,5 +153,5 @@ class RoundCommitter:
 
     def _make_durable(self, report: RoundReport) -> None:
         self._state.commit(report, self._parts.publisher.held_apart)
-        self._context.fail_points.reached("after_commit_before_note", report.round_id)
+        self._context.probe.reached("after_commit_before_note", report.round_id)
         self._parts.publisher.note_commit(report)

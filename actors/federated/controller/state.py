@@ -43,7 +43,7 @@ from gradbus.runtime.config.federated import FederatedConfig, ShareSettings
 from gradbus.runtime.errors import CheckpointError, ControllerReplaced
 from gradbus.runtime.logs import get_logger, process_name
 from gradbus.runtime.saved_state import BUFFER, StateNames, Table, own_copies
-from gradbus.runtime.testing.failpoints import FailPoint
+from gradbus.runtime.testing.instrumentation import Probe, no_probe
 from gradbus.runtime.testing.journal import History, weights_name
 from gradbus.runtime.torch_compat import uncompiled_names
 from gradbus.runtime.wire.control import Body
@@ -210,7 +210,7 @@ class RunContext:
     Attributes:
         compute: its thread for tensors and files. history: the event journal.
         dropped: what did not count since the last report, by reason.
-        fail_points: the places at which a test has this process die.
+        probe: what tests see and do: the places at which one has this process die.
     """
 
     bus: Bus
@@ -220,7 +220,7 @@ class RunContext:
     state: RunState
     history: History
     dropped: Counter[str] = field(default_factory=Counter)
-    fail_points: FailPoint = field(default_factory=FailPoint)
+    probe: Probe = field(default_factory=no_probe)
 
     @property
     def run_id(self) -> int:

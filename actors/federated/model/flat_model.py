@@ -81,7 +81,7 @@ class FlatModel:
         self.everything, self.trained = ((shape.dim, shape.layout) for shape in shapes)
         if self.everything == self.trained:
             self.trained = (0, 0)
-        self.arrange(sharing or Sharing())
+        self._lay_out(sharing or Sharing())
         self.unexchanged = UnexchangedTensors(self.specs)
 
     def shape_of(self, sharing: Sharing) -> Shape:
@@ -90,7 +90,7 @@ class FlatModel:
 
     def arrange(self, sharing: Sharing) -> None:
         """Lay the vector out for this sharing; the module keeps its values."""
-        if getattr(self, "sharing", None) != sharing:
+        if self.sharing != sharing:
             self._lay_out(sharing)
 
     def _lay_out(self, sharing: Sharing) -> None:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from gradbus.actors.aggregation.merged_buffers import BufferLayout
 from gradbus.actors.federated.client.client import Client
+from gradbus.actors.federated.client.last_model import LastModelDeadline
 from gradbus.actors.federated.client.session import NO_START, ControllerSession, ControllerStart
 from gradbus.actors.federated.client.updates_out import EncodedUpdate
 from gradbus.actors.federated.controller.combinations import check_choices
@@ -208,7 +209,7 @@ class SiteMember(Client):
     async def _fetch_last_model(self, controller: SiteController) -> None:
         """Wait, as a client does, for the model after the newest round that the clients of this site were asked for,
         whether or not their sum counts in it; where they were asked for none, for the newest model."""
-        is_over = self._last_model_deadline()
+        is_over = LastModelDeadline(self._bus).is_over
         with contextlib.suppress(BarrierTimeout):
             # The end, or the Status, of the next start of the level above may arrive before its Welcome.
             while (welcome := self._session.welcome) is None:
@@ -278,7 +279,7 @@ class SiteMember(Client):
         try:
             while not gathering.done():
                 self._changed.clear()
-                if self._session.superseded(command):
+                if self._session.is_superseded(command):
                     raise _Superseded(f"round {command.round_id} is not wanted any more")
                 changed = asyncio.create_task(self._changed.wait(), name="site-round-superseded")
                 try:
@@ -299,7 +300,7 @@ class SiteMember(Client):
         """The sum as an update, in shared memory where the level above reads that."""
         here, payload = self._bus.memory.here, update.payload + self._layout().pack(update.buffers)
         sealed = self._bus.memory.put(payload) if here and here == welcome.memory else None
-        loss, transfer = update.totals.loss(), next(self._transfers)
+        loss, transfer = update.totals.loss(), next(self._outbox.transfers)
         request = UploadRequest(
             run_id=welcome.run_id,
             round_id=command.round_id,

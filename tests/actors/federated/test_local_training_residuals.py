@@ -36,9 +36,9 @@ def test_nothing_is_owed_before_the_first_update_counts() -> None:
 
 def test_a_round_starts_with_what_is_owed_after_the_last_accepted_one() -> None:
     residuals = started(None)
-    residuals.accepted(1, owed(1.0))
+    residuals.keep(1, owed(1.0))
     assert value_of(residuals.before(2)) == 1.0
-    residuals.accepted(4, owed(4.0))  # rounds 2 and 3 went by without it
+    residuals.keep(4, owed(4.0))  # rounds 2 and 3 went by without it
     assert value_of(residuals.before(5)) == 4.0
     assert value_of(residuals.before(9)) == 4.0
 
@@ -46,9 +46,9 @@ def test_a_round_starts_with_what_is_owed_after_the_last_accepted_one() -> None:
 def test_a_round_that_is_done_again_starts_with_the_same_residual_again() -> None:
     residuals = started(None)
     for round_id in (1, 2, 3):
-        residuals.accepted(round_id, owed(float(round_id)))
+        residuals.keep(round_id, owed(float(round_id)))
     assert value_of(residuals.before(3)) == 2.0
-    residuals.accepted(3, owed(33.0))
+    residuals.keep(3, owed(33.0))
     assert value_of(residuals.before(3)) == 2.0
     assert value_of(residuals.before(4)) == 33.0
 
@@ -56,14 +56,14 @@ def test_a_round_that_is_done_again_starts_with_the_same_residual_again() -> Non
 def test_what_was_owed_after_rounds_that_are_undone_is_forgotten() -> None:
     residuals = started(None)
     for round_id in (1, 2, 3):
-        residuals.accepted(round_id, owed(float(round_id)))
-    residuals.accepted(2, owed(22.0))  # the controller went back by more than one
+        residuals.keep(round_id, owed(float(round_id)))
+    residuals.keep(2, owed(22.0))  # the controller went back by more than one
     assert value_of(residuals.before(4)) == 22.0
 
 
 def test_another_run_owes_nothing() -> None:
     residuals = started(None)
-    residuals.accepted(1, owed(1.0))
+    residuals.keep(1, owed(1.0))
     residuals.start_run(RUN)
     assert value_of(residuals.before(2)) == 1.0
     residuals.start_run(RUN + 1)
@@ -73,7 +73,7 @@ def test_another_run_owes_nothing() -> None:
 def test_only_a_few_are_kept() -> None:
     residuals = started(None)
     for round_id in range(1, 50):
-        residuals.accepted(round_id, owed(float(round_id)))
+        residuals.keep(round_id, owed(float(round_id)))
     assert value_of(residuals.before(49)) == 48.0
     assert value_of(residuals.before(48)) == 47.0
     assert not residuals.before(40)
@@ -82,7 +82,7 @@ def test_only_a_few_are_kept() -> None:
 def test_a_restarted_client_goes_on_with_what_it_owed(tmp_path: Path) -> None:
     first = started(tmp_path)
     for round_id in (1, 2, 3, 4):
-        first.accepted(round_id, owed(float(round_id)))
+        first.keep(round_id, owed(float(round_id)))
     first.close()
     second = started(tmp_path)
     assert [value_of(second.before(round_id)) for round_id in (3, 4, 5)] == [2.0, 3.0, 4.0]
@@ -91,11 +91,11 @@ def test_a_restarted_client_goes_on_with_what_it_owed(tmp_path: Path) -> None:
 
 def test_a_restarted_client_owes_nothing_of_another_run(tmp_path: Path) -> None:
     first = started(tmp_path)
-    first.accepted(1, owed(1.0))
+    first.keep(1, owed(1.0))
     first.close()
     second = started(tmp_path, RUN + 1)
     assert not second.before(2)
-    second.accepted(1, owed(11.0))
+    second.keep(1, owed(11.0))
     second.close()
     third = started(tmp_path, RUN + 1)
     assert value_of(third.before(2)) == 11.0
@@ -106,8 +106,8 @@ def test_a_restarted_client_owes_nothing_of_another_run(tmp_path: Path) -> None:
 def test_after_a_restart_nothing_is_owed_for_rounds_that_were_undone(tmp_path: Path, back_to: int) -> None:
     first = started(tmp_path)
     for round_id in (1, 2, 3, 4, 5):
-        first.accepted(round_id, owed(float(round_id)))
-    first.accepted(back_to, owed(99.0))
+        first.keep(round_id, owed(float(round_id)))
+    first.keep(back_to, owed(99.0))
     expected = [value_of(first.before(round_id)) for round_id in (back_to, back_to + 1, 9)]
     first.close()
     second = started(tmp_path)
@@ -120,7 +120,7 @@ def test_after_a_restart_nothing_is_owed_for_rounds_that_were_undone(tmp_path: P
 def test_of_a_damaged_file_the_older_one_counts(tmp_path: Path, suffix: str) -> None:
     first = started(tmp_path)
     for round_id in (1, 2, 3):
-        first.accepted(round_id, owed(float(round_id)))
+        first.keep(round_id, owed(float(round_id)))
     first.close()
     damaged = max((tmp_path / "client-7").glob(f"*.{suffix}"))
     data = bytearray(damaged.read_bytes())
@@ -128,7 +128,7 @@ def test_of_a_damaged_file_the_older_one_counts(tmp_path: Path, suffix: str) -> 
     damaged.write_bytes(data)
     second = started(tmp_path)
     assert value_of(second.before(4)) == 2.0
-    second.accepted(3, owed(33.0))
+    second.keep(3, owed(33.0))
     second.close()
     third = started(tmp_path)
     assert value_of(third.before(4)) == 33.0
@@ -138,7 +138,7 @@ def test_of_a_damaged_file_the_older_one_counts(tmp_path: Path, suffix: str) -> 
 def test_the_values_come_back_bit_for_bit(tmp_path: Path) -> None:
     residual = torch.randn(1000, generator=torch.Generator().manual_seed(0))
     first = started(tmp_path)
-    first.accepted(1, {"residual": residual})
+    first.keep(1, {"residual": residual})
     first.close()
     second = started(tmp_path)
     kept = second.before(2)["residual"]
@@ -150,7 +150,7 @@ def test_clients_share_a_directory_but_not_their_residuals(tmp_path: Path) -> No
     one, other = ClientStateStore(tmp_path, 1), ClientStateStore(tmp_path, 2)
     for residuals in (one, other):
         residuals.start_run(RUN)
-    one.accepted(1, owed(1.0))
+    one.keep(1, owed(1.0))
     assert not other.before(2)
     one.close()
     other.close()

@@ -14,8 +14,8 @@ from dds_domains import new_domain
 
 import gradbus
 from gradbus.actors.federated import client_names
-from gradbus.actors.federated.client.client import Client, checked_id
-from gradbus.actors.federated.client_names import ClientNames, names_of_rows
+from gradbus.actors.federated.client.client import Client
+from gradbus.actors.federated.client_names import ClientNames, checked_id, names_of_rows
 from gradbus.actors.federated.controller.naming import ClientNaming, NamedSender
 from gradbus.models import NoopTask
 from gradbus.runtime.errors import ConfigError, FrameError

@@ -104,7 +104,7 @@ def test_short_pauses_are_put_together() -> None:
 def test_time_is_over_between_two_batches_and_a_pause_does_not_outlast_it() -> None:
     machine = Machine()
     training = machine.pacer(core_share=0.1, seconds_per_round=60.0).begin(never)
-    training.use(1.0)
+    training.limit_to(1.0)
     batches = 0
     while not training.should_stop():
         machine.compute(1.0)
@@ -118,7 +118,7 @@ def test_time_is_over_between_two_batches_and_a_pause_does_not_outlast_it() -> N
 def test_a_training_that_goes_on_after_its_time_keeps_its_share() -> None:
     machine = Machine()
     training = machine.pacer(core_share=0.5, seconds_per_round=5.0).begin(never)
-    training.use(1.0)
+    training.limit_to(1.0)
     while machine.now_s < 1060.0:
         machine.compute(0.2)
         training.pause()  # after a step of its optimizer: it never asks whether to stop
@@ -129,7 +129,7 @@ def test_the_model_that_stays_here_has_half_of_the_time_and_the_global_one_what_
     machine = Machine()
     training = machine.pacer(seconds_per_round=60.0).begin(never)
     for share, batches in ((0.5, 30), (1.0, 30)):
-        training.use(share)
+        training.limit_to(share)
         done = 0
         while not training.should_stop():
             machine.compute(1.0)
@@ -141,7 +141,7 @@ def test_a_training_that_is_called_off_is_not_out_of_time() -> None:
     machine = Machine()
     off: list[int] = []
     training = machine.pacer(seconds_per_round=1.0).begin(lambda: bool(off))
-    training.use(1.0)
+    training.limit_to(1.0)
     machine.compute(5.0)
     off.append(1)
     assert training.should_stop()
@@ -151,7 +151,7 @@ def test_a_training_that_is_called_off_is_not_out_of_time() -> None:
 
 def test_without_a_budget_nothing_waits_and_no_time_is_over() -> None:
     training = PacedTraining(None, never)
-    training.use(1.0)
+    training.limit_to(1.0)
     assert not training.should_stop()
     assert training.overtime_s == 0.0
     assert not BudgetSettings().is_set

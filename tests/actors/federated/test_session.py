@@ -52,7 +52,7 @@ def test_a_command_that_a_newer_one_has_overtaken_is_not_heard() -> None:
     assert orders.take(command(3))
     assert not orders.take(command(2))
     assert orders.command == command(3)
-    assert orders.wanted(WELCOME, command(3))
+    assert orders.is_wanted(WELCOME, command(3))
 
 
 def test_a_command_of_an_earlier_round_counts_when_the_newer_one_is_not_followed_by_anything() -> None:
@@ -61,30 +61,30 @@ def test_a_command_of_an_earlier_round_counts_when_the_newer_one_is_not_followed
     assert not orders.take(command(2))
     orders.commanded_s -= OVERTAKEN_S
     assert orders.take(command(3))
-    assert orders.wanted(WELCOME, command(3))
+    assert orders.is_wanted(WELCOME, command(3))
 
 
 def test_a_command_that_is_given_again_is_done_once_unless_nothing_came_of_it() -> None:
     orders = welcomed()
     first = command(1)
     orders.take(first)
-    orders.counted(1, SESSION)
+    orders.count(1, SESSION)
     assert not orders.take(command(1))
-    assert not orders.wanted(WELCOME, command(1))
+    assert not orders.is_wanted(WELCOME, command(1))
     orders.take(second := command(2))
     orders.mark_handled(second)
-    assert not orders.wanted(WELCOME, second)
+    assert not orders.is_wanted(WELCOME, second)
     orders.take(command(2))
-    assert orders.wanted(WELCOME, command(2))
+    assert orders.is_wanted(WELCOME, command(2))
 
 
 def test_a_controller_that_starts_again_may_do_an_earlier_round_again() -> None:
     orders = welcomed()
     orders.take(command(3))
-    orders.counted(3, SESSION)
+    orders.count(3, SESSION)
     orders.start_session(SESSION + 1, WELCOME)
     assert orders.take(command(3))
-    assert orders.wanted(WELCOME, command(3))
+    assert orders.is_wanted(WELCOME, command(3))
 
 
 def test_what_counted_for_one_start_of_the_controller_does_not_count_for_the_next() -> None:
@@ -92,8 +92,8 @@ def test_what_counted_for_one_start_of_the_controller_does_not_count_for_the_nex
     orders.take(command(3))
     orders.start_session(SESSION + 1, WELCOME)
     orders.take(command(3))
-    orders.counted(3, SESSION)  # the receipt came before the welcome, and was looked at after it
-    assert orders.wanted(WELCOME, command(3))
+    orders.count(3, SESSION)  # the receipt came before the welcome, and was looked at after it
+    assert orders.is_wanted(WELCOME, command(3))
 
 
 def test_an_update_is_for_the_start_of_the_controller_that_has_commanded_it() -> None:
@@ -111,7 +111,7 @@ def test_the_same_controller_that_welcomes_again_has_still_said_what_it_said() -
     orders.start_session(SESSION, WELCOME)
     orders.welcome = WELCOME
     assert orders.command == command(3)
-    assert orders.wanted(WELCOME, command(3))
+    assert orders.is_wanted(WELCOME, command(3))
 
 
 def status(run_id: int = RUN) -> Status:
@@ -136,7 +136,7 @@ def test_an_earlier_start_of_the_run_is_not_followed_again_however_long_the_newe
     monkeypatch.setattr(orders_module, "OLD_SESSION_S", 3.0)
     for _ in range(12):
         now_s += 1.0
-        orders.listen()
+        orders.note_turn()
         assert not orders.accepts_session(SESSION - 1, status())
         assert not orders.accepts_session(SESSION - 1, GRANT)
     with pytest.raises(BarrierTimeout, match="a controller of this run is heard, but it started before the one that"):
@@ -182,11 +182,11 @@ def test_an_earlier_controller_of_another_run_is_followed_once_the_known_one_is_
 def test_a_result_is_wanted_until_there_is_another_command_or_the_run_is_over() -> None:
     orders = welcomed()
     orders.take(command(3))
-    assert not orders.superseded(command(3))
-    assert orders.superseded(command(2))
-    assert orders.superseded(dataclasses.replace(command(3), lr=0.2))
+    assert not orders.is_superseded(command(3))
+    assert orders.is_superseded(command(2))
+    assert orders.is_superseded(dataclasses.replace(command(3), lr=0.2))
     orders.ended = RunEnded(5, True, "all rounds are done")
-    assert orders.superseded(command(3))
+    assert orders.is_superseded(command(3))
     assert not orders.is_current(SESSION)
 
 
@@ -197,12 +197,12 @@ def test_a_client_that_could_not_hear_does_not_take_its_controller_for_gone(monk
     orders.begin()
     for _ in range(7):
         now_s += 1.0
-        orders.listen()
+        orders.note_turn()
     now_s += 3600.0  # its training has held the interpreter
     orders.check_controller("", not_asked)
     for _ in range(5):
         now_s += 1.0
-        orders.listen()
+        orders.note_turn()
     with pytest.raises(BarrierTimeout, match="Start it on this machine"):
         orders.check_controller("", lambda: "Start it on this machine")
 
@@ -218,10 +218,10 @@ def test_a_client_of_a_controller_with_a_slow_heartbeat_still_notices_that_it_is
     monkeypatch.setattr(orders_module, "time", SimpleNamespace(monotonic=lambda: now_s, perf_counter=lambda: now_s))
     orders = welcomed()
     orders.begin()
-    orders.listen(again_within_s=8.0)
+    orders.note_turn(again_within_s=8.0)
     for _ in range(3):
         now_s += 4.0
-        orders.listen(again_within_s=8.0)
+        orders.note_turn(again_within_s=8.0)
     with pytest.raises(BarrierTimeout):
         orders.check_controller("")
 
@@ -234,7 +234,7 @@ def test_a_repeated_command_is_as_good_as_the_one_that_was_lost() -> None:
     orders = welcomed()
     assert orders.take_repeated(repeated(3))
     assert orders.command == command(3)
-    assert orders.wanted(WELCOME, command(3))
+    assert orders.is_wanted(WELCOME, command(3))
 
 
 @pytest.mark.parametrize("repetitions", [1, 3])
@@ -243,20 +243,20 @@ def test_a_repeated_command_has_no_effect_on_a_client_that_has_answered_it(repet
     orders.take(first := command(3))
     orders.mark_handled(first)
     assert [orders.take_repeated(repeated(3)) for _ in range(repetitions)] == [False] * repetitions
-    assert not orders.wanted(WELCOME, command(3))
+    assert not orders.is_wanted(WELCOME, command(3))
     orders.take(command(3))  # the next attempt
     orders.mark_handled(orders.command or first)
     assert not orders.take_repeated(repeated(3, attempt=2))
-    assert not orders.wanted(WELCOME, command(3))
+    assert not orders.is_wanted(WELCOME, command(3))
 
 
 def test_a_repeated_command_has_no_effect_where_its_update_counts() -> None:
     orders = welcomed()
     orders.take(command(3))
-    orders.counted(3, SESSION)
+    orders.count(3, SESSION)
     orders.take_repeated(repeated(3))
     orders.take_repeated(repeated(3, attempt=2))
-    assert not orders.wanted(WELCOME, command(3))
+    assert not orders.is_wanted(WELCOME, command(3))
 
 
 def test_a_repeated_command_of_a_later_attempt_is_given_again_once() -> None:
@@ -264,11 +264,11 @@ def test_a_repeated_command_of_a_later_attempt_is_given_again_once() -> None:
     orders.take(first := command(3))
     orders.mark_handled(first)
     assert not orders.take_repeated(repeated(3, attempt=2))
-    assert orders.wanted(WELCOME, command(3))
+    assert orders.is_wanted(WELCOME, command(3))
     assert orders.command is not None
     orders.mark_handled(orders.command)
     orders.take_repeated(repeated(3, attempt=2))
-    assert not orders.wanted(WELCOME, command(3))
+    assert not orders.is_wanted(WELCOME, command(3))
 
 
 def test_the_command_that_comes_after_its_repetition_is_not_another_one() -> None:
@@ -277,9 +277,9 @@ def test_the_command_that_comes_after_its_repetition_is_not_another_one() -> Non
     assert orders.command is not None
     orders.mark_handled(orders.command)
     assert not orders.take(command(3))
-    assert not orders.wanted(WELCOME, command(3))
+    assert not orders.is_wanted(WELCOME, command(3))
     orders.take(command(3))  # but the next attempt is
-    assert orders.wanted(WELCOME, command(3))
+    assert orders.is_wanted(WELCOME, command(3))
 
 
 def test_a_repetition_of_an_earlier_round_that_comes_late_changes_nothing() -> None:
@@ -288,4 +288,4 @@ def test_a_repetition_of_an_earlier_round_that_comes_late_changes_nothing() -> N
     orders.mark_handled(second)
     assert not orders.take_repeated(repeated(3))
     assert orders.command is second
-    assert not orders.wanted(WELCOME, second)
+    assert not orders.is_wanted(WELCOME, second)

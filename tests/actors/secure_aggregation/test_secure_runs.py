@@ -483,11 +483,11 @@ def test_masks_of_an_attempt_that_is_over_are_not_begun_and_none_are_given_once_
             assert await masking.take(3, lambda: False) is None
             assert own.client.roster is not None
             spent = {3: own.client.roster.terms}
-            assert masking.turn_to(7, 3) == spent, "from now on it does not go out in another round"
+            assert masking.begin_round(7, 3) == spent, "from now on it does not go out in another round"
             assert masking.attempt is not None
-            assert masking.turn_to(7, 4) == spent
+            assert masking.begin_round(7, 4) == spent
             assert masking.attempt is None, "nothing is answered for a round before the one that it trains"
-            assert masking.turn_to(8, 1) == {}
+            assert masking.begin_round(8, 1) == {}
 
             other = masking.enter(scene.clients[2])
             going_on = threading.Event()

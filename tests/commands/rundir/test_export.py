@@ -65,7 +65,7 @@ def personal(run: Path, kept: dict[str, torch.Tensor], *, exchange: str = "train
     state.close()
     client = ClientStateStore(run.parent / "clients", 3)
     client.start_run(state.run_id)
-    client.accepted(1, kept)
+    client.keep(1, kept)
     client.close()
     return run.parent / "clients" / "client-3"
 
@@ -129,7 +129,7 @@ def test_a_round_that_is_named_gets_the_state_of_a_client_that_is_not_newer(tmp_
     run_id = SavedClient.of(store.load(number, SavedClient.of)).run_id
     with contextlib.closing(ClientStateStore(client.parent, 3)) as state:
         state.start_run(int(run_id, 16))
-        state.accepted(number + 5, {name: torch.full((4,), 9.0) for name in kept})
+        state.keep(number + 5, {name: torch.full((4,), 9.0) for name in kept})
     again = export(tmp_path / "run", number=number, client=client)
     assert again.number == of_round.number == number
     assert bool((load_file(again.path)["norm.weight"] == 5.0).all()), "and not that of five rounds later"

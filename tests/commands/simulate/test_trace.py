@@ -20,7 +20,7 @@ def test_traces_of_the_code_have_the_sizes_of_their_models(name: str, parameters
     trace = read_trace(name)
     with torch.device("meta"):
         model = getattr(torchvision.models, name)()
-    work = trace.work()
+    work = trace.make_step_work()
     assert dict(work.shapes) == {key: one.shape for key, one in model.named_parameters()}
     assert trace.gradient_bytes == 4 * parameters
     assert trace.model == f"torchvision.models:{name}"
@@ -31,7 +31,7 @@ def test_traces_of_the_code_have_the_sizes_of_their_models(name: str, parameters
 
 def test_a_scale_of_computing_changes_times_and_no_sizes() -> None:
     trace = read_trace("resnet50")
-    whole, part = trace.work(), trace.work(compute_scale=0.01, overlap=False)
+    whole, part = trace.make_step_work(), trace.make_step_work(compute_scale=0.01, overlap=False)
     assert part.compute_s == pytest.approx(0.01 * whole.compute_s)
     assert part.shapes == whole.shapes
     assert not part.overlap
@@ -50,7 +50,7 @@ def test_layers_are_timed_by_the_profiler_in_forward_and_backward_pass() -> None
     assert trace.gradient_bytes == 4 * sum(one.numel() for one in model.parameters())
     for times in ([layer.forward_s for layer in trace.layers], [layer.backward_s for layer in trace.layers]):
         assert max(times) == times[1] > 0
-    assert trace.work().compute_s < took_s
+    assert trace.make_step_work().compute_s < took_s
 
 
 def test_the_module_writes_a_trace_that_is_read_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

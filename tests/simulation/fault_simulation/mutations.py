@@ -116,6 +116,7 @@ CONTROLLER = "actors.federated.controller.controller:Controller"
 COMMITTER = "actors.federated.controller.round_commit:RoundCommitter"
 SESSION = "actors.federated.client.session:ControllerSession"
 CLIENT = "actors.federated.client.client:Client"
+CLIENT_ROUNDS = "actors.federated.client.client_rounds:ClientRounds"
 AGREEMENT = "runtime.collectives.agreement:GenerationAgreement"
 MASKING = "actors.secure_aggregation"
 SITE = "actors.federated.site.site_controller:SiteController"
@@ -172,9 +173,19 @@ MUTATIONS = (
         "for client_id, key in []", "I8",
     ),
     Mutation(
-        "the next start of the controller is not asked for a receipt", "receipts", f"{CLIENT}._send_update",
-        "update, check=lambda: self._context.is_same_run(welcome.run_id), is_held=current.is_held(command)",
-        "update, check=lambda: self._context.is_same_session(session), is_held=current.is_held(command)", "I8",
+        "the next start of the controller is not asked for a receipt", "receipts", f"{CLIENT_ROUNDS}._send",
+        """
+        receipt = await deliver(
+            update,
+            check=lambda: self._context.is_same_run(welcome.run_id),
+        """,
+        """
+        session = self._context.session.incarnation
+        receipt = await deliver(
+            update,
+            check=lambda: self._context.is_same_session(session),
+        """,
+        "I8",
     ),
     Mutation(
         "a receipt goes out before the sum", "receipts", f"{RECEIVER}._fold",
@@ -226,12 +237,12 @@ MUTATIONS = (
         "a commit is noted before it is saved", "commit", f"{COMMITTER}._make_durable",
         """
         self._state.commit(report, self._parts.publisher.held_apart)
-        self._context.fail_points.reached("after_commit_before_note", report.round_id)
+        self._context.probe.reached("after_commit_before_note", report.round_id)
         self._parts.publisher.note_commit(report)
         """,
         """
         self._parts.publisher.note_commit(report)
-        self._context.fail_points.reached("after_commit_before_note", report.round_id)
+        self._context.probe.reached("after_commit_before_note", report.round_id)
         self._state.commit(report, self._parts.publisher.held_apart)
         """,
         "I4",
@@ -324,12 +335,14 @@ MUTATIONS = (
         found_by="tests/actors/federated/test_session.py::test_an_update_is_for_the_start_of_the_controller_that_has_commanded_it",
     ),
     Mutation(
-        "a training that was called off is sent", "commands", f"{CLIENT}._train_update",
-        "is_called_off = session != current.incarnation or current.superseded(command) or self._is_called_off()",
+        "a training that was called off is sent", "commands", f"{CLIENT_ROUNDS}._train",
+        """
+        is_called_off = session != current.incarnation or current.is_superseded(command) or self._making.is_called_off()
+        """,
         "is_called_off = False", "an update is of the round that is open",
     ),
     Mutation(
-        "a client trains again though its update counts", "commands", f"{SESSION}.wanted",
+        "a client trains again though its update counts", "commands", f"{SESSION}.is_wanted",
         "is_next = command.round_id > self.counted_round or self.repeats is True",
         "is_next = True", "a client trains once for a command",
         found_by="tests/actors/federated/test_session.py::test_a_repeated_command_has_no_effect_where_its_update_counts",

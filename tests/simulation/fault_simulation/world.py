@@ -32,7 +32,7 @@ from fault_simulation.trace import Trace
 from fault_simulation.trees import RETIRED_AFTER_S, TreeOracle, above, draw_tree_plan, number_of, roles_of, run_site
 from fault_simulation.virtual_loop import Deadlock, Livelock, VirtualLoop
 from gradbus.actors import Client, Controller, Site
-from gradbus.actors.federated.client.client import LAST_MODEL_S
+from gradbus.actors.federated.client.last_model import LAST_MODEL_S
 from gradbus.models import NoopTask
 from gradbus.runtime.bus.bus import Bus, connect  # not gradbus.connect, which loads on a real thread
 from gradbus.runtime.config.federated import ClientConfig, FederatedConfig
