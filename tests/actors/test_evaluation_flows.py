@@ -305,21 +305,11 @@ def first_error(task: Finders, **rules: Any) -> str:
     return str(ended.value)
 
 
-@pytest.mark.parametrize(
-    ("metric", "meant"),
-    [
-        ("client.rsme", "client.rmse"),
-        ("client.loss.medain", "client.loss"),
-        ("client.rsme.median", "client.rmse.median"),
-    ],
-)
-def test_a_metric_that_no_client_finds_of_the_initial_model_is_refused_before_they_train(
-    metric: str, meant: str
-) -> None:
-    told = first_error(Finders([0, 1, 2, 3]), early_stop={"patience": 1, "metric": metric})
+def test_a_metric_that_no_client_finds_of_the_initial_model_is_refused_before_they_train() -> None:
+    told = first_error(Finders([0, 1, 2, 3]), early_stop={"patience": 1, "metric": "client.loss.medain"})
     assert "federated.early_stop.metric: none of the 4 clients that have evaluated the model" in told
-    assert f"has found a finite '{metric}'; they have found " in told
-    assert told.endswith(f". Did you mean {meant}?")
+    assert "has found a finite 'client.loss.medain'; they have found " in told
+    assert told.endswith(". Did you mean client.loss?")
 
 
 @pytest.mark.parametrize(
