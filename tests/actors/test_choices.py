@@ -134,6 +134,28 @@ def test_a_choice_that_is_wrong_is_refused_with_what_to_do(name: str, options: d
         STRATEGIES.make(FederatedConfig(strategy={"name": name, **options}).strategy, 3)
 
 
+def test_before_a_run_starts_only_classes_of_the_users_are_looked_up_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading the settings has checked what is built in, and imports nothing of the user's."""
+    looked_up: list[str] = []
+    find = Choices.find
+
+    def noted(table: Choices[Any], name: str) -> type[Any]:
+        looked_up.append(name)
+        return find(table, name)
+
+    monkeypatch.setattr(Choices, "find", noted)
+    built_in, named = (FederatedConfig.model_validate({"strategy": name}).strategy for name in ("fedadam", SCALED))
+    wrong = FederatedConfig.model_validate({"strategy": {"name": SCALED, "factor": -1.0}}).strategy
+    assert set(looked_up) == {"fedadam"}
+    looked_up.clear()
+    STRATEGIES.check_own(built_in)
+    assert looked_up == []
+    STRATEGIES.check_own(named)
+    assert set(looked_up) == {SCALED}
+    with pytest.raises(ConfigError, match=r"federated\.strategy\.factor: Input should be greater than 0"):
+        STRATEGIES.check_own(wrong)
+
+
 def test_an_algorithm_that_there_is_not_is_refused_with_those_that_there_are() -> None:
     with pytest.raises(ConfigError, match=r"parallel\.algorithm: there is no .* 'sparse'; .*, dgc, .*or your own"):
         ALGORITHMS.find("sparse")
