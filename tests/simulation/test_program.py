@@ -63,7 +63,7 @@ def test_a_planted_fault_is_found_and_its_seed_shows_it_again(name: str) -> None
         (
             "a generation takes the batches of the last step again",
             "elastic",
-            "actors end well",
+            "a step is applied by all or by none",
         ),
     ],
 )
