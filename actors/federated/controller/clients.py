@@ -324,9 +324,7 @@ class ClientRegistry:
         out_until: Callable[[int], int],
         is_stalled: bool = False,
     ) -> tuple[HelloAnswer, str]:
-        """Register a host with all of its clients, or what it reports. Returns the answer to its Hello.
-
-        Arguments are those of :meth:`answer_hello`, and:
+        """Register a host with all of its clients, or what it reports; else as :meth:`answer_hello`.
 
         Args:
             out_until: of a client id: the first round in which it may take part.
