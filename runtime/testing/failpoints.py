@@ -38,11 +38,7 @@ def fail_at(rank: int, step: int, place: str = "after_send") -> str:
 
 
 class FailPoint:
-    """The places at which one process is to die.
-
-    Attributes:
-        armed: name and number of those that are left; empty: nothing is to happen.
-    """
+    """The places at which one process is to die."""
 
     def __init__(self, spec: str | None = None, action: Callable[[], None] = kill_self, *, who: str = "") -> None:
         """Arm some of them.
@@ -55,7 +51,7 @@ class FailPoint:
         Raises:
             ValueError: the spec is malformed, or no such place is known.
         """
-        self.armed: set[tuple[str, int]] = set()
+        self._armed: set[tuple[str, int]] = set()
         self._action = action
         for part in (spec or "").split(","):
             if part.strip():
@@ -75,15 +71,15 @@ class FailPoint:
         if name not in known and not (not whom and any(name in places for places in PLACES.values())):
             raise ValueError(f"fail point {part!r}: no such place; {role or 'known'}: {', '.join(known)}")
         if whom in ("", who):
-            self.armed.add((name, int(number)))
+            self._armed.add((name, int(number)))
 
     @property
     def is_armed(self) -> bool:
         """Return whether there is a place left at which something is to happen."""
-        return bool(self.armed)
+        return bool(self._armed)
 
     def reached(self, name: str, round_id: int) -> None:
         """The program is at this place in this round."""
-        if (name, round_id) in self.armed:
-            self.armed.discard((name, round_id))
+        if (name, round_id) in self._armed:
+            self._armed.discard((name, round_id))
             self._action()

@@ -23,13 +23,11 @@ class Probe:
 
     def reached(self, place: str, number: int) -> None:
         """The program is at this place in this round or step; see :mod:`.failpoints`."""
-        if self.fail.armed:
-            self.fail.reached(place, number)
+        self.fail.reached(place, number)
 
     def note(self, event: str, **facts: Any) -> None:
         """Something has happened; see :meth:`.history.History.note`."""
-        if self.history.on:
-            self.history.note(event, **facts)
+        self.history.note(event, **facts)
 
     def end(self, **facts: Any) -> None:
         """The process, or its part in the run, ends gracefully."""
