@@ -490,7 +490,7 @@ class ClientHost(Client):
             log.info("nothing to train", client=client_id, round=command.round_id)
         else:
             log.error("training failed", client=client_id, round=command.round_id, error=str(error))
-            self._failures.note_of_client(plain_line(f"{error} (client {client_id})"))
+            self._failures.note_failed_client(plain_line(f"{error} (client {client_id})"))
         if session != current.incarnation or current.is_superseded(command):
             return
         current.refused_ids.add(client_id)

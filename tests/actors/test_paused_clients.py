@@ -530,5 +530,5 @@ def test_the_phase_of_a_paused_client_is_that_of_its_update_until_the_receipt() 
     status = ClientStatus(clock=lambda: 7.0)
     with status.delivering():
         assert not status.pause(None)
-        assert status.reported("uploading") == ("uploading", 0.0)
-    assert status.reported("idle") == ("paused", 0.0)
+        assert status.report("uploading") == ("uploading", 0.0)
+    assert status.report("idle") == ("paused", 0.0)

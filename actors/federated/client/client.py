@@ -455,7 +455,7 @@ class Client:
 
     def _describe(self, matched: bool) -> Hello:
         """The Hello of this client as it is now."""
-        current, (phase, phase_s) = self._session, self._status.reported(self._outbox.updates.phase)
+        current, (phase, phase_s) = self._session, self._status.report(self._outbox.updates.phase)
         is_chosen, shape = current.welcome is not None and bool(current.welcome.include), self._models.shape
         return replace(
             hello_of(self._model, self.name),
@@ -544,7 +544,7 @@ class Client:
                 self._compute.stop_current()
                 self._interrupt_sending()
             case RunEnded() if body.run_id == current.run_id and body.final:
-                raise self._failures.as_error(body, self.client_id)
+                raise self._failures.make_error(body, self.client_id)
             case _:
                 pass
 
@@ -697,7 +697,7 @@ class Client:
         """Do what has to be done once, before this client is ready; tasks that it starts belong to ``group``."""
         training = self._local.training
         await self._compute.run(training.load_data, welcome.num_clients)
-        self._observer.keep_personal(await self._compute.run(training.kept_personal, welcome))
+        self._observer.keep_personal(await self._compute.run(training.read_personal, welcome))
 
     async def _sit_out(self, welcome: Welcome | None, command: TrainCmd | None) -> None:
         """Report that the round of a command has no update of this client, which is paused, or was in its midst; then

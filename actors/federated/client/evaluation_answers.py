@@ -89,7 +89,9 @@ class EvaluationAnswers:
             why = MASKED
         elif not context.config.share_model:
             why = NOT_SHARED
-        elif (update := await context.compute.run(self._training.local_model, welcome, round_id, transfer)) is None:
+        elif (
+            update := await context.compute.run(self._training.encode_local_model, welcome, round_id, transfer)
+        ) is None:
             why = NO_MODEL
         if update is None:
             await self._send(EvaluationResult(request.run_id, round_id, 0, {}, why, 0.0))

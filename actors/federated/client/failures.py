@@ -52,7 +52,7 @@ class ClientFailures:
         self.in_training = ""
         self._declined: tuple[JoinDeclined, int] | None = None  # why it does not take part in a run, and in which
 
-    def summary(self, error: Exception) -> str:
+    def summarize(self, error: Exception) -> str:
         """Return what of an error may leave this client, in one line."""
         return plain_line(summary_of(error)) if self._config.report_failures else type(error).__name__
 
@@ -62,7 +62,7 @@ class ClientFailures:
 
     def leave_with(self, error: Exception) -> None:
         """Note that the client leaves because of an error."""
-        self.leaving = f"{FAILED}{self.summary(error)}"
+        self.leaving = f"{FAILED}{self.summarize(error)}"
 
     def decline(self, error: JoinDeclined, run_id: int) -> None:
         """Note that the client does not take part in a run, which asks for what it does not give."""
@@ -84,7 +84,7 @@ class ClientFailures:
         text = type(error).__name__
         if self._config.report_failures:
             is_own = user_error(error).is_own or not isinstance(error, GradbusError)
-            text = self.summary(error)
+            text = self.summarize(error)
             if is_own:
                 text = plain_text(traceback_with_place(error, full=self._config.full_traceback))
         failure = TrainingFailure(run_id, BEFORE_FIRST_ROUND, text[-MAX_TEXT:], name=name)
@@ -131,11 +131,11 @@ class ClientFailures:
             sent = NO_ROOM
         return TrainingFailure(run_id, round_id, sent, reason_of(error))
 
-    def note_of_client(self, text: str) -> None:
+    def note_failed_client(self, text: str) -> None:
         """Note that a client failed that a process of another kind has trained, as a host's pool does."""
         self.in_training = text
 
-    def as_error(self, end: RunEnded, client_id: int) -> TrainingFailed:
+    def make_error(self, end: RunEnded, client_id: int) -> TrainingFailed:
         """Return the error that a run which a failure has ended is for this client."""
         if not self.in_training:
             return RunAborted(f"the run has ended: {plain_line(end.reason)}")

@@ -123,14 +123,14 @@ class LocalTraining:
         outcome, packets, optimizer = self._training.train(plan, kept, key)
         trained_s = time.perf_counter()
         self.train_s += trained_s - started_s
-        self._training.check(plan, outcome)
+        self._training.check_trained(plan, outcome)
         end = plan.rule.finish(self._trained_vector(plan))
         num_samples, loss, num_steps = int(outcome.num_samples), outcome.loss, plan.rule.steps
         encoded = self._encoder.encode(plan, end, packets, kept, num_samples)
         facts = metrics_of(self._task, outcome, others=len(encoded.metrics)) | encoded.metrics
         if run.privacy is not None and run.privacy.is_local:  # none of these has noise
             num_samples, loss, num_steps, facts = 1, None, 0, {}
-        buffers = self._training.changed_buffers()
+        buffers = self._training.pack_changed_buffers()
         encoded_s = time.perf_counter()
         request = UploadRequest(
             run_id=welcome.run_id,
@@ -181,16 +181,15 @@ class LocalTraining:
 
     def _note_offered(self, request: UploadRequest, payload: bytes | memoryview) -> None:
         """Note in the journal what the controller is to count, just before it is offered."""
-        if self._probe.history.on:
-            self._probe.note(
-                "offered",
-                run=f"{request.run_id:016x}",
-                round=request.round_id,
-                transfer=request.transfer,
-                bytes=request.total_bytes,
-                num_samples=request.num_samples,
-                crc32=self._probe.history.checksum(payload),
-            )
+        self._probe.note(
+            "offered",
+            run=f"{request.run_id:016x}",
+            round=request.round_id,
+            transfer=request.transfer,
+            bytes=request.total_bytes,
+            num_samples=request.num_samples,
+            crc32=self._probe.history.checksum(payload),
+        )
         self._probe.reached("after_training_before_offer", request.round_id)
 
     def _offered(self, update: EncodedUpdate) -> EncodedUpdate:
@@ -221,7 +220,7 @@ class LocalTraining:
         key = update.key._replace(transfer=transfer)
         return self._offered(replace(update, key=key, request=request, payload=payload, state=state))
 
-    def local_model(self, welcome: Welcome, round_id: int, transfer: int) -> EncodedUpdate | None:
+    def encode_local_model(self, welcome: Welcome, round_id: int, transfer: int) -> EncodedUpdate | None:
         """Return the model that the newest training has made, float32 in full, to be uploaded under this round; None:
         there is none of this run, or it is not to be shown."""
         if self._local_model is None or self._local_model[0] != welcome.run_id:
@@ -272,7 +271,7 @@ class LocalTraining:
                 remedy="set client.state_dir",
             )
 
-    def kept_personal(self, welcome: Welcome) -> dict[str, Tensor]:
+    def read_personal(self, welcome: Welcome) -> dict[str, Tensor]:
         """Return the personal tensors of this client after its newest update that counts, by name."""
         self.arrange(welcome)
         if not self._model.sharing.keeps_some:

@@ -430,8 +430,8 @@ class ClientStatus:
         """Note that the command that was called off is answered: it has no update of this client."""
         self._called_off = None
 
-    def reported(self, upload: str) -> tuple[str, float]:
-        """The phase to report, and the seconds since it began. ``upload``: the phase of the update sender."""
+    def report(self, upload: str) -> tuple[str, float]:
+        """Return the phase to report, and the seconds since it began. ``upload``: the phase of the update sender."""
         name = self._name if upload == "idle" else upload
         self._note(PAUSED_PHASE if self.is_paused and not self._is_delivering else name)
         return self._reported, self._clock() - self._since_s

@@ -112,7 +112,7 @@ class TaskTraining:
             before_it = {name: one for name, one in kept.items() if name.startswith(OF_OWN_OPTIMIZER)}
             return {**named(OWN_MODEL, before), **before_it}
 
-    def check(self, plan: RoundPlan, outcome: TrainOutcome) -> None:
+    def check_trained(self, plan: RoundPlan, outcome: TrainOutcome) -> None:
         """Log, once, what training has changed and is not exchanged.
 
         Raises:
@@ -126,7 +126,7 @@ class TaskTraining:
         self._model.check_frozen()
         self._model.unexchanged.warn(self._client_id, plan.inputs.welcome)
 
-    def changed_buffers(self) -> bytes:
+    def pack_changed_buffers(self) -> bytes:
         """Return the block of the merged buffers that training has changed; b"": the model has none."""
         layout = self._model.buffers
         return layout.pack(layout.changes(self._buffers_before, self._model.read_buffers())) if layout else b""
