@@ -21,7 +21,7 @@ TYPES = {
     "World": "uint32",
     "U64": "uint64",
     "Round": "round",
-    "CurrentRound": "integer",
+    "OpenRound": "integer",
     "Natural32": "integer",
     "I32": "integer",
     "Name": "name",

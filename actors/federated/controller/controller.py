@@ -179,9 +179,10 @@ class Controller:
             # Later than every start before, also where the clock was set back.
             last_start = state.incarnation
             again = last_start + 1 + int.from_bytes(os.urandom(2), "little")  # also after two quick crashes
-            state.incarnation = max(new_incarnation(), again)
+            incarnation = max(new_incarnation(), again)
+            state.hold_as(incarnation)
             self._prepared = PreparedRun(
-                identity=Identity(CONTROLLER, state.incarnation),
+                identity=Identity(CONTROLLER, incarnation),
                 last_start=last_start,
                 model=model,
                 state=state,

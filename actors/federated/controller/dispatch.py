@@ -141,7 +141,7 @@ class Dispatcher:
         """Raise JobInUse or ControllerReplaced: a message of another controller says that this one must give way."""
         taken = self._duplicates.observe_running(message, self._context.run_id, has_begun=self._has_begun)
         if isinstance(taken, ControllerReplaced):
-            self._context.state.replaced = taken  # what is being committed now is not saved any more
+            self._context.state.give_way(taken)  # what is being committed now is not saved any more
         if taken is not None:
             raise taken
 

@@ -137,7 +137,7 @@ class RoundCommitter:
         """Set weights and merged buffers to those of the next model, on the compute thread."""
         self._parts.strategy.finish(self._state.weights)
         if (buffers := self._parts.update_sum.buffers) is not None:
-            self._state.buffers = buffers.finish()
+            self._state.replace_buffers(buffers.finish())
 
     def _take_dropped(self) -> dict[str, int]:
         """Updates, frames and invalid samples that did not count since the last report, by reason."""

@@ -408,6 +408,18 @@ class RunState:
         self.history = [report.without_timeline() for report in saved.history]
         log.info("resumed", round=self.round_id, run=f"{self.run_id:016x}")
 
+    def hold_as(self, incarnation: int) -> None:
+        """Let this start of the controller hold the state."""
+        self.incarnation = incarnation
+
+    def give_way(self, reason: ControllerReplaced) -> None:
+        """Save nothing more: a later start has taken the place of this one."""
+        self.replaced = reason
+
+    def replace_buffers(self, buffers: dict[str, Tensor]) -> None:
+        """Take the merged buffers of the next model."""
+        self.buffers = buffers
+
     def follow_run(self, run_id: int) -> None:
         """Go on as a part of this run, whose rounds the level above commits."""
         self.run_id, self.adopts = run_id, True

@@ -225,7 +225,7 @@ class AdoptingCommitter(RoundCommitter):
 
     def finish_round(self) -> None:
         self._parts.strategy.finish(self._state.weights)
-        self._state.buffers = {name: self._sum.next_buffers[name] for name in self._state.buffers}
+        self._state.replace_buffers({name: self._sum.next_buffers[name] for name in self._state.buffers})
 
     def adopt(self, round_id: int) -> None:
         """Take a model to which this site has not contributed, on the compute thread."""

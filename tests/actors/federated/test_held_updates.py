@@ -132,7 +132,7 @@ def test_a_later_round_has_the_norms_of_the_one_before() -> None:
         await hall.intake.close()
         hall.mean()
         hall.bounds.commit()
-        hall.current_round(2)
+        hall.open_round(2)
         assert (hall.bounds.needs_norms, hall.bounds.is_settled) == (False, False)
 
     run_with(main, lies=NORMS)

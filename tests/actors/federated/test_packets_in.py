@@ -258,7 +258,7 @@ def test_packets_of_a_round_that_ended_are_none_of_its_next_attempt() -> None:
         for packet in sent[:3]:
             await deliver(hall, packet)
         await hall.intake.close()
-        hall.current_round(1)
+        hall.open_round(1)
         await sent[3].offer_to(hall)
         await sent[3].send_to(hall)
         await hall.until(lambda: hall.bus.all(PacketsMissing))

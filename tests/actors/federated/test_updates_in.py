@@ -165,7 +165,7 @@ def test_a_receipt_that_was_lost_at_the_end_of_a_round_is_said_again_in_the_next
         await deliver(hall, sender)
         await hall.intake.close()
         await sender.offer_to(hall)
-        hall.current_round(2)
+        hall.open_round(2)
         await sender.offer_to(hall)
         assert hall.bus.receipts == [(0, True)] * 3
         assert hall.intake.totals.num_samples == 0
@@ -334,7 +334,7 @@ def test_a_bad_payload_is_refused_its_client_not_waited_for_and_the_sum_untouche
 def test_bad_updates_are_strikes_and_who_has_too_many_is_turned_away_before_it_sends() -> None:
     async def test(hall: Hall) -> None:
         for round_id in (1, 2, 3):
-            hall.current_round(round_id)
+            hall.open_round(round_id)
             sender = Sender(1, round_id=round_id, transfer=round_id, payload=non_finite())
             await (deliver(hall, sender) if round_id < 3 else sender.offer_to(hall))
         assert [(s.client_id, s.round_id, s.reason, s.out_until) for s in hall.strikes] == [

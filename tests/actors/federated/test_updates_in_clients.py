@@ -143,7 +143,7 @@ def test_closing_waits_for_the_update_that_is_being_added_and_drops_those_behind
         assert hall.round.accepted == {0}
         assert hall.bus.receipts == [(0, True)]
         before = hall.round
-        hall.current_round(2)
+        hall.open_round(2)
         await deliver(hall, Sender(2, round_id=2))
         assert before.accepted == {0}
         assert hall.round.accepted == {2}

@@ -179,7 +179,7 @@ def test_an_update_that_waits_to_be_read_in_a_round_that_nobody_has_closed_is_in
         await hall.strategy.entered.wait()
         late, _lates = sealed(Sender(1))
         await late.offer_to(hall)
-        hall.current_round(2)
+        hall.open_round(2)
         hall.strategy.go_on.set()
         newer, _newers = sealed(Sender(2, round_id=2))
         await newer.offer_to(hall)
@@ -225,7 +225,7 @@ def test_memory_that_cannot_be_read_is_done_without_and_logged_once(
                 await sender.send_to(hall)
                 await receipts(hall, 2 * round_id - 1 + client_id)
             await hall.intake.close()
-            hall.current_round(round_id + 1)
+            hall.open_round(round_id + 1)
         assert hall.bus.receipts == [(0, True), (1, True)] * 3
         assert hall.intake.totals.bytes_up_shared == 0
 

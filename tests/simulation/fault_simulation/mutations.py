@@ -282,8 +282,8 @@ MUTATIONS = (
     ),
     Mutation(
         "a start has the incarnation of the one before", "resume", f"{CONTROLLER}._prepare",
-        "state.incarnation = max(new_incarnation(), again)",
-        "state.incarnation = last_start or new_incarnation()",
+        "incarnation = max(new_incarnation(), again)",
+        "incarnation = last_start or new_incarnation()",
         "clients tell two starts of a controller apart",
     ),
     Mutation(
