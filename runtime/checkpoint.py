@@ -1,8 +1,9 @@
 """One atomic checkpoint per round: tensors as safetensors, everything else as JSON, a checksum over both.
 
 ``round-000007.safetensors`` is written first, then ``round-000007.json``, which holds the SHA-256 of the tensors and of
-itself. Each is written to a temporary file, synced, and renamed; the directory is synced after. The JSON is the commit:
-without it, or with one that does not match, the round never happened and the one before it counts.
+itself. Each is written to a temporary file, synced, and renamed; the directory is synced after each, as a file system
+may keep a later rename and lose an earlier one. The JSON is the commit: without it, or with one that does not match,
+the round never happened and the one before it counts.
 """
 
 from __future__ import annotations
@@ -232,6 +233,7 @@ class CheckpointStore:
                     raise OSError(errno.EFBIG, f"its JSON has {len(text):,} bytes, at most {MAX_META_BYTES:,} are read")
                 if (values := count_values(text)) > MAX_META_VALUES:
                     raise OSError(errno.EFBIG, f"its JSON has {values:,} values, at most {MAX_META_VALUES:,} are read")
+            _sync(self.directory)  # before there is a JSON that names the tensors
             with _replacing(meta_path) as temporary:
                 temporary.write_text(text, encoding="utf-8")
             _sync(self.directory)

@@ -230,11 +230,11 @@ def count_steps(monkeypatch: pytest.MonkeyPatch, stop_at: int, fault: BaseExcept
     return steps
 
 
-STEPS = ["write tensors", "fsync", "rename", "write json", "fsync", "rename", "fsync"]
-COMMIT_AT = 6  # the renaming of the JSON; only the sync of the directory comes after it
+STEPS = ["write tensors", "fsync", "rename", "fsync", "write json", "fsync", "rename", "fsync"]
+COMMIT_AT = 7  # the renaming of the JSON; only the sync of the directory comes after it
 
 
-def test_the_steps_of_a_save_are_write_sync_and_rename_twice_and_the_directory_last(
+def test_the_steps_of_a_save_are_write_sync_rename_and_the_directory_twice(
     store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps = count_steps(monkeypatch, 0, _Crash())

@@ -438,6 +438,7 @@ class Controller:
                 await self._all_rounds()
                 finished, reason[0] = True, self._over()
                 parts.joining.run_is_over()
+                parts.publisher.note_last()
                 await parts.monitor.announce_end(ok=True, reason=reason[0], linger=self._lingers(began_after))
             except Exception as error:
                 # After these, waiting for this controller is of no use. Clients that are about to join hear it, too.

@@ -85,6 +85,7 @@ class ModelPublisher:
         self.held = self._weights if state.held is None else state.held
         self._frozen: _OutgoingModel | None = None
         self._candidate: _OutgoingModel | None = None  # sent to whoever requests it, and to nobody else
+        self._is_last = False  # no later model follows the present one
         self._held_crc32 = 0
         self.residual_norm = 0.0
         self._transfer = 0
@@ -266,10 +267,22 @@ class ModelPublisher:
             self._enqueue(
                 client_id, self._candidate, need.seqs if need.transfer == self._candidate.key.transfer else ()
             )
-        elif need.round_id == self._round_id and self._current is not None:  # else it will request the newer one
+        elif self._current is not None and self._answers(need.round_id):
             self._on_model_request(client_id, need)
         if (self.queue or self._wanted_in_memory) and (self._resending is None or self._resending.done()):
             self._resending = group.create_task(self._resend(), name="resend-model")
+
+    def _answers(self, round_id: int) -> bool:
+        """Return whether a client that requests the model after this round gets the present one.
+
+        Who requests an earlier one will request the present one as soon as it has the command for that. After the last
+        round no command comes: a client may know of none, as of a site that was started again and has skipped rounds.
+        """
+        return round_id == self._round_id or (self._is_last and 0 <= round_id < self._round_id)
+
+    def note_last(self) -> None:
+        """Note that the run is over: the present model is its last one."""
+        self._is_last = True
 
     def offer(self, round_id: int, payload: memoryview) -> None:
         """Send this model to clients that request it, until :meth:`withdraw`. ``round_id``: one of CANDIDATE_ROUNDS;

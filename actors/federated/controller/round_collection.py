@@ -66,6 +66,8 @@ class RoundCollector:
         parts.losses.clear()
         if parts.strategy.bounds is not None:
             parts.strategy.bounds.open_round(round_id)
+        # Of a site, whose attempt at this round was given up as the level above began it anew.
+        await parts.terms.let_into_round(round_id)
         named, tries, attempt = parts.book.named(round_id), 0, 0
         if parts.masked is not None:
             parts.masked.begin_round(parts.selection.ready(round_id, named))

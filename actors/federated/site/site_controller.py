@@ -324,6 +324,14 @@ class SiteController(RelayingController):
                 self._waiting = None
         self.started.set()
         await self._ended
+        await self._publish_saved()
+
+    async def _publish_saved(self) -> None:
+        """Publish the model of the checkpoint where none has come from above since this start: clients wait for it."""
+        round_id = self._started.state.round_id
+        if self._published < 0 < round_id:
+            with tolerate_write_timeout("model", round_id):
+                await self._run.parts.publisher.publish_full(round_id)
 
     def note_counted(self, round_id: int) -> None:
         """Note that the sum of this site counts in a round."""

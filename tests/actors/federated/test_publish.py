@@ -286,6 +286,28 @@ def test_a_request_that_nobody_can_answer_is_nothing(
     run_with(test)
 
 
+def test_after_the_last_round_who_asks_for_an_earlier_model_gets_the_present_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(downlink_module, "RESEND_PAUSE_S", -1.0)
+
+    async def test(scene: Scene) -> None:
+        await scene.downlink.publish_full(3)
+        scene.need(1)  # a command for the present one may be on its way
+        await asyncio.sleep(0)
+        assert scene.bus.started == 1
+        scene.downlink.note_last()
+        scene.need(4)
+        scene.need(-1)
+        await asyncio.sleep(0)
+        assert scene.bus.started == 1
+        scene.need(1)
+        await asyncio.sleep(0)
+        assert scene.bus.started == 2
+
+    run_with(test)
+
+
 def test_a_request_before_the_first_model_is_nothing() -> None:
     async def test(scene: Scene) -> None:
         scene.need(-1)

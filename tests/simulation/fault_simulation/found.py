@@ -96,6 +96,26 @@ FOUND = (
         29, "tree_alone", (Fault(Moment("step", 483, CONTROLLER), "disk", CONTROLLER, 5.0),),
     ),
     Found(
+        "A site loses its power, and starts again when the run has ended. Its clients asked for the model of the round "
+        "in which it had stopped, which it no longer had: they waited 30 s, and ended without the last model.",
+        5164, "tree", (Fault(Moment("place", 2, "site-0", "after_publish"), "power", "site-0", 3.38),),
+    ),
+    Found(
+        "The controller begins a round anew after its start. A client that came to a site during the attempt before "
+        "took no part in this round: the site had too few clients, and failed after its deadline.",
+        5088, "tree",
+        (
+            Fault(Moment("note", 2, "client-2", "offered", "after"), "kill", "client-2", 3.23),
+            Fault(Moment("step", 2904, CONTROLLER), "kill", CONTROLLER, 0.31),
+            Fault(Moment("note", 2, "client-0", "offered", "before"), "power", "client-0", 0.72),
+        ),
+    ),
+    Found(
+        "The power fails after the first checkpoint is written and before its folder is synced. The file system had "
+        "kept the JSON and lost the tensors: no start went on, until somebody moved the folder away.",
+        700880, "fp32", (Fault(Moment("sync", 5, CONTROLLER, "", "before"), "power", CONTROLLER, 0.2),),
+    ),
+    Found(
         "A site that was stopped in the midst of a round left a task behind, of which asyncio warned.",
         73, "tree_alone", (Fault(Moment("step", 1943, "site-1"), "stop", "site-1", 0.04),),
     ),
