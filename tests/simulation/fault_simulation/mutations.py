@@ -254,8 +254,16 @@ MUTATIONS = (
     ),
     Mutation(
         "the folder of a checkpoint is not synced", "commit", "runtime.checkpoint:CheckpointStore.save",
-        "_sync(self.directory)",
-        "pass", "I4, where the machine loses its power", flavour="s4",
+        """
+        with _replacing(meta_path) as temporary:
+            temporary.write_text(text, encoding="utf-8")
+        _sync(self.directory)
+        """,
+        """
+        with _replacing(meta_path) as temporary:
+            temporary.write_text(text, encoding="utf-8")
+        """,
+        "I4, where the machine loses its power", flavour="s4",
     ),
     Mutation(
         "a checkpoint is saved over that of a later start", "commit",
