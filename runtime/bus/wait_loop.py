@@ -35,7 +35,10 @@ class WaitLoop(OwnThread):
 
     Attributes:
         is_relieved: whether threads that wait inline do the work of its own thread, or did since that has last begun a
-            turn. While it is False nobody has to be asked with :meth:`wake_io_thread`.
+            turn. While it is False, :meth:`wake_io_thread` has nothing to wake.
+        is_asked: something goes on that no thread waits for inline, since the last turn of this one. Who looks at
+            ``is_relieved`` in place of a call of :meth:`wake_io_thread` sets it before: then a thread that begins to
+            wait inline only now hands the work back at its end.
     """
 
     def __init__(
@@ -64,7 +67,7 @@ class WaitLoop(OwnThread):
         self._was_inline = False  # a thread has waited inline since this one has asked
         self._backs_off = False  # this one leaves the wait to such threads for a while
         self._wanted = threading.Event()
-        self._is_asked = False  # for this one, since its last turn
+        self.is_asked = False
         self._calls: list[Periodic] = []
         self._new_calls: deque[Periodic] = deque()
         self._due_s = math.inf
@@ -85,7 +88,7 @@ class WaitLoop(OwnThread):
     def wake_io_thread(self) -> None:
         """Have the thread wait again now, or when the wait of another thread inline has ended: something goes on that
         no thread waits for inline."""
-        self._is_asked = True  # before the look: the end of a wait looks in the other order
+        self.is_asked = True  # before the look: the end of a wait looks in the other order
         if self._was_inline or (self._backs_off and not self._inline_thread):
             self._wanted.set()
 
@@ -127,7 +130,7 @@ class WaitLoop(OwnThread):
                 self._inline_lock.release()
             except RuntimeError:  # it was not taken
                 pass
-            if self._is_asked and not self._inline_thread:
+            if self.is_asked and not self._inline_thread:
                 self._wanted.set()
 
     def _poll_in_turn(self, done: Callable[[], bool], until_s: float, may_sleep: bool) -> None:
@@ -209,7 +212,7 @@ class WaitLoop(OwnThread):
                     continue
                 backoff_s, self._backs_off, self.is_relieved = BACKOFF_S, False, False
                 with self._polling:
-                    self._is_asked = False
+                    self.is_asked = False
                     self.step(IDLE_S)
         except BaseException as error:
             self.fail(error)

@@ -120,7 +120,11 @@ class ChunkSender:
     def hand_over(self, sender: Sender, writer: Outlet, stall_timeout_s: float, wait: Callable[[], bool]) -> None:
         """Have the writer thread send what is left, as :meth:`samples` gives it. Raises BusClosed."""
         self._job = Job(writer, self.samples(wait), self.note_outcome, stall_timeout_s)
-        sender.submit(self._job)
+        try:
+            sender.submit(self._job)
+        except BaseException:
+            self._job = None  # it holds this sender, and with it the payload
+            raise
 
     def samples(self, wait: Callable[[], bool]) -> Iterator[Sample | Pause]:
         """What is left, for the writer thread, which asks for a frame when it has written the one before. ``wait``:

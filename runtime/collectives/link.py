@@ -176,8 +176,10 @@ class GroupLink(ProgressEngine):
         mailbox = self.mailbox
         if mailbox is not None:
             mailbox.wake_thread()
-        if self.port.wait_loop.is_relieved:
-            self.port.wait_loop.wake_io_thread()
+        loop = self.port.wait_loop
+        loop.is_asked = True  # before the look
+        if loop.is_relieved:
+            loop.wake_io_thread()
 
     # Through shared memory
 

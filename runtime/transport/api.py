@@ -158,8 +158,8 @@ class Inlet(Endpoint, Protocol):
     arrivals: Trigger
 
     def take(self, limit: int) -> Sequence[tuple[Any, Peer]]:
-        """Return up to ``limit`` samples that have arrived, not decoded yet, and their senders. Fewer than ``limit``:
-        there are no more now."""
+        """Return up to ``limit`` samples, which is 16 at most, that have arrived, not decoded yet, and their senders.
+        Fewer than ``limit``: there are no more now."""
 
     def decode(self, raw: Any) -> Any:
         """Return a sample that :meth:`take` has returned as an object with its fields; None: it is not for now.

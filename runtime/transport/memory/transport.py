@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gradbus.runtime import forks
+from gradbus.runtime.errors import BusClosed
 from gradbus.runtime.transport.access_policy import AccessPolicy
 from gradbus.runtime.transport.api import IoThread, Traits
 from gradbus.runtime.transport.channels import Channel
@@ -66,6 +67,7 @@ class MemoryTransport(MemoryPlace):
         """See :meth:`.api.Transport.outlet`."""
         outlet = self.outlet_kind(self, channel, retained_samples)
         with self.network.schedule.lock:
+            self._check_open(channel)
             self.outlets.append(outlet)
             self.network.announce_writer(outlet)
         return outlet
@@ -74,9 +76,14 @@ class MemoryTransport(MemoryPlace):
         """See :meth:`.api.Transport.inlet`."""
         inlet = self.inlet_kind(self, channel)
         with self.network.schedule.lock:
+            self._check_open(channel)
             self.inlets.append(inlet)
             self.network.announce_reader(inlet)
         return inlet
+
+    def _check_open(self, channel: Channel) -> None:
+        if not self._is_open:
+            raise BusClosed(f"channel {channel.name!r}: its transport is closed, as its bus is")
 
     def close_endpoints(self, inlets: Sequence[MemoryInlet], outlets: Sequence[MemoryOutlet]) -> None:
         """See :meth:`.api.Transport.close_endpoints`."""
@@ -87,7 +94,8 @@ class MemoryTransport(MemoryPlace):
         """See :meth:`.api.Transport.close`."""
         if self._made_in != forks.generation or not self._is_open:
             return
-        self._is_open = False
+        with self.network.schedule.lock:
+            self._is_open = False
         self.close_endpoints(list(self.inlets), list(self.outlets))
         with self.network.schedule.lock:
             self.network.participants = [one for one in self.network.participants if one is not self]

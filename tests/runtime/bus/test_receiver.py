@@ -157,6 +157,45 @@ def test_who_asks_for_the_thread_while_another_one_waits_inline_has_it_when_that
         loop.join(10.0)
 
 
+def test_who_asked_for_the_thread_before_another_one_waits_inline_has_it_when_that_wait_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(wait_loop_module, "BACKOFF_S", 60.0)
+    in_turn, go_on, was_inline, thread_works = (threading.Event() for _ in range(4))
+
+    def handle(numbers: list[int], until_s: float) -> bool:
+        if threading.get_ident() != loop.ident:
+            was_inline.set()
+        elif was_inline.is_set():
+            thread_works.set()
+        else:
+            in_turn.set()
+            assert go_on.wait(10.0)
+        return False
+
+    def done() -> bool:
+        return was_inline.is_set() and time.monotonic() > began_s + 0.05
+
+    began_s = time.monotonic()
+    loop = WaitLoop(cast("Any", Waits(news_at=0)), handle, failed=lambda: None, ended=lambda: None)
+    another = threading.Thread(target=loop.poll_inline, args=(done, began_s + 60.0))
+    loop.start()
+    try:
+        assert in_turn.wait(10.0)
+        assert not loop.is_relieved
+        loop.is_asked = True
+        another.start()
+        while not loop._inline_thread and time.monotonic() < began_s + 10.0:  # noqa: SLF001 - no event tells of it
+            time.sleep(0.001)
+        go_on.set()
+        assert thread_works.wait(10.0)
+    finally:
+        go_on.set()
+        loop.stop()
+        loop.join(10.0)
+        another.join(10.0)
+
+
 def test_the_thread_goes_on_at_once_when_it_is_asked_while_it_leaves_the_wait_to_others_and_nobody_waits() -> None:
     class Wanted(threading.Event):
         """Its wait ends at once while another thread waits inline, or has just done so; then it goes on."""
