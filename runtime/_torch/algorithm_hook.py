@@ -246,9 +246,11 @@ class AlgorithmHook:
         self._runs = GradientRuns(self.delay_steps)
         # Buckets that wait for the others, with what gives them to DDP.
         self._ready: list[tuple[TensorBucket, Callable[[Future[None]], None]]] = []
-        self._registered: list[Any] = [one.register_step_pre_hook(self._before_step) for one in self._optimizers]
-        _open.add(self)
+        self._registered: list[Any] = []
+        # Before the optimizers know of this hook: what fails here leaves them as they were.
         self._weights = self._weight_steps(process_group) if self.algorithm.scope == "weights" else None
+        self._registered += [one.register_step_pre_hook(self._before_step) for one in self._optimizers]
+        _open.add(self)
 
     def _weight_steps(self, group: dist.ProcessGroup | None) -> WeightSteps:
         exchange = WeightExchange(

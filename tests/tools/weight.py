@@ -1,7 +1,7 @@
 """Lines of Python that a wheel holds, by folder, and how many of them are no growth of what was built since a release.
 
-    python -m weight                            # lines by folder
-    python -m weight --added FROM..TO           # less the lines that these commits added to them, net
+    PYTHONPATH=tests/tools .venv/bin/python -P -m weight                  # lines by folder
+    PYTHONPATH=tests/tools .venv/bin/python -P -m weight --added FROM..TO # less what these commits added to them, net
 
 ``--added`` names a range of commits and may be given several times. A line counts as the file has it: blank lines,
 comments and docstrings are lines, too. A file that was moved counts for what changed in it.

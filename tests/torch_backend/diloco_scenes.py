@@ -511,4 +511,14 @@ def refusals(place: RankLocation) -> dict[str, str]:
         found[name] = str(caught.value)
     with pytest.raises(ConfigError) as caught:
         gradbus.torch.DiLoCo(model, inner, steps=10 + dist.get_rank())
-    return {**found, "ranks": str(caught.value)}
+    found["ranks"] = str(caught.value)
+    with (
+        patch.object(WeightExchange, "__init__", side_effect=CollectiveError("a rank was lost")),
+        pytest.raises(CollectiveError, match="a rank was lost"),
+    ):
+        gradbus.torch.DiLoCo(model, inner, steps=10)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    model(torch.randn(4, 12)).sum().backward()
+    inner.step()  # as if nothing had been tried
+    has_stepped = not all(map(torch.equal, before, (parameter.detach() for parameter in model.parameters())))
+    return {**found, "failed": "stepped" if has_stepped else "not stepped"}

@@ -161,6 +161,7 @@ def test_what_cannot_work_is_refused_at_the_start_with_the_reason() -> None:
         assert "did you mean 'fragments'?" in told["option"]
         assert "wrapped in DistributedDataParallel" in told["wrapped"]
         assert "all ranks need the same options" in told["ranks"]
+        assert told["failed"] == "stepped"
 
 
 def test_a_rank_that_does_not_learn_whether_an_exchange_counts_makes_the_next_one_as_the_others_do() -> None:

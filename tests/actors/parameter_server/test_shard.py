@@ -17,7 +17,7 @@ from gradbus.actors.parameter_server.shard import Shard
 from gradbus.actors.parameter_server.state import restore_model
 from gradbus.runtime.checkpoint import Checkpoint
 from gradbus.runtime.config.data_parallel import DataParallelConfig
-from gradbus.runtime.errors import CheckpointError
+from gradbus.runtime.errors import CheckpointError, ConfigError
 
 
 def shard(optimizer: str, cut_bytes: int | None = None) -> Shard:
@@ -61,6 +61,16 @@ def test_a_checkpoint_is_gone_on_from_also_where_all_tensors_were_saved_flat(opt
     for held in (before, after):
         step(held, 1)
     assert all(map(torch.equal, before.weights(), after.weights()))
+
+
+def test_each_server_refuses_an_optimizer_that_does_not_fit_what_another_one_holds() -> None:
+    model = nn.Linear(16, 16)
+    config = DataParallelConfig(optimizer={"name": "muon", "lr": 0.05})  # type: ignore[arg-type]
+    held = assign(dict(model.named_parameters()), 2, None)
+    assert sorted([piece.name for piece in pieces] for pieces in held) == [["bias"], ["weight"]]
+    for pieces in held:
+        with pytest.raises(ConfigError, match="2D"):
+            Shard(config, object(), model, pieces)
 
 
 def test_sums_over_a_flat_tensor_and_weights_of_another_shape_are_refused() -> None:
