@@ -136,6 +136,15 @@ def test_the_finder_of_moved_names_stands_last() -> None:
     assert done.stdout == "MovedModuleFinder\n", done.stderr
 
 
+@pytest.mark.parametrize("name", ["Client", "Controller", "Site"])
+def test_a_class_whose_module_has_become_a_package_is_found_there(name: str) -> None:
+    package = importlib.import_module(f"gradbus.actors.federated.{name.lower()}")
+    with pytest.warns(DeprecationWarning, match=f"take {name} from gradbus"):
+        found = getattr(package, name)
+    assert found is getattr(importlib.import_module("gradbus.actors"), name)
+    assert not hasattr(package, "Nothing")
+
+
 @pytest.mark.parametrize("old", FORMER)
 def test_a_name_of_the_release_before_is_the_new_one(old: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module, _, attribute = old.partition(":")

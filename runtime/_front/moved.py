@@ -18,6 +18,7 @@ from types import CodeType, ModuleType
 from typing import Any
 
 MOVED = {
+    "gradbus.actors.federated.report": "gradbus.actors.federated.controller.report",
     "gradbus.actors.federated.rules": "gradbus.actors.federated.client.rules",
     "gradbus.actors.federated.selectors": "gradbus.actors.federated.controller.selectors",
     "gradbus.experiments.amounts": "gradbus.commands.amounts",

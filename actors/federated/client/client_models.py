@@ -92,7 +92,7 @@ class ClientModels:
         self._name = f"client-{context.client_id}"
         self._frozen_parameters = frozen
         self._frozen_known = (0, 0)  # session and hash of frozen parameters that are in the model
-        self.shape = Shape(model.dim, model.frozen_dim, model.layout)
+        self.shape = Shape(dim=model.dim, layout=model.layout, frozen_dim=model.frozen_dim)
         self._wait = wait
         self._follower = follower
         self._decode = ComputeThread(f"{self._name}-decode")  # a model may come while the old one still trains

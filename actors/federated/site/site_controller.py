@@ -330,6 +330,7 @@ class SiteController(RelayingController):
         """Publish the model of the checkpoint where none has come from above since this start: clients wait for it."""
         round_id = self._started.state.round_id
         if self._published < 0 < round_id:
+            log.warning("last model of the level above not received", held=round_id)
             with tolerate_write_timeout("model", round_id):
                 await self._run.parts.publisher.publish_full(round_id)
 
