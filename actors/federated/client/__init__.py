@@ -13,4 +13,5 @@ def __getattr__(name: str) -> Any:
     warnings.warn(f"take Client from gradbus: {__name__} is a package now", DeprecationWarning, stacklevel=2)
     from gradbus.actors.federated.client.client import Client
 
+    globals()["Client"] = Client  # who asks again is not warned again: an import asks twice
     return Client

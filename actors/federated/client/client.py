@@ -374,6 +374,9 @@ class Client:
         """Build the model and lay it out, off the loop: the Hello says what it is."""
         self._budget.enter()
         self._bus.access_policy.check_client()
+        return self._make_model()
+
+    def _make_model(self) -> FlatModel:
         return FlatModel(build_model(self._task), rebuild=partial(build_model, self._task))
 
     async def _request_id(self, model: FlatModel) -> None:
@@ -491,7 +494,7 @@ class Client:
     # Messages
 
     def _concerns(self, message: Message) -> bool:
-        """Whether a message is for this client: neither of other clients, nor of the controller to one of them."""
+        """Whether a message is for this client: from the controller, to all clients or to this one."""
         if isinstance(message, Control):
             return message.sender == CONTROLLER and getattr(message.body, "to", self.client_id) == self.client_id
         return not isinstance(message, PeerGone)

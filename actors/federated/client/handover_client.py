@@ -102,9 +102,7 @@ class HandoverClient(Client):
     def _wants_last_model(self, welcome: Welcome) -> bool:
         return self.summary.rounds > 0 or super()._wants_last_model(welcome)
 
-    def _build(self) -> FlatModel:
-        self._budget.enter()
-        self._bus.access_policy.check_client()
+    def _make_model(self) -> FlatModel:
         return FlatModel(self._task.build_model())  # which cannot be built again
 
     def load_newest(self) -> int:

@@ -13,4 +13,5 @@ def __getattr__(name: str) -> Any:
     warnings.warn(f"take Controller from gradbus: {__name__} is a package now", DeprecationWarning, stacklevel=2)
     from gradbus.actors.federated.controller.controller import Controller
 
+    globals()["Controller"] = Controller  # who asks again is not warned again: an import asks twice
     return Controller

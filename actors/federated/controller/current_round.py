@@ -44,9 +44,11 @@ class CurrentRound:
         return self._attempted > 0
 
     def begin(self, round_: Round, masked: MaskedAttempt | None) -> None:
-        """Open a round, or another attempt at it. Its number no other one has in this start of the controller: clients
-        ignore one that they know, and a site gathers a round again where its sum had too few updates or the level above
-        asks again."""
+        """Open a round, or another attempt at it.
+
+        Each attempt at a round has a number of its own in this start of the controller, because clients ignore an
+        attempt that they know. A site may do a round again: its sum had too few updates, or the level above asks again.
+        """
         self.attempt = self.attempt + 1 if round_.round_id == self._attempted else 1
         self._attempted = round_.round_id
         self.round, self.masked = round_, masked

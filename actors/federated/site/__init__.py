@@ -13,4 +13,5 @@ def __getattr__(name: str) -> Any:
     warnings.warn(f"take Site from gradbus.actors: {__name__} is a package now", DeprecationWarning, stacklevel=2)
     from gradbus.actors.federated.site.site import Site
 
+    globals()["Site"] = Site  # who asks again is not warned again: an import asks twice
     return Site
