@@ -27,10 +27,10 @@ MAY_IMPORT = {
 FOLDERS = sorted(ALL - {"front", "torch"})
 MAPPED = {"_front": "front", "_torch": "torch"}  # folders of runtime that are packages of their own
 DDS_ONLY_IN = {
-    f"runtime/dds/{name}.py"
+    f"runtime/transport/dds/{name}.py"
     for name in ("participant", "libddsc", "discovery", "domains", "native_topics", "idl_types")
 }
-DDS_ENDPOINTS = "gradbus.runtime.dds.participant"
+DDS_ENDPOINTS = "gradbus.runtime.transport.dds.participant"
 MAKES_THE_TRANSPORT = "runtime/bus/participant_factory.py"
 BEHIND_THE_DOOR = {
     "runtime/bus", "runtime/collectives", "runtime/_torch", "runtime/_torch/store", "runtime/_torch/elastic",
@@ -55,7 +55,7 @@ LIMITED_BY = {
 RUNTIME_ORDER = (
     "runtime", "runtime/optimization", "runtime/in_network", "runtime/algorithms", "runtime/wire", "runtime/config",
     "runtime/profiling",
-    "runtime/shm", "runtime/transport", "runtime/transport/memory", "runtime/dds", "runtime/testing",
+    "runtime/shm", "runtime/transport", "runtime/transport/memory", "runtime/transport/dds", "runtime/testing",
     "runtime/security", "runtime/security/identity", "runtime/bus", "runtime/collectives",
     "runtime/_torch/store", "runtime/_torch", "runtime/_torch/elastic", "runtime/_front",
 )  # fmt: skip
@@ -619,7 +619,7 @@ GOOD = [
         "import torch.distributed\nfrom gradbus.torch.calls import Task\nfrom gradbus.runtime.errors import BusClosed\n"
         "from .task import Task",
     ),
-    (dds_stays_behind_the_bus, "runtime/dds/participant.py", "import cyclonedds"),
+    (dds_stays_behind_the_bus, "runtime/transport/dds/participant.py", "import cyclonedds"),
     (the_bus_knows_its_transport_by_protocols, MAKES_THE_TRANSPORT, f"from {DDS_ENDPOINTS} import Participant"),
     (
         the_bus_knows_its_transport_by_protocols,

@@ -30,7 +30,6 @@ from gradbus.actors.flower.protocol import (
 )
 from gradbus.runtime.bus.bus import Bus, Subscription
 from gradbus.runtime.compute import LET_GO_S, ComputeThread
-from gradbus.runtime.dds.missing_peers import EVERY_S, WaitLog
 from gradbus.runtime.errors import (
     BarrierTimeout,
     BusClosed,
@@ -44,6 +43,7 @@ from gradbus.runtime.plain_text import plain_line
 from gradbus.runtime.shm.segment import SharedMemoryFault, is_here
 from gradbus.runtime.shm.shared_payload import read
 from gradbus.runtime.tasks import TaskGroup, single_error
+from gradbus.runtime.transport.wait_log import EVERY_S, WaitLog
 from gradbus.runtime.wire.assembler import Assembler, Verdict
 from gradbus.runtime.wire.control import (
     PROTOCOL,

@@ -31,10 +31,10 @@ from gradbus.runtime.bus.bus import connect
 from gradbus.runtime.choices import CODECS
 from gradbus.runtime.config.federated import ClientConfig, FederatedConfig
 from gradbus.runtime.cores import usable_cores
-from gradbus.runtime.dds.network import NetworkConfig
 from gradbus.runtime.errors import ConfigError, GradbusError, RunAborted
 from gradbus.runtime.loop_thread import LoopThread
 from gradbus.runtime.private_folder import scratch_folder
+from gradbus.runtime.transport.dds.network import NetworkConfig
 
 T = TypeVar("T")
 

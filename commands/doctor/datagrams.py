@@ -16,10 +16,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from gradbus.runtime.dds.addresses import udp_socket
-from gradbus.runtime.dds.missing_peers import port_range
 from gradbus.runtime.json_text import parse_json
 from gradbus.runtime.plain_text import plain_line
+from gradbus.runtime.transport.dds.addresses import udp_socket
+from gradbus.runtime.transport.dds.missing_peers import port_range
 
 _MAGIC = b"gradbus doctor 2 "
 _MAX_TEXT = 128

@@ -14,10 +14,10 @@ from gradbus.commands.rundir.versions import versions
 from gradbus.runtime import fast_paths
 from gradbus.runtime.config.bus import BusSettings
 from gradbus.runtime.cores import usable_cpus
-from gradbus.runtime.dds.missing_peers import port_range
-from gradbus.runtime.dds.network import RECEIVE_BUFFER_BYTES, SEND_BUFFER_BYTES
 from gradbus.runtime.fast_paths import LOOPBACK
 from gradbus.runtime.needs import fault_of
+from gradbus.runtime.transport.dds.missing_peers import port_range
+from gradbus.runtime.transport.dds.network import RECEIVE_BUFFER_BYTES, SEND_BUFFER_BYTES
 
 _JUMBO_MTU = 9000
 

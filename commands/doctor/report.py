@@ -17,12 +17,12 @@ from gradbus.commands.choices import LoopName
 from gradbus.commands.doctor.machine import Finding, Severity, machine, packages
 from gradbus.commands.lifecycle import run_loop
 from gradbus.runtime.config.bus import BusSettings
-from gradbus.runtime.dds.addresses import address_of, uses_ipv6
-from gradbus.runtime.dds.missing_peers import port_range
 from gradbus.runtime.errors import BusError, ConfigError
 from gradbus.runtime.fast_paths import LOOPBACK
 from gradbus.runtime.needs import install_line
 from gradbus.runtime.plain_text import plain_text
+from gradbus.runtime.transport.dds.addresses import address_of, uses_ipv6
+from gradbus.runtime.transport.dds.missing_peers import port_range
 
 if TYPE_CHECKING:
     from gradbus.commands.doctor.local_bus import LocalMeasurement

@@ -17,7 +17,6 @@ from gradbus.commands.peer_link import PEER, ROOT, Link
 from gradbus.commands.run.status import BusFile
 from gradbus.runtime.config.bus import BusSettings
 from gradbus.runtime.config.settings import load_settings
-from gradbus.runtime.dds.network import has_peers_elsewhere, leaves_machine
 from gradbus.runtime.errors import BusError, ConfigError
 from gradbus.runtime.fast_paths import LOOPBACK
 from gradbus.runtime.security.identity.key import public_text
@@ -25,6 +24,7 @@ from gradbus.runtime.security.identity.opening import read_identity
 from gradbus.runtime.security.job_key import new_job_key, write_secret_file
 from gradbus.runtime.security.settings import level_in_force, names_key, other_users, security_of
 from gradbus.runtime.security.user_key import load_key
+from gradbus.runtime.transport.dds.network import has_peers_elsewhere, leaves_machine
 from gradbus.runtime.wire.messages import Control
 
 TRIP_S = 10.0

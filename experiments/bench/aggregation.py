@@ -30,9 +30,9 @@ from gradbus.experiments.bench.results import Measurement, measurement
 from gradbus.experiments.bench.timing import cpu_s, in_turns, size_text
 from gradbus.runtime.collectives import join_group
 from gradbus.runtime.collectives.in_network import join_aggregator
-from gradbus.runtime.dds.network import NetworkConfig
 from gradbus.runtime.in_network.options import InNetworkOptions, InNetworkRoute
 from gradbus.runtime.in_network.topology import SINGLE, AggregatorTopology, WithinHost
+from gradbus.runtime.transport.dds.network import NetworkConfig
 
 TOPOLOGIES: Mapping[str, AggregatorTopology] = {
     "single": SINGLE,

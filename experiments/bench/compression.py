@@ -35,8 +35,8 @@ from gradbus.experiments.bench.recipes import TORCH_POWERSGD, Recipe, all_recipe
 from gradbus.experiments.bench.results import Measurement, commit, measurement
 from gradbus.experiments.bench.timing import by_turns
 from gradbus.experiments.bench.training import Data, Training
+from gradbus.runtime import malloc
 from gradbus.runtime.algorithms.base import Place, Step, bucket_of, make_algorithm
-from gradbus.runtime.dds import malloc
 
 _MODELS: dict[str, Callable[..., nn.Module]] = {"CNN": models.mnist_cnn, "MLP": models.mnist_mlp}
 _TIMED_AGAINST = "powersgd rank 4"  # what ByteGrad is said to be half as fast again as

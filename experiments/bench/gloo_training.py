@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradbus.experiments.bench.processes import BenchRank
 from gradbus.experiments.bench.training import Training
-from gradbus.runtime.dds import malloc
+from gradbus.runtime import malloc
 
 _MIN_RATE = 2  # of PyTorch's hook, as of ours
 

@@ -33,9 +33,9 @@ from gradbus.commands.lab.namespaces import Host, enter_host
 from gradbus.runtime import logs
 from gradbus.runtime.bus.bus import Bus, connect
 from gradbus.runtime.collectives import Group, join_group
-from gradbus.runtime.dds.network import NetworkConfig
 from gradbus.runtime.fast_paths import IS_LINUX
 from gradbus.runtime.security import Level, Security
+from gradbus.runtime.transport.dds.network import NetworkConfig
 
 LEASE_S = 10.0  # a busy machine must not look like a death
 DOMAIN = 22

@@ -21,9 +21,9 @@ from gradbus.experiments.bench.thin_link import ThinLinkPlan, Way, train_on_a_th
 from gradbus.experiments.bench.training import Training
 from gradbus.experiments.figures.plan import AnyRun, FederatedRun, LadderRun, ParallelRun, SimulationRun, ThinLinkRun
 from gradbus.models import mnist_mlp
-from gradbus.runtime.dds.network import NetworkConfig
 from gradbus.runtime.errors import GradbusError
 from gradbus.runtime.json_text import parse_json
+from gradbus.runtime.transport.dds.network import NetworkConfig
 
 _TIMEOUT_S = 3600.0  # on a very busy machine; an idle one takes a minute
 

@@ -35,12 +35,12 @@ from gradbus.runtime.bus.bus import Bus, connect
 from gradbus.runtime.collectives import Group, join_group
 from gradbus.runtime.collectives.in_network import join_aggregator
 from gradbus.runtime.collectives.programs import run_program
-from gradbus.runtime.dds.network import NetworkConfig
 from gradbus.runtime.in_network.options import InNetworkOptions
 from gradbus.runtime.in_network.packets import WORKERS, Packet
 from gradbus.runtime.in_network.topology import SINGLE
 from gradbus.runtime.in_network.tree import TreeNode
 from gradbus.runtime.in_network.worker import RingWorker, WorkerConfig
+from gradbus.runtime.transport.dds.network import NetworkConfig
 
 WORLDS = (2, 4, 8)
 NUMEL = 1 << 18

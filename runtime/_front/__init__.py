@@ -46,7 +46,6 @@ if TYPE_CHECKING:
     from gradbus.runtime.collectives import Group, join_group
     from gradbus.runtime.config.data_parallel import DataParallelConfig
     from gradbus.runtime.config.federated import ClientConfig, FederatedConfig
-    from gradbus.runtime.dds.network import NetworkConfig
     from gradbus.runtime.errors import (
         BarrierTimeout,
         BusClosed,
@@ -75,6 +74,7 @@ if TYPE_CHECKING:
         WriteTimeout,
     )
     from gradbus.runtime.logs import log_to
+    from gradbus.runtime.transport.dds.network import NetworkConfig
 
 _WHERE = {
     "Bus": "gradbus.runtime.bus.bus",
@@ -85,7 +85,7 @@ _WHERE = {
     "ClientSummary": "gradbus.actors.federated.client.client_report",
     "Controller": "gradbus.actors.federated.controller.controller",
     "FederatedConfig": "gradbus.runtime.config.federated",
-    "NetworkConfig": "gradbus.runtime.dds.network",
+    "NetworkConfig": "gradbus.runtime.transport.dds.network",
     "Progress": "gradbus.actors.federated.controller.report",
     "ProgressLine": "gradbus.actors.federated.controller.progress_line",
     "RoundOrder": "gradbus.actors.aggregation.orders",

@@ -17,11 +17,13 @@ from datetime import timedelta
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import DistBackendError, DistNetworkError
 
-from gradbus.runtime.dds.missing_peers import EVERY_S, Reach, WaitLog, network_place
 from gradbus.runtime.errors import BarrierTimeout, ConfigError
 from gradbus.runtime.fast_paths import IS_LINUX
 from gradbus.runtime.json_text import parse_json
 from gradbus.runtime.logs import get_logger
+from gradbus.runtime.transport.api import Reachable
+from gradbus.runtime.transport.peer_processes import network_place
+from gradbus.runtime.transport.wait_log import EVERY_S, WaitLog
 
 WORLD = "world"  # the label of the group of all
 _HANDOVER_S = 2.0  # how long a process that ends may keep the rank that another one takes over
@@ -58,7 +60,7 @@ class Rendezvous:
     job: str = ""
 
 
-def agreed_name(place: Rendezvous, reach: Reach | None = None) -> str:
+def agreed_name(place: Rendezvous, reach: Reachable | None = None) -> str:
     """A name that no group had before, also not one with the same store: rank 0 makes it up.
 
     Stores may outlive process groups (torchrun's does), and with them what the groups wrote. So each rank counts how
@@ -173,7 +175,7 @@ class RankLocation:
     interface: str
 
     @classmethod
-    def here(cls, reach: Reach) -> RankLocation:
+    def here(cls, reach: Reachable) -> RankLocation:
         """That of this process."""
         host = f"{socket.gethostname()} (process {os.getpid()})"
         return cls(host, network_place(), reach.domain, reach.leaves_machine, reach.interface)
@@ -187,7 +189,7 @@ class RankLocation:
 class RankLocations:
     """Where the ranks of a process group are: found out while it does not form, for the case that it never will."""
 
-    def __init__(self, place: Rendezvous, name: str, reach: Reach) -> None:
+    def __init__(self, place: Rendezvous, name: str, reach: Reachable) -> None:
         """Announce where this rank is. ``name``: of the group, one that no group had before."""
         self._place = place
         self._key = f"gradbus/place/{name}"

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, KeysView
 from dataclasses import dataclass
 
-from gradbus.runtime.dds import peer_processes
+from gradbus.runtime.transport import peer_processes
 from gradbus.runtime.transport.api import Peer
 from gradbus.runtime.wire.messages import Control, PeerGone, is_later
 

@@ -15,9 +15,9 @@ from gradbus.runtime import drive
 from gradbus.runtime.bus.handover import Handover
 from gradbus.runtime.bus.liveness import Liveness
 from gradbus.runtime.bus.wait_loop import IDLE_S, WaitLoop
-from gradbus.runtime.dds import peer_processes
 from gradbus.runtime.errors import FrameError
 from gradbus.runtime.logs import get_logger
+from gradbus.runtime.transport import peer_processes
 from gradbus.runtime.transport.api import WOKEN, Inlet, Outlet, Peer, Periodic, Transport, Waiter
 from gradbus.runtime.transport.channels import CHANNELS
 from gradbus.runtime.wire.control import Closing

@@ -19,12 +19,12 @@ from gradbus.runtime.collectives.engine import Engine, no_shared_memory
 from gradbus.runtime.collectives.formation import REPEAT_S, Formation, HelloScheduler, Member
 from gradbus.runtime.collectives.link import GroupLink
 from gradbus.runtime.collectives.status import StatusReporter
-from gradbus.runtime.dds.missing_peers import WaitLog
 from gradbus.runtime.errors import BarrierTimeout, BusClosed, BusError, ConfigError, GradbusError, WriteTimeout
 from gradbus.runtime.fast_paths import shares_memory
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.shm.segment import SharedMemoryFault, is_here
 from gradbus.runtime.shm.transport import SharedMemoryTransport
+from gradbus.runtime.transport.wait_log import WaitLog
 from gradbus.runtime.wire.control import MAX_REASON_CHARS, MAX_REASONS, MAX_SEQS, GroupHello, GroupLeave
 from gradbus.runtime.wire.frames import CHUNK_BYTES, MAX_DESCRIPTORS, VERSION, Frame
 from gradbus.runtime.wire.messages import Control, Identity, Message, PeerGone, new_incarnation

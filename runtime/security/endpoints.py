@@ -12,17 +12,17 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any, Protocol
 
-from gradbus.runtime.dds import libddsc
-from gradbus.runtime.dds.libddsc import MatchedReader
-from gradbus.runtime.dds.network import NetworkConfig
-from gradbus.runtime.dds.participant import Participant, Reader, Writer
-from gradbus.runtime.dds.spdp import PREFIX_BYTES
 from gradbus.runtime.security.foreign_readers import ForeignReaders
 from gradbus.runtime.security.peers import Release
 from gradbus.runtime.security.streams import OutboundEnvelope
 from gradbus.runtime.transport.access_policy import AccessPolicy
 from gradbus.runtime.transport.api import IoThread
 from gradbus.runtime.transport.channels import Channel
+from gradbus.runtime.transport.dds import libddsc
+from gradbus.runtime.transport.dds.libddsc import MatchedReader
+from gradbus.runtime.transport.dds.network import NetworkConfig
+from gradbus.runtime.transport.dds.participant import Participant, Reader, Writer
+from gradbus.runtime.transport.dds.spdp import PREFIX_BYTES
 
 # Fields beside the octets, by DDS type.
 CLEAR: dict[str, tuple[int, ...]] = {"ClientUpdate": (0, 0, 0), "ModelBlob": (0,), "Frame": ()}
@@ -262,7 +262,7 @@ class EncryptedParticipant(Participant):
         fast: bool | None = None,
         membership: Callable[[], JobMembership],
     ) -> None:
-        """See :class:`~gradbus.runtime.dds.participant.Participant`. ``membership``: makes that of this process."""
+        """See :class:`.dds.participant.Participant`. ``membership``: makes that of this process."""
         self.membership = membership()
         super().__init__(domain_id=domain_id, partition=partition, network=network, fast=fast)
         self.access_policy = self.membership

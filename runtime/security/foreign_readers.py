@@ -21,14 +21,14 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from gradbus.runtime import forks
-from gradbus.runtime.dds.discovery import Claim
-from gradbus.runtime.dds.exclusion import Exclusion, describe
-from gradbus.runtime.dds.libddsc import MatchedReader
-from gradbus.runtime.dds.participant import Participant, Writer
-from gradbus.runtime.dds.spdp import PREFIX_BYTES
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.security.rate_limits import TokenBucket
 from gradbus.runtime.transport.api import IoThread, Periodic
+from gradbus.runtime.transport.dds.discovery import Claim
+from gradbus.runtime.transport.dds.exclusion import Exclusion, describe
+from gradbus.runtime.transport.dds.libddsc import MatchedReader
+from gradbus.runtime.transport.dds.participant import Participant, Writer
+from gradbus.runtime.transport.dds.spdp import PREFIX_BYTES
 
 IDLE_S = 1.0  # interval of checks while no writer has foreign readers
 CHECK_S, QUIET_CHECK_S = 0.05, 0.25  # the same of writers that have some; the latter while none is delayed

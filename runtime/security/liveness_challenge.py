@@ -14,12 +14,12 @@ import struct
 import time
 from typing import Any, NamedTuple
 
-from gradbus.runtime.dds.participant import Writer
 from gradbus.runtime.errors import FrameError
 from gradbus.runtime.security.encryption import SessionCipher
 from gradbus.runtime.security.peers import CHALLENGE_TOPIC, LEEWAY_S, Peer
 from gradbus.runtime.transport.api import IoThread, Periodic
 from gradbus.runtime.transport.channels import CHANNELS, Channel
+from gradbus.runtime.transport.dds.participant import Writer
 from gradbus.runtime.wire.frames import Frame
 from gradbus.runtime.wire.messages import Message, ModelBlob, TrainCmd
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from gradbus.runtime.config.bus import BusSettings
-from gradbus.runtime.dds.network import has_peers_elsewhere, leaves_machine
 from gradbus.runtime.errors import ConfigError
+from gradbus.runtime.transport.dds.network import has_peers_elsewhere, leaves_machine
 
 Level = Literal["user", "none", "psk", "identity"]
 LEVELS: tuple[Level, ...] = get_args(Level)

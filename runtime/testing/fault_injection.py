@@ -20,12 +20,12 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from gradbus.runtime.dds.participant import Seals, Writer
 from gradbus.runtime.errors import BusClosed, BusError, FrameError
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.testing.failpoints import kill_self
 from gradbus.runtime.testing.faults import Faults, Rule
 from gradbus.runtime.transport.channels import Channel
+from gradbus.runtime.transport.dds.participant import Seals, Writer
 from gradbus.runtime.wire import control, frames
 
 _NAMES = {"train_cmd": "command", "client_update": "update", "model_blob": "model", "frame": "collective"}
@@ -58,7 +58,7 @@ class FaultInjector:
         log.warning("faults are switched on", rules=[str(rule) for rule in self.faults.rules])
 
     def make_writer(self, channel: Channel, entity: Any, fast: bool) -> Writer:
-        """A writer for an entity, in place of :class:`~gradbus.runtime.dds.participant.Writer`."""
+        """A writer for an entity, in place of :class:`~gradbus.runtime.transport.dds.participant.Writer`."""
         return _FaultyWriter(channel, entity, fast, faults=self.faults, late=self._late)
 
     def close(self) -> None:

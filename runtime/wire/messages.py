@@ -79,7 +79,8 @@ class Control:
     Attributes:
         number: 32 bits: among those of its bus, and so of its sender. One that had to wait for DDS is overtaken by the
             next: who keeps only the newest of a kind asks :func:`is_later`.
-        process: that its sender is in, as :mod:`~gradbus.runtime.dds.peer_processes` names it; empty: it does not say.
+        process: that its sender is in, as :mod:`~gradbus.runtime.transport.peer_processes` names it; empty: it does not
+            say.
     """
 
     sender: int

@@ -25,10 +25,10 @@ from gradbus.actors.federated.client import last_model
 from gradbus.actors.federated.controller import publish
 from gradbus.actors.federated.controller.report import RoundTiming
 from gradbus.models import NoopTask
-from gradbus.runtime.dds.participant import Participant
 from gradbus.runtime.errors import BusClosed, TrainingFailed
 from gradbus.runtime.fast_paths import has_memfd
 from gradbus.runtime.shm import shared_payload
+from gradbus.runtime.transport.dds.participant import Participant
 from gradbus.runtime.wire.control import Leave, UploadRequest
 from gradbus.runtime.wire.frames import CONTROLLER
 from gradbus.runtime.wire.messages import Control, Identity

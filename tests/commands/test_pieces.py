@@ -22,7 +22,7 @@ from gradbus.commands.rundir import versions
 from gradbus.experiments.bench import results
 from gradbus.runtime import errors
 from gradbus.runtime.config.bus import BusSettings
-from gradbus.runtime.dds.missing_peers import port_range
+from gradbus.runtime.transport.dds.missing_peers import port_range
 
 
 @pytest.mark.parametrize("cores", [{3}, {0, 2, 5}])

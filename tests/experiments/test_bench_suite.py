@@ -19,7 +19,7 @@ from gradbus.experiments.bench.compare import compare, other_machine
 from gradbus.experiments.bench.gloo_training import GlooRun, train_on_gloo
 from gradbus.experiments.bench.results import Measurement, PartRun, Results, machine, make_run, measurement, summary
 from gradbus.experiments.bench.rounds import WAYS
-from gradbus.runtime.dds import malloc
+from gradbus.runtime import malloc
 from gradbus.runtime.errors import ConfigError
 
 SUITE: dict[str, Part] = BENCHMARKS["suite"].parts  # type: ignore[assignment]

@@ -23,8 +23,8 @@ from structlog.testing import capture_logs
 
 import gradbus
 from gradbus.commands.lab.namespaces import Host, enter_namespace
-from gradbus.runtime.dds import discovery, log_sink
 from gradbus.runtime.errors import ConfigError
+from gradbus.runtime.transport.dds import discovery, log_sink
 from gradbus.runtime.wire.messages import Control
 
 # A DATA submessage that ends before its header does.

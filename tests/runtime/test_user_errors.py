@@ -13,7 +13,7 @@ import pytest
 
 from gradbus.codecs import CodecError
 from gradbus.runtime import user_errors
-from gradbus.runtime.dds.network import check_interface
+from gradbus.runtime.transport.dds.network import check_interface
 from gradbus.runtime.user_errors import readable_traceback, summary_of, traceback_with_place, user_error
 
 

@@ -30,7 +30,7 @@ CLOSING_S = 10.0
 
 def open_ones() -> set[int]:
     """The domains that this process has open."""
-    module = sys.modules.get("gradbus.runtime.dds.domains")
+    module = sys.modules.get("gradbus.runtime.transport.dds.domains")
     return set() if module is None else set(module._domains)  # noqa: SLF001 - nobody but tests wants to know
 
 

@@ -17,8 +17,6 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 
-from gradbus.runtime.dds.network import NetworkConfig
-from gradbus.runtime.dds.participant import Participant
 from gradbus.runtime.errors import FrameError
 from gradbus.runtime.security.identity import handshake
 from gradbus.runtime.security.identity.join_messages import (
@@ -33,6 +31,8 @@ from gradbus.runtime.security.identity.join_messages import (
 )
 from gradbus.runtime.security.identity.join_transport import BEACON, JOIN
 from gradbus.runtime.security.identity.key import new_node_key
+from gradbus.runtime.transport.dds.network import NetworkConfig
+from gradbus.runtime.transport.dds.participant import Participant
 
 FORGED = random.Random(0).randbytes(64 + STAMP_BYTES)  # signature and stamp
 

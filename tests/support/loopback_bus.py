@@ -10,7 +10,7 @@ from structlog.testing import capture_logs
 
 import gradbus
 from gradbus.commands.lab.namespaces import enter_namespace
-from gradbus.runtime.dds import discovery, domains, log_sink
+from gradbus.runtime.transport.dds import discovery, domains, log_sink
 from gradbus.runtime.wire.messages import Control
 
 

@@ -12,9 +12,9 @@ import time
 from cyclonedds.builtin import BuiltinDataReader, BuiltinTopicDcpsPublication
 from cyclonedds.core import Policy
 
-from gradbus.runtime.dds.network import NetworkConfig
-from gradbus.runtime.dds.participant import IDL_TYPES, Participant
 from gradbus.runtime.transport.channels import Channel
+from gradbus.runtime.transport.dds.network import NetworkConfig
+from gradbus.runtime.transport.dds.participant import IDL_TYPES, Participant
 
 
 def main(domain: int, participants: int) -> None:

@@ -35,10 +35,10 @@ from gradbus.experiments.bench.processes import context
 from gradbus.experiments.bench.results import Measurement, measurement
 from gradbus.runtime import logs
 from gradbus.runtime.collectives import Group, join_group
-from gradbus.runtime.dds.participant import Participant
-from gradbus.runtime.dds.spdp import discovery_ports, goodbye
 from gradbus.runtime.errors import GradbusError
 from gradbus.runtime.security import Security
+from gradbus.runtime.transport.dds.participant import Participant
+from gradbus.runtime.transport.dds.spdp import discovery_ports, goodbye
 from gradbus.runtime.wire.messages import Control
 
 START_S = 60.0  # for a group to form

@@ -16,7 +16,7 @@ from gradbus.commands.buses import check
 from gradbus.commands.files import ClientFile, ControllerFile, WorkerFile, load
 from gradbus.commands.history.reader import read_history
 from gradbus.commands.lab.namespaces import Host
-from gradbus.runtime.dds import network
+from gradbus.runtime.transport.dds import network
 
 RUN = "00000000000000aa"
 

@@ -27,9 +27,10 @@ from cyclonedds.topic import Topic as BindingTopic
 
 from gradbus.experiments.bench.processes import LEASE_S, BenchRank, Transport, run_ranks
 from gradbus.experiments.bench.timing import KIB, MIB, in_turns, size_text
+from gradbus.runtime import malloc
 from gradbus.runtime.bus.handover import Handover
-from gradbus.runtime.dds import libddsc, malloc, native_topics
-from gradbus.runtime.dds.network import NetworkConfig
+from gradbus.runtime.transport.dds import libddsc, native_topics
+from gradbus.runtime.transport.dds.network import NetworkConfig
 
 _WARM_UP = 20
 _BLOCKS, _BLOCK_CALLS = 32, 60

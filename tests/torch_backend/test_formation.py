@@ -12,12 +12,12 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 from torch_node import play
 
-from gradbus.runtime.dds.missing_peers import Reach
 from gradbus.runtime.errors import BarrierTimeout
+from gradbus.runtime.transport.dds.missing_peers import Reachable
 from gradbus.torch import formation
 from gradbus.torch.formation import Rendezvous, agreed_name
 
-REACH = Reach(domain=0, interface="lo", peers=(), multicast=False, leaves_machine=False)
+REACH = Reachable(domain=0, interface="lo", peers=(), multicast=False, leaves_machine=False)
 
 
 def file_store(folder: Path) -> Store:

@@ -52,13 +52,13 @@ from gradbus.runtime.built_model import build_model
 from gradbus.runtime.bus.bus import Bus, check_bus
 from gradbus.runtime.compute import ComputeThread
 from gradbus.runtime.config.federated import ClientConfig
-from gradbus.runtime.dds.missing_peers import EVERY_S, WaitLog
 from gradbus.runtime.errors import ConfigError, JoinDeclined, JoinRefused, OutOfTurn
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.misuse import awaited, check_task
 from gradbus.runtime.names import check_name
 from gradbus.runtime.tasks import TaskGroup, items_of, single_error
 from gradbus.runtime.testing.instrumentation import Probe
+from gradbus.runtime.transport.wait_log import EVERY_S, WaitLog
 from gradbus.runtime.wire.control import (
     NOT_WELCOMED,
     EvaluationRequest,

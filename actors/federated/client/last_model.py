@@ -9,9 +9,9 @@ from collections.abc import Awaitable, Callable
 from gradbus.actors.federated.client.client_models import ClientModels
 from gradbus.actors.federated.client.session import ClientContext
 from gradbus.runtime.bus.bus import Bus
-from gradbus.runtime.dds.missing_peers import EVERY_S
 from gradbus.runtime.errors import BarrierTimeout
 from gradbus.runtime.logs import get_logger
+from gradbus.runtime.transport.wait_log import EVERY_S
 from gradbus.runtime.wire.control import Welcome
 from gradbus.runtime.wire.messages import TrainCmd
 

@@ -14,9 +14,9 @@ from gradbus.actors.federated.controller.selectors.base import ClientFacts, Draw
 from gradbus.actors.federated.controller.state import RunContext
 from gradbus.runtime.choices import SELECTORS
 from gradbus.runtime.config.federated import FederatedConfig
-from gradbus.runtime.dds.missing_peers import WaitLog
 from gradbus.runtime.errors import BarrierTimeout, ConfigError, TrainingFailed
 from gradbus.runtime.logs import get_logger
+from gradbus.runtime.transport.wait_log import WaitLog
 from gradbus.runtime.wire.control import FAILED
 from gradbus.runtime.wire.id_ranges import MAX_CHARS, format_ids
 from gradbus.runtime.wire.messages import ClientUpdate, TrainCmd

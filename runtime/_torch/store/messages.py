@@ -12,8 +12,8 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
-from gradbus.runtime.dds import peer_processes
 from gradbus.runtime.plain_text import plain_line
+from gradbus.runtime.transport import peer_processes
 from gradbus.runtime.wire import frames
 from gradbus.runtime.wire.bounded_msgpack import Limits, pack_body, read_body
 from gradbus.runtime.wire.frames import FrameKey, Kind

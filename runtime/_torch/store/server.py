@@ -13,11 +13,11 @@ from collections.abc import Callable
 
 from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.bus.liveness import DOUBT_S
-from gradbus.runtime.dds.missing_peers import EVERY_S, WaitLog
 from gradbus.runtime.errors import BarrierTimeout, BusError, FrameError
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.transport.api import Outlet
 from gradbus.runtime.transport.channels import store_channel
+from gradbus.runtime.transport.wait_log import EVERY_S, WaitLog
 from gradbus.runtime.wire.frames import Frame, FrameKey
 from gradbus.torch.store.address import Address
 from gradbus.torch.store.endpoint import StoreEnd

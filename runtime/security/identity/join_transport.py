@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, Protocol
 
-from gradbus.runtime.dds.participant import Reader, Writer
 from gradbus.runtime.errors import ConfigError, FrameError
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.security.identity.admission import Admission
@@ -21,6 +20,7 @@ from gradbus.runtime.security.identity.join_client import JoinClient
 from gradbus.runtime.security.identity.join_messages import JOIN_TOPIC
 from gradbus.runtime.transport.api import IoThread, Periodic
 from gradbus.runtime.transport.channels import Channel
+from gradbus.runtime.transport.dds.participant import Reader, Writer
 from gradbus.runtime.wire.frames import Frame
 from gradbus.runtime.wire.messages import Message
 

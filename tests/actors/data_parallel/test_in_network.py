@@ -15,8 +15,8 @@ from gradbus.actors import Worker
 from gradbus.actors.in_network.aggregator import AggregatorActor, AggregatorConfig
 from gradbus.runtime.collectives import Group
 from gradbus.runtime.collectives.aggregators import GROUP
-from gradbus.runtime.dds import missing_peers
 from gradbus.runtime.errors import BarrierTimeout
+from gradbus.runtime.transport.dds import missing_peers
 
 ELEMS = 2048  # ten blocks of the model
 SETTINGS = {"epochs": 3, "hash_every": 1}

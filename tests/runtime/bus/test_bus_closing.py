@@ -19,9 +19,9 @@ from patience import eventually
 import gradbus
 from gradbus.runtime.bus import raw_endpoints
 from gradbus.runtime.bus.raw_endpoints import RawEndpoints
-from gradbus.runtime.dds import domains
 from gradbus.runtime.errors import BusClosed
 from gradbus.runtime.transport.channels import collective_channel
+from gradbus.runtime.transport.dds import domains
 from gradbus.runtime.wire import frames
 from gradbus.runtime.wire.control import Leave
 from gradbus.runtime.wire.frames import FrameKey, Kind

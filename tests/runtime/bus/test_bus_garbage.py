@@ -14,10 +14,10 @@ from bus_helpers import CLIENT, MODEL, UPDATE, Run
 from patience import eventually
 
 import gradbus
-from gradbus.runtime.dds import libddsc
-from gradbus.runtime.dds.network import NetworkConfig
-from gradbus.runtime.dds.participant import Participant, Writer
 from gradbus.runtime.transport.channels import CHANNELS
+from gradbus.runtime.transport.dds import libddsc
+from gradbus.runtime.transport.dds.network import NetworkConfig
+from gradbus.runtime.transport.dds.participant import Participant, Writer
 from gradbus.runtime.wire import control, frames
 from gradbus.runtime.wire.control import Leave
 from gradbus.runtime.wire.frames import CONTROLLER, FrameKey, Kind

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gradbus.runtime.bus.liveness import FOUND_AGAIN_S, LONGEST_TURN_S, Liveness, Reachability
-from gradbus.runtime.dds import peer_processes
+from gradbus.runtime.transport import peer_processes
 from gradbus.runtime.wire.control import Leave
 from gradbus.runtime.wire.messages import Control, PeerGone
 

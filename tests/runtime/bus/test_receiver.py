@@ -22,11 +22,11 @@ from gradbus.runtime.bus import raw_endpoints
 from gradbus.runtime.bus import wait_loop as wait_loop_module
 from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.bus.wait_loop import IDLE_S, WaitLoop
-from gradbus.runtime.dds import participant
 from gradbus.runtime.errors import BusClosed, PeerLost
 from gradbus.runtime.spinning import Spinning
 from gradbus.runtime.transport.api import Periodic
 from gradbus.runtime.transport.channels import collective_channel
+from gradbus.runtime.transport.dds import participant
 from gradbus.runtime.wire import frames
 from gradbus.runtime.wire.frames import Frame, FrameKey, Kind
 from gradbus.runtime.wire.messages import Control

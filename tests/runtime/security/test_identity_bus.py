@@ -20,7 +20,6 @@ from patience import eventually, run
 import gradbus
 from gradbus.models import NoopTask
 from gradbus.runtime.bus.bus import Bus
-from gradbus.runtime.dds.idl_types import FrameType, ModelBlobType
 from gradbus.runtime.errors import BarrierTimeout, ConfigError, FrameError, JobInUse, JoinRefused
 from gradbus.runtime.security import Security
 from gradbus.runtime.security.endpoints import wire_channel
@@ -28,6 +27,7 @@ from gradbus.runtime.security.identity.controller_signatures import check_payloa
 from gradbus.runtime.security.identity.opening import read_identity
 from gradbus.runtime.security.streams import OutboundStreams
 from gradbus.runtime.transport.channels import CHANNELS
+from gradbus.runtime.transport.dds.idl_types import FrameType, ModelBlobType
 from gradbus.runtime.wire import control, frames
 from gradbus.runtime.wire.control import Leave, Receipt, RunEnded
 from gradbus.runtime.wire.frames import CONTROLLER, FrameKey, Kind

@@ -11,7 +11,6 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 from joining_hall import CONTROL, JOB, LIST, ONE, SERVER, STRANGER, TWO, UPDATES, Hall, stamped, upload
 
-from gradbus.runtime.dds.idl_types import FrameType
 from gradbus.runtime.errors import FrameError
 from gradbus.runtime.security import envelope
 from gradbus.runtime.security.identity import admission, handshake, join_client, key_messages
@@ -25,6 +24,7 @@ from gradbus.runtime.security.identity.key_messages import COMMANDS, MODELS
 from gradbus.runtime.security.identity.membership import ControllerMembership
 from gradbus.runtime.security.rate_limits import REFUSED_NAME_S
 from gradbus.runtime.security.streams import OutboundStreams, SharedKey
+from gradbus.runtime.transport.dds.idl_types import FrameType
 from gradbus.runtime.wire import control, frames
 
 

@@ -14,10 +14,10 @@ from patience import eventually
 
 import gradbus
 from gradbus.commands.files import ClientFile, load
-from gradbus.runtime.dds.participant import Writer
 from gradbus.runtime.errors import CollectiveTimeout, ConfigError
 from gradbus.runtime.security.job_key import new_job_key
 from gradbus.runtime.testing.faults import Faults, Rule, parse_rules
+from gradbus.runtime.transport.dds.participant import Writer
 from gradbus.runtime.wire.control import Leave, ModelRequest, Receipt
 from gradbus.runtime.wire.messages import ClientUpdate, Control, TrainCmd
 

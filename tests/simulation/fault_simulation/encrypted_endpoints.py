@@ -12,12 +12,12 @@ from dataclasses import replace
 from typing import Any
 
 from fault_simulation.kernel import running
-from gradbus.runtime.dds.participant import IDL_TYPES, Seals
-from gradbus.runtime.dds.spdp import PREFIX_BYTES
 from gradbus.runtime.security.endpoints import CLEAR, EncryptedReader, EncryptedWriter, JobMembership, wire_channel
 from gradbus.runtime.security.identity.join_transport import JoinReader
 from gradbus.runtime.transport.api import IoThread
 from gradbus.runtime.transport.channels import Channel
+from gradbus.runtime.transport.dds.participant import IDL_TYPES, Seals
+from gradbus.runtime.transport.dds.spdp import PREFIX_BYTES
 from gradbus.runtime.transport.memory.endpoints import MemoryInlet, MemoryOutlet
 from gradbus.runtime.transport.memory.transport import MemoryTransport
 

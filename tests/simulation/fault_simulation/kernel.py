@@ -56,7 +56,7 @@ class VirtualProcess:
     Attributes:
         role: ``controller`` or ``client-N``. name: the role and the number of this start.
         machine: processes of one machine share a kernel, which reports their ends, and a disk.
-        claim: how it identifies itself to others; see ``gradbus.runtime.dds.peer_processes``.
+        claim: how it identifies itself to others; see ``gradbus.runtime.transport.peer_processes``.
         entropy: what ``os.urandom`` gives. wall_ns: its wall clock is wrong by so much.
         files: open descriptors, and which file each is.
         tasks: of its coroutines, kept until the run is over: a coroutine that is collected runs its ``finally`` blocks.

@@ -58,10 +58,10 @@ def of_gradbus() -> list[Patch]:
     from gradbus.runtime import drive, spinning
     from gradbus.runtime.bus import bus, raw_endpoints
     from gradbus.runtime.collectives.agreement import GenerationAgreement
-    from gradbus.runtime.dds import peer_processes
     from gradbus.runtime.security import endpoints as security_endpoints
     from gradbus.runtime.security.identity import handshake, join_client, join_transport
     from gradbus.runtime.testing import instrumentation, journal
+    from gradbus.runtime.transport import peer_processes
 
     def decision(owner: Any, name: str, called: str, facts: decisions.Facts) -> Patch:
         return Patch(

@@ -36,8 +36,8 @@ from gradbus.actors.federated.client.last_model import LAST_MODEL_S
 from gradbus.models import NoopTask
 from gradbus.runtime.bus.bus import Bus, connect  # not gradbus.connect, which loads on a real thread
 from gradbus.runtime.config.federated import ClientConfig, FederatedConfig
-from gradbus.runtime.dds.network import NetworkConfig
 from gradbus.runtime.errors import CheckpointError, ControllerReplaced, JoinRefused
+from gradbus.runtime.transport.dds.network import NetworkConfig
 from gradbus.runtime.transport.memory.network import MemoryNetwork
 
 ROUND_LIMIT_S = 65.0  # of virtual time, for each round with all faults

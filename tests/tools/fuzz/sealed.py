@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 
 from fuzz.target import Target, must, reads_back
-from gradbus.runtime.dds import idl_types
 from gradbus.runtime.errors import ConfigError, FrameError
 from gradbus.runtime.security import envelope
 from gradbus.runtime.security.encryption import Opened, PskKeys, SessionCipher, StreamDecryptor
@@ -19,6 +18,7 @@ from gradbus.runtime.security.liveness_challenge import (
     parse_challenge,
 )
 from gradbus.runtime.security.peers import MAX_HELD_EACH
+from gradbus.runtime.transport.dds import idl_types
 
 _JOB, _TOPIC = "fuzz", "train/client_update"
 _CHOSEN_BYTES = 1 + 8 + 4 + 4  # of an input: session, counter, size, moment

@@ -25,7 +25,7 @@ from cyclonedds.idl.types import byte, float64, int32, int64, sequence
 from cyclonedds.topic import Topic as DdsTopic
 
 from gradbus.runtime import forks
-from gradbus.runtime.dds import libddsc
+from gradbus.runtime.transport.dds import libddsc
 
 _create_topic = libddsc.function(
     "dds_create_topic", ct.c_int32, ct.c_int32, ct.c_void_p, ct.c_char_p, ct.c_void_p, ct.c_void_p

@@ -1,24 +1,19 @@
-"""Who is missing, and what to do about it: the one place for that text, whoever waits for whom.
+"""Why processes may be missing on DDS, and what to do about it: the one place for that text, whoever waits for whom.
 
-Processes that wait for others (a rank for the others of its group, a controller for its clients, a client for its
-controller, a store for those who join) say so every ten seconds, and an error at the end of the wait says the same.
-Mostly the others were not started, or the bus cannot reach them: it is on ``lo`` unless configured otherwise.
+Mostly they were not started, or the bus cannot reach them: it is on ``lo`` unless configured otherwise.
 """
 
 from __future__ import annotations
 
 import os
-import time
 from dataclasses import dataclass
-from typing import Any
 
-from gradbus.runtime.dds.addresses import FAMILIES, address_of, uses_ipv6
-from gradbus.runtime.dds.host_names import LOOKUPS, describe_missing
-from gradbus.runtime.dds.network import NetworkConfig, build_xml, interfaces, leaves_machine
-from gradbus.runtime.dds.peers import names_in
 from gradbus.runtime.fast_paths import LOOPBACK
+from gradbus.runtime.transport.dds.addresses import FAMILIES, address_of, uses_ipv6
+from gradbus.runtime.transport.dds.host_names import LOOKUPS, describe_missing
+from gradbus.runtime.transport.dds.network import NetworkConfig, build_xml, interfaces, leaves_machine
+from gradbus.runtime.transport.dds.peers import names_in
 
-EVERY_S = 10.0
 MAX_PROCESSES = 120  # of a machine and domain
 
 
@@ -29,15 +24,6 @@ def port_range(domain: int) -> str:
     """
     first = 7400 + 250 * domain + 10
     return f"{first}-{min(first + 2 * MAX_PROCESSES - 1, 65535)}"
-
-
-def network_place() -> str:
-    """The network that this process lives in, the same for all that can meet on its ``lo``; empty: unknown."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-            return f"{file.read().strip()} {os.readlink('/proc/self/ns/net')}"
-    except OSError:
-        return ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -142,49 +128,3 @@ class Reach:
 
 def _joined(*sentences: str) -> str:
     return ". ".join(sentence for sentence in sentences if sentence)
-
-
-class WaitLog:
-    """Writes a line for each ten seconds that somebody waits for others."""
-
-    def __init__(self, log: Any, reach: Reach, **facts: Any) -> None:
-        """``facts``: who waits, for the line."""
-        self._log = log
-        self._reach = reach
-        self._facts = facts
-        self._began_s = time.monotonic()
-        self._next_s = self._began_s + EVERY_S
-
-    def look(
-        self,
-        missing: Any,
-        *,
-        began_s: float | None = None,
-        elsewhere: bool | None = None,
-        reason: str = "",
-        misconfiguration: str = "",
-        hint: str = "",
-    ) -> None:
-        """Write the line if it is time.
-
-        Args:
-            missing: who. began_s: when the wait began, by ``time.monotonic``, where that changes.
-            elsewhere: as for :meth:`Reach.advice`. reason: what is known of why.
-            misconfiguration: what is known of others that are set up in another way, see ``Bus.misconfiguration``.
-            hint: what to do, where it is known; else it is as :meth:`Reach.hint` says.
-        """
-        if began_s is not None and began_s != self._began_s:
-            self._began_s, self._next_s = began_s, began_s + EVERY_S
-        now_s = time.monotonic()
-        if now_s < self._next_s:
-            return
-        self._next_s = now_s + EVERY_S
-        known = [text for text in (reason, f"Likely reason: {misconfiguration}" if misconfiguration else "") if text]
-        one = isinstance(missing, str) or len(missing) == 1
-        self._log.warning(
-            "still waiting",
-            **self._facts,
-            missing=missing,
-            waited_s=round(now_s - self._began_s),
-            hint=". ".join([*known, hint or self._reach.hint(elsewhere=elsewhere, one=one)]),
-        )

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import pytest
 from patience import until
 
-from gradbus.runtime.dds.peer_processes import PeerProcesses, claim_of, has_ended, is_stopped, own_claim
+from gradbus.runtime.transport.peer_processes import PeerProcesses, claim_of, has_ended, is_stopped, own_claim
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="this system has no pidfd")
 
@@ -179,7 +179,7 @@ def test_news_of_a_descriptor_that_is_another_processes_by_now_end_nobody(
 
 CHILD = """
 import os, subprocess, sys
-from gradbus.runtime.dds import peer_processes
+from gradbus.runtime.transport import peer_processes
 other = subprocess.Popen(["sleep", "60"])
 claim = peer_processes.claim_of(other.pid)
 parents = peer_processes.own_claim()

@@ -20,11 +20,11 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from gradbus.runtime.dds.addresses import family_of, udp_socket, with_port
-from gradbus.runtime.dds.host_names import LOOKUPS
-from gradbus.runtime.dds.network import SEARCH_S
-from gradbus.runtime.dds.spdp import PORTS_OF_A_DOMAIN, discovery_ports, first_port, prefix_of
 from gradbus.runtime.logs import get_logger
+from gradbus.runtime.transport.dds.addresses import family_of, udp_socket, with_port
+from gradbus.runtime.transport.dds.host_names import LOOKUPS
+from gradbus.runtime.transport.dds.network import SEARCH_S
+from gradbus.runtime.transport.dds.spdp import PORTS_OF_A_DOMAIN, discovery_ports, first_port, prefix_of
 
 ANNOUNCE_S = 2.0  # from one round of announcements to the next, as Cyclone's are; buses look once a second
 MAX_ANNOUNCEMENT = 4_096  # bytes; Cyclone's have about 440

@@ -16,10 +16,11 @@ import pytest
 from dds_domains import new_domain
 from patience import until
 
-from gradbus.runtime.dds import discovery, network, peer_processes
-from gradbus.runtime.dds.network import NetworkConfig
-from gradbus.runtime.dds.participant import Participant
-from gradbus.runtime.dds.spdp import discovery_ports
+from gradbus.runtime.transport import peer_processes
+from gradbus.runtime.transport.dds import discovery, network
+from gradbus.runtime.transport.dds.network import NetworkConfig
+from gradbus.runtime.transport.dds.participant import Participant
+from gradbus.runtime.transport.dds.spdp import discovery_ports
 
 COUNT = 60
 

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from gradbus.runtime.dds import log_sink
-from gradbus.runtime.dds.log_sink import DdsLog
+from gradbus.runtime.transport.dds import log_sink
+from gradbus.runtime.transport.dds.log_sink import DdsLog
 
 HEADER = b"1712345678.123456 [7]       recv: "
 sink = DdsLog()

@@ -13,10 +13,10 @@ DOMAIN = new_domain()
 # A write takes microseconds: to hold one half way, what makes its sample is replaced.
 HELD_WRITE = """
 import os, threading
-from gradbus.runtime.dds import domains, libddsc
-from gradbus.runtime.dds import participant as dds
-from gradbus.runtime.dds.network import NetworkConfig
-from gradbus.runtime.dds.participant import Participant
+from gradbus.runtime.transport.dds import domains, libddsc
+from gradbus.runtime.transport.dds import participant as dds
+from gradbus.runtime.transport.dds.network import NetworkConfig
+from gradbus.runtime.transport.dds.participant import Participant
 from gradbus.runtime.transport.channels import collective_channel
 from gradbus.runtime.errors import BusClosed
 

@@ -26,9 +26,9 @@ def _look_up(name: str, port: None, family: int, kind: int) -> list[Any]:
 
 
 def _open(case: dict[str, Any], domain: int) -> int:
-    from gradbus.runtime.dds.network import NetworkConfig
-    from gradbus.runtime.dds.participant import Participant
     from gradbus.runtime.errors import ConfigError
+    from gradbus.runtime.transport.dds.network import NetworkConfig
+    from gradbus.runtime.transport.dds.participant import Participant
 
     os.environ.pop("CYCLONEDDS_URI", None)
     if "document" in case:
@@ -65,7 +65,7 @@ def _outcome(case: dict[str, Any], domain: int) -> str:
 
 
 if __name__ == "__main__":
-    import gradbus.runtime.dds.participant  # noqa: F401 - before the forks
+    import gradbus.runtime.transport.dds.participant  # noqa: F401 - before the forks
     from gradbus.runtime import logs
 
     logs.configure()  # to stderr

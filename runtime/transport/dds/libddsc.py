@@ -18,7 +18,7 @@ import numpy as np
 from cyclonedds.internal import DDS, dds_c_t
 
 from gradbus.runtime import forks
-from gradbus.runtime.dds.idl_types import ENCAPSULATION
+from gradbus.runtime.transport.dds.idl_types import ENCAPSULATION
 
 RETCODE_OK = 0
 RETCODE_TIMEOUT = -10  # DDS_RETCODE_TIMEOUT

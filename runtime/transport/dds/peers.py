@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from xml.etree import ElementTree as ET
 
-from gradbus.runtime.dds.addresses import with_port
 from gradbus.runtime.errors import ConfigError
+from gradbus.runtime.transport.dds.addresses import with_port
 
 MAX_PEERS = 1_024  # Cyclone announces a process to 121 ports of each, and takes seconds to start with 5,000
 MAX_NAME = 253  # RFC 1035

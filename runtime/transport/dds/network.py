@@ -19,12 +19,19 @@ from typing import TYPE_CHECKING, Literal
 from urllib.parse import unquote, urlsplit
 from xml.etree import ElementTree as ET
 
-from gradbus.runtime.dds.fatal_values import check_fatal_values
-from gradbus.runtime.dds.peers import PeerAddress, check_peers, choose_transport, expand_peers, parse_peer, peers_in
-from gradbus.runtime.dds.spdp import discovery_ports
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.fast_paths import LOOPBACK
 from gradbus.runtime.nearest import nearest
+from gradbus.runtime.transport.dds.fatal_values import check_fatal_values
+from gradbus.runtime.transport.dds.peers import (
+    PeerAddress,
+    check_peers,
+    choose_transport,
+    expand_peers,
+    parse_peer,
+    peers_in,
+)
+from gradbus.runtime.transport.dds.spdp import discovery_ports
 
 if TYPE_CHECKING:
     from gradbus.runtime.config.bus import BusSettings

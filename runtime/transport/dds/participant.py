@@ -31,19 +31,19 @@ from cyclonedds.sub import DataReader, Subscriber
 from cyclonedds.topic import Topic as DdsTopic
 from cyclonedds.util import duration
 
-from gradbus.runtime import drive, forks
-from gradbus.runtime.dds import domains, idl_types, libddsc, malloc, native_topics
-from gradbus.runtime.dds.discovery import Claim
-from gradbus.runtime.dds.exclusion import Exclusion
-from gradbus.runtime.dds.libddsc import MatchedReader
-from gradbus.runtime.dds.log_sink import dds_log
-from gradbus.runtime.dds.missing_peers import Reach
-from gradbus.runtime.dds.network import NetworkConfig, build_xml, leaves_machine
+from gradbus.runtime import drive, forks, malloc
 from gradbus.runtime.errors import BusClosed, BusError
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.transport.access_policy import AccessPolicy
 from gradbus.runtime.transport.api import WOKEN, IoThread, Traits
 from gradbus.runtime.transport.channels import Channel
+from gradbus.runtime.transport.dds import domains, idl_types, libddsc, native_topics
+from gradbus.runtime.transport.dds.discovery import Claim
+from gradbus.runtime.transport.dds.exclusion import Exclusion
+from gradbus.runtime.transport.dds.libddsc import MatchedReader
+from gradbus.runtime.transport.dds.log_sink import dds_log
+from gradbus.runtime.transport.dds.missing_peers import Reach
+from gradbus.runtime.transport.dds.network import NetworkConfig, build_xml, leaves_machine
 
 IDL_TYPES: dict[str, Any] = {
     "TrainCmd": idl_types.TrainCmdType,

@@ -23,9 +23,9 @@ from structlog.testing import capture_logs
 import gradbus
 from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.collectives.reductions import Contribution
-from gradbus.runtime.dds import libddsc, native_topics, participant
-from gradbus.runtime.dds.network import NetworkConfig
 from gradbus.runtime.transport.channels import READABLE, Channel
+from gradbus.runtime.transport.dds import libddsc, native_topics, participant
+from gradbus.runtime.transport.dds.network import NetworkConfig
 from gradbus.runtime.wire.control import Leave
 from gradbus.runtime.wire.messages import ClientUpdate, Control, ModelBlob, TrainCmd
 
@@ -189,7 +189,7 @@ def test_where_cyclone_cannot_make_the_topics_the_bus_goes_through_the_binding_a
     monkeypatch.setattr(libddsc, "missing", [])
     # As with a wheel of Cyclone that lacks this call, of which there is none here.
     monkeypatch.setattr(native_topics, "_create_topic", libddsc.function("dds_no_such_function", ct.c_int32))
-    why = "initialisation of a gradbus.runtime.dds.native_topics.CTopic"
+    why = "initialisation of a gradbus.runtime.transport.dds.native_topics.CTopic"
 
     async def main() -> None:
         with capture_logs() as lines:

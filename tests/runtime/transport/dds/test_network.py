@@ -9,9 +9,9 @@ from xml.etree import ElementTree as ET
 import pytest
 
 import gradbus
-from gradbus.runtime.dds import network
-from gradbus.runtime.dds.network import NetworkConfig, build_xml, has_peers_elsewhere, leaves_machine
 from gradbus.runtime.errors import ConfigError
+from gradbus.runtime.transport.dds import network
+from gradbus.runtime.transport.dds.network import NetworkConfig, build_xml, has_peers_elsewhere, leaves_machine
 from gradbus.runtime.wire.frames import CHUNK_BYTES
 
 

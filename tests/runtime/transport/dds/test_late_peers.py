@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from patience import PATIENT_S
 
-from gradbus.runtime.dds import late_peers
-from gradbus.runtime.dds.host_names import HostNames
-from gradbus.runtime.dds.late_peers import LatePeers
-from gradbus.runtime.dds.spdp import PREFIX_BYTES, discovery_ports
+from gradbus.runtime.transport.dds import late_peers
+from gradbus.runtime.transport.dds.host_names import HostNames
+from gradbus.runtime.transport.dds.late_peers import LatePeers
+from gradbus.runtime.transport.dds.spdp import PREFIX_BYTES, discovery_ports
 
 OWN, OTHER = (bytes([value]) * PREFIX_BYTES for value in (1, 2))
 
