@@ -287,9 +287,9 @@ def test_the_end_of_a_run_waits_for_each_client_from_its_first_message_on() -> N
         members.answer_hello(Identity(client_id, 1), hello, next(_numbers), now_s=now_s, next_round=1)
 
     report(0, now_s=90.0)
-    on_one_machine = liveness._Goodbyes(members, 100.0, 2.0, lease_s=0.0)  # noqa: SLF001
+    on_one_machine = liveness._Goodbyes(members, 100.0, 2.0, lease_s=0.0)  # noqa: SLF001 - its sums, without a wait
     assert on_one_machine.until_s() == 102.0
-    goodbyes = liveness._Goodbyes(members, 100.0, 2.0, lease_s=10.0)  # noqa: SLF001
+    goodbyes = liveness._Goodbyes(members, 100.0, 2.0, lease_s=10.0)  # noqa: SLF001 - its sums, without a wait
     assert goodbyes.until_s() == 112.0  # client 0 may be cut off
     report(0, now_s=101.0)
     assert goodbyes.until_s() == 103.0
@@ -298,5 +298,5 @@ def test_the_end_of_a_run_waits_for_each_client_from_its_first_message_on() -> N
     assert goodbyes.until_s() == 104.9
     members.remove(1, 1)
     assert goodbyes.until_s() == 103.0
-    at_once = liveness._Goodbyes(members, 100.0, 0.0, lease_s=10.0)  # noqa: SLF001
+    at_once = liveness._Goodbyes(members, 100.0, 0.0, lease_s=10.0)  # noqa: SLF001 - its sums, without a wait
     assert at_once.until_s() == 100.0
