@@ -8,8 +8,7 @@ itself. One thread, the bus's I/O thread, sits in :meth:`Waiter.wait`; other thr
 Rules of a matched pair of one outlet and one inlet, which ``tests/runtime/transport/test_contract.py`` checks:
 
 1. **Order.** Samples arrive in the order of their writes, each once, and some day. What is lost below shows as delay:
-   the outlet keeps a sample until all matched inlets have acknowledged it, and sends it again. There is no order
-   between outlets, nor between channels.
+   see rule 8. There is no order between outlets, nor between channels.
 2. **Retained.** On a retained channel an inlet that matches later gets the newest samples first; on any other it gets
    what is written from then on.
 3. **Back-pressure.** An inlet that takes nothing holds a bounded number of samples. Then a write waits for ``block_s``
@@ -23,6 +22,12 @@ Rules of a matched pair of one outlet and one inlet, which ``tests/runtime/trans
 6. **Jobs.** Transports of two jobs do not see each other.
 7. **Threads and forks.** Any thread may write, close, and :meth:`Waiter.wake`. A child by fork uses nothing that it has
    inherited; :meth:`Waiter.wake` and :meth:`Transport.close` do nothing there.
+8. **Resending.** An outlet numbers its samples, and keeps each until all matched inlets have acknowledged it. An inlet
+   acknowledges what it has received with the first number that it lacks, which stands for all before. The outlet sends
+   again what was lost. After a reconnect within the lease the inlet names the first number that it lacks, and the
+   outlet goes on from there. A gap is never handed over: samples behind it wait until it is filled. An outlet keeps
+   :data:`~.channels.WINDOW_BYTES` for an inlet beyond what the inlet's own bound holds; then a write waits, as for a
+   full inlet. Only an inlet that is not reliable, or keeps the last sample, does without what it lacks.
 
 The hot path is two calls: :meth:`Outlet.write`, and :meth:`Inlet.take` with :meth:`Inlet.decode`. Nothing is made per
 sample beside the pair that ``take`` returns. A sample goes in as the fields before its octets and the octets in parts,
@@ -126,7 +131,7 @@ class Outlet(Endpoint, Protocol):
             parts: the octets, in memory that is read before this returns; empty: the sample has none.
 
         Returns:
-            False: an inlet was full for the channel's ``block_s``, and the sample is not sent.
+            False: an inlet, or the window for it, was full for the channel's ``block_s``. The sample is not sent.
 
         Raises:
             BusClosed: the outlet is closed. BusError: the transport refuses the sample.
@@ -137,7 +142,8 @@ class Outlet(Endpoint, Protocol):
         """Return whether all matched inlets have received all that was written. Does not wait."""
 
     def wait_for_acks(self, timeout_s: float) -> bool:
-        """Return whether all matched inlets have received all that was written, within so long. Blocks."""
+        """Return whether all matched inlets have received all that was written, within so long. Blocks. Raises
+        BusError: the transport has failed."""
 
     @property
     def refused_since_s(self) -> float:

@@ -14,6 +14,11 @@ from gradbus.runtime.errors import FrameError
 from gradbus.runtime.wire import control, frames
 from gradbus.runtime.wire.messages import ClientUpdate, Control, Message, ModelBlob, TrainCmd
 
+WINDOW_BYTES = 16 << 20
+"""The window of an outlet: octets of samples, about, that it keeps for an inlet which has not acknowledged them. A
+write that finds so many waits. Sixteen frames of the largest size, which long fat links need; and a model of up to this
+size reaches the healthy inlets at once although a dead one still holds its lease."""
+
 
 @dataclass(frozen=True, slots=True)
 class Channel:

@@ -17,19 +17,16 @@ from bus_helpers import reads
 from patience import eventually
 from safetensors.torch import save_file
 from structlog.testing import capture_logs
-from trees import DIM, DiesAfterCommit, UnequalTask, rules, site_of, state, tree
+from trees import DIM, DiesAfterCommit, UnequalTask, ended, rules, serve_site, site_of, state, tree
 
 import gradbus
 from gradbus.actors import Site
 from gradbus.actors.federated.client.session import ControllerStart
-from gradbus.actors.federated.controller.report import Progress
 from gradbus.actors.federated.controller.state import SavedRun
 from gradbus.actors.federated.site import site as site_module
 from gradbus.actors.federated.site.site import Followed, site_config
 from gradbus.actors.federated.site.site_controller import (
-    LevelAbove,
     RoundsAlone,
-    SiteController,
     SiteSum,
     UpstreamChanged,
 )
@@ -137,12 +134,6 @@ class Gate:
 
 def crcs(reports: Sequence[gradbus.RoundReport]) -> list[int]:
     return [report.weights_crc32 for report in reports]
-
-
-async def ended(task: asyncio.Task[Any]) -> None:
-    """Stop it, and wait until it has let go of its bus."""
-    task.cancel()
-    await asyncio.wait({task})
 
 
 @pytest.mark.parametrize("who", ["site", "centre"])
@@ -397,24 +388,6 @@ def test_a_site_whose_rounds_alone_could_not_begin_goes_on_with_the_level_above(
     assert any(line["event"] == "rounds alone cannot be read" for line in logs) == damaged
 
 
-def serve_site(
-    group: asyncio.TaskGroup,
-    bus: gradbus.Bus,
-    config: gradbus.FederatedConfig,
-    reports: list[gradbus.RoundReport] | None = None,
-) -> tuple[SiteController, asyncio.Task[None]]:
-    """A site's Controller, told what to do by the test in place of a level above."""
-    controller = SiteController(
-        bus,
-        NoopTask(DIM),
-        config,
-        above=LevelAbove(Welcome(0, 1, 7, 1, "fp32", "{}", 2, 0.5, round_s=20.0), None),
-        progress=Progress(),
-        on_open=lambda: None,
-    )
-    return controller, group.create_task(controller.serve(([] if reports is None else reports).append))
-
-
 def test_rounds_alone_in_a_sum_that_does_not_count_are_named_and_mark_no_later_round(tmp_path: Path) -> None:
     async def main() -> list[gradbus.RoundReport]:
         async with tree() as here, asyncio.TaskGroup() as group:
@@ -532,6 +505,72 @@ def test_a_round_that_is_called_off_before_it_is_commanded_is_left_open_to_nobod
             return samples
 
     assert asyncio.run(main()) == 3
+
+
+def test_a_client_that_comes_to_a_site_during_an_attempt_that_is_called_off_takes_part_in_the_next_one() -> None:
+    async def main() -> int:
+        async with tree() as here, asyncio.TaskGroup() as group:
+            local, theirs = [await here.bus("site") for _ in range(2)]
+            gate = Gate(0, 1)
+            group.create_task(gradbus.Client(theirs, UnequalTask(hold=gate), client_id=0).run())
+            controller, serving = serve_site(group, local, rules(1))
+            await controller.started.wait()
+            await controller.adopt(0, torch.zeros(DIM), {})
+            command = TrainCmd(1, 1, 1, 0.1, 0)
+            first = group.create_task(controller.gather(command, time.monotonic() + 20.0))
+            await gate.reached.wait()
+            group.create_task(gradbus.Client(theirs, UnequalTask(), client_id=1).run())
+            selection = controller._run.parts.selection  # noqa: SLF001 - when it is ready, nothing else shows
+            await eventually(lambda: 1 in selection.ready(2))
+            await ended(first)  # the level above has begun the round anew
+            gate.open()
+            samples = (await controller.gather(command, time.monotonic() + 20.0)).num_samples
+            await controller.adopt(1, torch.zeros(DIM), {})
+            controller.end()
+            await serving
+            return samples
+
+    assert asyncio.run(main()) == 3 + 5
+
+
+def test_a_site_that_is_stopped_within_a_round_leaves_no_task_behind() -> None:
+    async def main() -> list[str]:
+        async with tree() as here, asyncio.TaskGroup() as group:
+            centre, above, local, theirs = [await here.bus(name) for name in ("centre", "centre", "site", "site")]
+            gate = Gate(0, 1)
+            client = group.create_task(gradbus.Client(theirs, UnequalTask(hold=gate), client_id=0).run())
+            top = group.create_task(gradbus.Controller(centre, NoopTask(DIM), rules(1, sites=True)).run())
+            site = group.create_task(site_of(above, local, 0, rules(1)).run())
+            await gate.reached.wait()
+            await ended(site)
+            left = [task.get_name() for task in asyncio.all_tasks() if task.get_name().startswith("site")]
+            gate.open()
+            await ended(client)
+            await ended(top)
+            return left
+
+    assert asyncio.run(main()) == []
+
+
+def test_before_its_first_command_a_site_waits_for_the_level_above_as_long_as_any_client_does(tmp_path: Path) -> None:
+    alone_after_s = 0.2
+
+    async def main() -> list[gradbus.RoundReport]:
+        async with tree() as here, asyncio.TaskGroup() as group:
+            centre, above, local, theirs = [await here.bus(name) for name in ("centre", "centre", "site", "site")]
+            group.create_task(gradbus.Client(theirs, UnequalTask(), client_id=0).run())
+            site = site_of(above, local, 0, rules(1, **state(tmp_path, "site")), alone_after_s=alone_after_s)
+            group.create_task(site.run())
+            first = gradbus.Controller(centre, NoopTask(DIM), rules(2, sites=True, **state(tmp_path, "centre")))
+            running = group.create_task(first.run())  # commands nothing: there is one site
+            await eventually(lambda: first.progress.clients == (0,))
+            await ended(running)
+            gone_s = time.monotonic()
+            await eventually(lambda: time.monotonic() > gone_s + 5 * alone_after_s)
+            top = rules(1, sites=True, rounds=1, **state(tmp_path, "centre"))
+            return await gradbus.Controller(centre, NoopTask(DIM), top).run()
+
+    assert [report.clients for report in asyncio.run(main())] == [(0,)]
 
 
 def test_a_site_that_begins_anew_forgets_the_model_with_which_it_was_cut_off_before(

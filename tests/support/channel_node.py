@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import ctypes as ct
 import json
 import os
 import select
@@ -19,11 +20,15 @@ from types import TracebackType
 from typing import Any, Self
 
 from gradbus.runtime.transport.channels import Channel as TransportChannel
+from gradbus.runtime.transport.dds import libddsc
 from gradbus.runtime.transport.dds.network import NetworkConfig
 from gradbus.runtime.transport.dds.participant import Participant, Reader, Writer
 
 ANSWER_S = 60.0  # within which any answer comes: a machine may stand still
 _NUMBER = struct.Struct("<I")
+_FOR_EVER = (1 << 63) - 1  # DDS_INFINITY, in nanoseconds
+# A function of Cyclone's for its own tests: the domain neither takes packets nor sends any.
+_set_deafmute = libddsc.function("dds_domain_set_deafmute", ct.c_int32, ct.c_int32, ct.c_bool, ct.c_bool, ct.c_int64)
 
 
 @dataclass(frozen=True)
@@ -151,6 +156,14 @@ class ChannelNode:
         """Let it run again."""
         self._process.send_signal(signal.SIGCONT)
 
+    def cut_off(self) -> None:
+        """Let no packet of DDS in or out of the process."""
+        self._ask("cut", is_cut=True)
+
+    def reconnect(self) -> None:
+        """Let packets in and out again."""
+        self._ask("cut", is_cut=False)
+
     def kill(self) -> None:
         """Kill it: nobody is told."""
         self._process.kill()
@@ -223,6 +236,10 @@ class _Process:
         writer = self.endpoints[key]
         assert isinstance(writer, Writer)
         return writer.wait_for_acks(timeout_s)
+
+    def cut(self, is_cut: bool) -> None:
+        code = _set_deafmute(libddsc.handle_of(self.participant.entity), is_cut, is_cut, _FOR_EVER)
+        assert code == libddsc.RETCODE_OK, f"dds_domain_set_deafmute returned {code}"
 
     def delete(self, key: str) -> None:
         self.endpoints.pop(key).close()

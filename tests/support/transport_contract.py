@@ -19,7 +19,7 @@ from transport_scenes import PATIENCE_S, SHORT_LEASE_S, Scene, take, write
 
 from gradbus.runtime.errors import BusClosed
 from gradbus.runtime.transport.api import WOKEN, Endpoint, Inlet, Outlet, Transport
-from gradbus.runtime.transport.channels import CHANNELS
+from gradbus.runtime.transport.channels import CHANNELS, WINDOW_BYTES
 from gradbus.runtime.wire.messages import ClientUpdate
 
 VOLATILE = Channel("volatile")
@@ -29,6 +29,8 @@ LATEST = Channel("latest", keep_last=True)
 OVERWRITES = Channel("overwrites", reader_samples=4, overwrites=True)
 QUIET_S = 0.5  # in which what must not arrive would have arrived
 MANY = 2000  # samples: more than any transport keeps
+FULL_BYTES = 1 << 20  # of a sample: a window takes some
+MORE_THAN_A_WINDOW = 3 * WINDOW_BYTES // FULL_BYTES
 LARGE_BYTES = 8 << 20
 WAIT_S = 5.0
 CHILD_S = 20.0
@@ -101,7 +103,7 @@ def fill(scene: Scene, outlet: Outlet, most: int = 300) -> tuple[int, bool]:
     """
     accepted, is_quiet = 0, False
     while accepted < most:
-        if write(outlet, accepted) == [True]:
+        if write(outlet, accepted, size=FULL_BYTES) == [True]:
             accepted, is_quiet = accepted + 1, False
         elif is_quiet:
             return accepted, True
@@ -257,7 +259,7 @@ def transports_of_two_jobs_do_not_see_each_other(scene: Scene) -> None:
 @clause()
 def an_inlet_that_takes_nothing_holds_a_bounded_number_of_samples(scene: Scene) -> None:
     outlet, _ = pair(scene, BOUNDED)
-    accepted, is_refused = fill(scene, outlet, MANY)
+    accepted, is_refused = fill(scene, outlet)
     assert is_refused
     assert accepted >= BOUNDED.reader_samples
 
@@ -290,7 +292,7 @@ def an_outlet_knows_since_when_it_is_refused(scene: Scene) -> None:
     assert outlet.refused_since_s == since_s
     scene.pass_time(0.1)
     assert outlet.refused_since_s == since_s
-    scene.until(lambda: take(inlet) and write(outlet, MANY) == [True], "a sample is accepted again")
+    scene.until(lambda: (take(inlet), *write(outlet, MANY))[1], "a sample is accepted again")
     assert outlet.refused_since_s == 0.0
 
 
@@ -300,7 +302,7 @@ def an_inlet_that_is_not_reliable_holds_up_no_outlet(scene: Scene) -> None:
     inlet = scene.open().inlet(replace(channel, reliable=False))
     outlet = scene.open().outlet(channel)
     matched(scene, outlet, inlet)
-    assert all(write(outlet, *range(200)))
+    assert all(write(outlet, *range(MORE_THAN_A_WINDOW), size=FULL_BYTES))
 
 
 # Acknowledgements, pauses and ends
@@ -343,7 +345,7 @@ def a_process_that_ends_without_a_goodbye_is_lost_after_its_lease(scene: Scene) 
     matched(scene, inlet, outlet)
     remote.kill()
     scene.until(lambda: not inlet.peers() and not outlet.peers(), "the process is lost")
-    assert all(write(outlet, *range(200)))  # for nobody
+    assert all(write(outlet, *range(MORE_THAN_A_WINDOW), size=FULL_BYTES))  # for nobody
 
 
 @clause(needs_remote=True)
@@ -391,6 +393,86 @@ def a_closed_outlet_refuses_writes_with_an_error(scene: Scene) -> None:
     outlet.close()
     with pytest.raises(BusClosed):
         write(outlet, 1)
+
+
+# Resending
+
+
+def after_a_cut(scene: Scene) -> list[int]:
+    """Return what a remote process has received of samples 0 to 11 when its link was cut during 1 to 9. That all of
+    them arrive is a clause of its own."""
+    remote, outlet = scene.remote(), scene.open().outlet(VOLATILE.opened())
+    remote.open_reader(VOLATILE)
+    matched(scene, outlet)
+    write_all(scene, outlet, 0)
+    remote.cut_off()
+    assert all(write(outlet, *range(1, 10)))
+    scene.pass_time(QUIET_S)
+    remote.reconnect()
+    assert all(write(outlet, 10, 11))
+    found = collected(scene, lambda: remote.take(VOLATILE.name), 12)
+    scene.pass_time(QUIET_S)
+    return found + remote.take(VOLATILE.name)
+
+
+def collected(scene: Scene, take_some: Callable[[], list[int]], count: int) -> list[int]:
+    """Take until so many different samples are there, or none comes any more, and return all."""
+    found: list[int] = []
+    until_s = scene.now_s() + PATIENCE_S / 2
+    scene.until(
+        lambda: found.extend(take_some()) or len(set(found)) >= count or scene.now_s() >= until_s, "the time is over"
+    )
+    return found
+
+
+@clause(needs_remote=True)
+def what_is_written_while_a_link_is_cut_arrives_after_it(scene: Scene) -> None:
+    assert sorted(set(after_a_cut(scene))) == list(range(12))
+
+
+@clause(needs_remote=True)
+def nothing_arrives_twice_after_a_cut(scene: Scene) -> None:
+    found = after_a_cut(scene)
+    assert len(found) == len(set(found))
+
+
+@clause(needs_remote=True)
+def what_is_written_during_a_cut_arrives_before_what_is_written_after_it(scene: Scene) -> None:
+    found = list(dict.fromkeys(after_a_cut(scene)))
+    assert found == sorted(found)
+
+
+def over_a_lossy_link(scene: Scene) -> list[int]:
+    """Return what arrives of 40 samples from a process that loses a part of its packets."""
+    remote, inlet = scene.remote(loss=0.3), scene.open().inlet(VOLATILE.opened())
+    remote.open_writer(VOLATILE)
+    scene.until(lambda: inlet.peers() and remote.matched(VOLATILE.name), "both sides know each other")
+    assert all(remote.write(VOLATILE.name, *range(40)))
+    return collected(scene, lambda: take(inlet), 40)
+
+
+@clause(needs_remote=True)
+def what_is_lost_on_the_way_is_sent_again(scene: Scene) -> None:
+    assert sorted(set(over_a_lossy_link(scene))) == list(range(40))
+
+
+@clause(needs_remote=True)
+def no_sample_is_handed_over_before_one_that_was_lost(scene: Scene) -> None:
+    found = list(dict.fromkeys(over_a_lossy_link(scene)))
+    assert found == list(range(len(found)))
+
+
+@clause(needs_remote=True)
+def a_write_is_refused_once_the_window_of_an_inlet_out_of_reach_is_full(scene: Scene) -> None:
+    remote, outlet = scene.remote(), scene.open().outlet(VOLATILE.opened())
+    remote.open_reader(VOLATILE)
+    matched(scene, outlet)
+    write_all(scene, outlet, 0)
+    remote.cut_off()
+    accepted = 0
+    while accepted < MORE_THAN_A_WINDOW and write(outlet, accepted, size=FULL_BYTES) == [True]:
+        accepted += 1
+    assert 0 < accepted <= WINDOW_BYTES // FULL_BYTES + 1
 
 
 # The waiter

@@ -12,8 +12,10 @@ import pytest
 
 from gradbus.runtime.errors import BusClosed
 from gradbus.runtime.transport.channels import Channel
-from gradbus.runtime.transport.memory import endpoints, network
+from gradbus.runtime.transport.memory import network
+from gradbus.runtime.transport.memory.delivery import SampleDelivery
 from gradbus.runtime.transport.memory.endpoints import MemoryInlet, MemoryOutlet, MemoryPlace, MemoryWaiter
+from gradbus.runtime.transport.memory.kept_samples import KeptSamples
 from gradbus.runtime.transport.memory.network import MemoryNetwork
 from gradbus.runtime.transport.memory.pairs import EndpointPair
 from gradbus.runtime.transport.memory.transport import MemoryTransport
@@ -37,15 +39,32 @@ def breaks(clause: str) -> Callable[[Plant], Plant]:
 # Samples
 
 
-@breaks("samples_arrive_in_the_order_of_their_writes")
-def each_sample_has_its_own_delay(patch: pytest.MonkeyPatch) -> None:
-    def send(self: MemoryNetwork, pair: EndpointPair, sample: Any) -> None:
-        pair.in_flight += 1
-        at_s = self.schedule.now_s() + self.delay_s(pair.source, pair.target)
-        pair.last_s = max(pair.last_s, at_s)
-        self.schedule.at(at_s, self._arrive, pair, sample, pair.epoch)
+def _is_impatient(patch: pytest.MonkeyPatch, wait_s: float, is_meant: Callable[[EndpointPair], bool]) -> None:
+    """Have inlets hand over what is behind a gap after so long, and what has filled it later."""
+    arrive, put, handed = SampleDelivery._arrive, MemoryInlet.put, list[Any]()  # noqa: SLF001 - the place of the fault
 
-    patch.setattr(MemoryNetwork, "send", send)
+    def put_once(self: MemoryInlet, sample: Any, handle: int) -> None:
+        if all(sample is not one for one in handed):
+            put(self, sample, handle)
+
+    def go_on(pair: EndpointPair, wanted: int) -> None:
+        if pair.reader_knows and pair.wanted == wanted and wanted not in pair.early:
+            for number in sorted(pair.early):
+                pair.reader.put(pair.early[number], pair.handle)
+                handed.append(pair.early[number])
+
+    def arrive_and_go_on(self: SampleDelivery, pair: EndpointPair, *sample: Any) -> None:
+        arrive(self, pair, *sample)
+        if is_meant(pair):
+            self._links.at(wait_s, go_on, pair, pair.wanted)
+
+    patch.setattr(MemoryInlet, "put", put_once)
+    patch.setattr(SampleDelivery, "_arrive", arrive_and_go_on)
+
+
+@breaks("samples_arrive_in_the_order_of_their_writes")
+def within_a_machine_samples_are_handed_over_as_they_come(patch: pytest.MonkeyPatch) -> None:
+    _is_impatient(patch, 0.0, lambda pair: pair.source.machine == pair.target.machine)
 
 
 @breaks("each_sample_arrives_once")
@@ -54,7 +73,7 @@ def a_sample_comes_again_after_a_while(patch: pytest.MonkeyPatch) -> None:
 
     def put_twice(self: MemoryInlet, sample: Any, handle: int) -> None:
         put(self, sample, handle)
-        if self.channel.name == "test/volatile":
+        if self.channel.name == "test/volatile" and self.node.machine == 0:
             schedule = self.place.network.schedule
             schedule.at(schedule.now_s() + 0.3, put, self, sample, handle)
 
@@ -111,12 +130,11 @@ def a_newcomer_gets_nothing_that_was_retained(patch: pytest.MonkeyPatch) -> None
     finds = MemoryNetwork.writer_finds
 
     def find_for_the_first_time(self: MemoryNetwork, pair: EndpointPair) -> None:
-        outlet: Any = pair.writer
-        retained = outlet.retained
+        kept, retained = pair.writer.kept, pair.writer.kept._retained  # noqa: SLF001 - nobody else asks for it
         if pair.epoch == 0:
-            outlet.retained = ()
+            kept._retained = deque(maxlen=retained.maxlen)  # noqa: SLF001
         finds(self, pair)
-        outlet.retained = retained
+        kept._retained = retained  # noqa: SLF001
 
     patch.setattr(MemoryNetwork, "writer_finds", find_for_the_first_time)
 
@@ -127,7 +145,7 @@ def all_channels_retain(patch: pytest.MonkeyPatch) -> None:
 
     def retaining(self: MemoryOutlet, place: MemoryPlace, channel: Channel, retained_samples: int) -> None:
         made(self, place, channel, retained_samples)
-        self.retained = deque(maxlen=retained_samples)
+        self.kept = KeptSamples(retained_samples, keeps_last=channel.keep_last)
 
     patch.setattr(MemoryOutlet, "__init__", retaining)
 
@@ -174,8 +192,8 @@ def all_jobs_are_one(patch: pytest.MonkeyPatch) -> None:
 
 
 @breaks("an_inlet_that_takes_nothing_holds_a_bounded_number_of_samples")
-def the_window_has_no_end(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(endpoints, "WINDOW", 1 << 40)
+def an_inlet_has_no_bound(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(MemoryInlet, "has_room", True)
 
 
 @breaks("a_write_for_a_full_inlet_waits_before_it_is_refused")
@@ -190,8 +208,9 @@ def a_sample_that_waits_for_room_is_lost(patch: pytest.MonkeyPatch) -> None:
 
     def take_and_lose(self: MemoryInlet, limit: int) -> list[tuple[Any, int]]:
         for pair in self.pairs:
-            if pair.held and self.channel.reader_samples:
-                pair.held.popleft()
+            if pair.wanted in pair.early and self.channel.reader_samples:
+                del pair.early[pair.wanted]
+                pair.wanted += 1
         return take(self, limit)
 
     patch.setattr(MemoryInlet, "take", take_and_lose)
@@ -224,7 +243,7 @@ def what_waits_for_a_silent_process_is_lost(patch: pytest.MonkeyPatch) -> None:
 
     def lose_and_resume(self: MemoryNetwork, node: Any) -> None:
         for pair in self.pairs:
-            pair.held.clear()
+            pair.begin_at(pair.writer.kept.last + 1)
         resume(self, node)
 
     patch.setattr(MemoryNetwork, "resume", lose_and_resume)
@@ -270,6 +289,67 @@ def a_transport_forgets_some_of_its_endpoints(patch: pytest.MonkeyPatch) -> None
 @breaks("a_closed_outlet_refuses_writes_with_an_error")
 def a_closed_outlet_writes_to_nobody(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(MemoryOutlet, "_check_open", lambda self: None)
+
+
+# Resending
+
+
+def _mends(patch: pytest.MonkeyPatch, change: Callable[[MemoryNetwork, EndpointPair], None]) -> None:
+    """Do something to each pair whose link is mended, just before that."""
+    mend = MemoryNetwork.mend
+
+    def change_and_mend(self: MemoryNetwork, one: int, other: int) -> None:
+        for pair in self.pairs:
+            if {pair.source.machine, pair.target.machine} == {one, other}:
+                change(self, pair)
+        mend(self, one, other)
+
+    patch.setattr(MemoryNetwork, "mend", change_and_mend)
+
+
+@breaks("what_is_written_while_a_link_is_cut_arrives_after_it")
+def an_inlet_goes_on_with_what_is_written_after_a_cut(patch: pytest.MonkeyPatch) -> None:
+    _mends(patch, lambda network, pair: pair.begin_at(pair.writer.kept.last + 1))
+
+
+@breaks("nothing_arrives_twice_after_a_cut")
+def what_has_waited_for_a_link_arrives_twice(patch: pytest.MonkeyPatch) -> None:
+    def send_twice(network: MemoryNetwork, pair: EndpointPair) -> None:
+        for one in pair.writer.kept.since(pair.wanted):
+            network.at(0.2, pair.reader.put, one.sample, pair.handle)
+
+    _mends(patch, send_twice)
+
+
+@breaks("what_is_written_during_a_cut_arrives_before_what_is_written_after_it")
+def what_has_waited_for_a_link_arrives_last(patch: pytest.MonkeyPatch) -> None:
+    def send_last(network: MemoryNetwork, pair: EndpointPair) -> None:
+        for one in pair.writer.kept.since(pair.wanted):
+            network.at(0.1, pair.reader.put, one.sample, pair.handle)
+        pair.begin_at(pair.writer.kept.last + 1)
+
+    _mends(patch, send_last)
+
+
+@breaks("what_is_lost_on_the_way_is_sent_again")
+def an_outlet_sends_each_sample_once(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(SampleDelivery, "_resend_later", lambda self, pair: None)
+
+
+@breaks("no_sample_is_handed_over_before_one_that_was_lost")
+def an_inlet_waits_12_ms_for_what_is_lost(patch: pytest.MonkeyPatch) -> None:
+    _is_impatient(patch, 0.012, lambda pair: pair.source.machine != pair.target.machine)
+
+
+@breaks("a_write_is_refused_once_the_window_of_an_inlet_out_of_reach_is_full")
+def an_outlet_keeps_all_for_an_inlet_out_of_reach(patch: pytest.MonkeyPatch) -> None:
+    has_room = MemoryOutlet._has_room  # noqa: SLF001 - the place of the fault
+
+    def has_always_room(self: MemoryOutlet) -> bool:
+        is_up = self.place.network.is_up
+        return has_room(self) or not all(is_up(pair.source, pair.target) for pair in self.pairs)
+
+    patch.setattr(MemoryOutlet, "_has_room", has_always_room)
 
 
 # The waiter

@@ -29,6 +29,7 @@ from gradbus.runtime.transport.memory.transport import MemoryTransport
 
 PATIENCE_S = 30.0
 SLICE_S = 0.05
+CUT_S = 1e6  # until the test mends it
 LONG_LEASE_S, SHORT_LEASE_S = 60.0, 1.0
 _NUMBER = struct.Struct("<I")
 _jobs = itertools.count()
@@ -49,7 +50,7 @@ def take(inlet: Inlet) -> list[int]:
 
 
 class Remote(Protocol):
-    """A process elsewhere, of the job ``one``, which can be stopped and killed."""
+    """A process elsewhere, of the job ``one``, which can be stopped, cut off and killed."""
 
     def open_writer(self, channel: Channel, *, retained_samples: int = 1) -> None:
         """Open an outlet."""
@@ -63,11 +64,20 @@ class Remote(Protocol):
     def take(self, key: str) -> list[int]:
         """Return the numbers of the samples of this channel that are there."""
 
+    def matched(self, key: str) -> int:
+        """Return how many peers the endpoint of this channel has."""
+
     def stop(self) -> None:
         """Have it stand still."""
 
     def go_on(self) -> None:
         """Let it run again."""
+
+    def cut_off(self) -> None:
+        """Let nothing pass between it and others."""
+
+    def reconnect(self) -> None:
+        """Mend its link."""
 
     def kill(self) -> None:
         """End it without a goodbye."""
@@ -79,8 +89,9 @@ class Scene(Protocol):
     def open(self, job: str = "one") -> Transport:
         """Open a transport of this process."""
 
-    def remote(self, lease_s: float = LONG_LEASE_S) -> Remote:
-        """Start a process elsewhere, which is lost after so long a silence."""
+    def remote(self, lease_s: float = LONG_LEASE_S, *, loss: float = 0.0) -> Remote:
+        """Start a process elsewhere, which is lost after so long a silence. ``loss``: share of its packets that get
+        lost."""
 
     def until(self, condition: Callable[[], object], what: str) -> None:
         """Wait for a condition. Raises AssertionError: it did not hold in time."""
@@ -119,6 +130,9 @@ class SteppedSchedule:
             function(*arguments)
         return True
 
+    def check(self) -> None:
+        pass
+
     def notify(self) -> None:
         pass
 
@@ -149,31 +163,40 @@ class MemoryRemote:
     def take(self, key: str) -> list[int]:
         return take(self._inlets[key])
 
+    def matched(self, key: str) -> int:
+        return len((self._outlets.get(key) or self._inlets[key]).peers())
+
     def stop(self) -> None:
         self._network.pause(self._node)
 
     def go_on(self) -> None:
         self._network.resume(self._node)
 
+    def cut_off(self) -> None:
+        self._network.cut(0, self._node.machine, CUT_S)
+
+    def reconnect(self) -> None:
+        self._network.mend(0, self._node.machine)
+
     def kill(self) -> None:
         self._network.kill(self._node)
 
 
 class MemoryScene:
-    """The network in memory: packets are late by up to 2 ms, and one in ten is lost between machines."""
+    """The network in memory: packets are late by up to 2 ms."""
 
     def __init__(self, schedule: ThreadSchedule | SteppedSchedule, patience_s: float) -> None:
         self._patience_s = patience_s
         self.network = MemoryNetwork(seed=1, schedule=schedule)
-        self.network.jitter_s, self.network.loss, self.network.resend_s = 0.002, 0.1, 0.005
+        self.network.jitter_s, self.network.resend_s = 0.002, 0.005
         self._schedule = schedule
         self._nodes = itertools.count()
 
     def open(self, job: str = "one") -> Transport:
         return MemoryTransport(self.network, MemoryNode(f"local-{next(self._nodes)}"), job)
 
-    def remote(self, lease_s: float = LONG_LEASE_S) -> Remote:
-        self.network.lease_s = lease_s
+    def remote(self, lease_s: float = LONG_LEASE_S, *, loss: float = 0.0) -> Remote:
+        self.network.lease_s, self.network.loss = lease_s, loss
         return MemoryRemote(self.network)
 
     def until(self, condition: Callable[[], object], what: str) -> None:
@@ -213,9 +236,9 @@ class DdsScene:
         self._opened.callback(made.close)
         return made
 
-    def remote(self, lease_s: float = LONG_LEASE_S) -> Remote:
-        node = ChannelNode(domain=self._domain, job=self._partition("one"), lease_s=lease_s)
-        return self._opened.enter_context(node)
+    def remote(self, lease_s: float = LONG_LEASE_S, *, loss: float = 0.0) -> Remote:
+        network = {"lease_s": lease_s, "loss_per_mille": int(1000 * loss)}
+        return self._opened.enter_context(ChannelNode(domain=self._domain, job=self._partition("one"), **network))
 
     def until(self, condition: Callable[[], object], what: str) -> None:
         until_s = time.monotonic() + PATIENCE_S

@@ -16,10 +16,13 @@ from dds_domains import new_domain
 
 import gradbus
 from gradbus.actors import Site
+from gradbus.actors.federated.controller.report import Progress
+from gradbus.actors.federated.site.site_controller import LevelAbove, SiteController
 from gradbus.models import NoopTask
 from gradbus.models.task import TrainResult
 from gradbus.runtime.config.federated import UpstreamConfig
 from gradbus.runtime.testing.failpoints import FailPoint
+from gradbus.runtime.wire.control import Welcome
 
 DIM = 30_000
 PATIENT = {"dead_after_s": 30.0, "start_grace_s": 60.0}
@@ -89,3 +92,27 @@ def site_of(above: gradbus.Bus, bus: gradbus.Bus, number: int, config: gradbus.F
 
 def state(path: Path, name: str) -> dict[str, Any]:
     return {"checkpoint": {"dir": path / name}}
+
+
+async def ended(task: asyncio.Task[Any]) -> None:
+    """Stop it, and wait until it has let go of its bus."""
+    task.cancel()
+    await asyncio.wait({task})
+
+
+def serve_site(
+    group: asyncio.TaskGroup,
+    bus: gradbus.Bus,
+    config: gradbus.FederatedConfig,
+    reports: list[gradbus.RoundReport] | None = None,
+) -> tuple[SiteController, asyncio.Task[None]]:
+    """A site's Controller, told what to do by the test in place of a level above."""
+    controller = SiteController(
+        bus,
+        NoopTask(DIM),
+        config,
+        above=LevelAbove(Welcome(0, 1, 7, 1, "fp32", "{}", 2, 0.5, round_s=20.0), None),
+        progress=Progress(),
+        on_open=lambda: None,
+    )
+    return controller, group.create_task(controller.serve(([] if reports is None else reports).append))

@@ -22,6 +22,7 @@ from xml.etree import ElementTree as ET
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.fast_paths import LOOPBACK
 from gradbus.runtime.nearest import nearest
+from gradbus.runtime.transport.channels import WINDOW_BYTES
 from gradbus.runtime.transport.dds.fatal_values import check_fatal_values
 from gradbus.runtime.transport.dds.peers import (
     PeerAddress,
@@ -264,10 +265,9 @@ def _base(config: NetworkConfig, loopback: bool, domain_id: int = 0, this_machin
     ET.SubElement(internal, "SocketReceiveBufferSize", min="default", max=f"{RECEIVE_BUFFER_BYTES >> 20}MiB")
     if not loopback:
         ET.SubElement(internal, "SocketSendBufferSize", min="default", max=f"{SEND_BUFFER_BYTES >> 20}MiB")
-    # So much may be unacknowledged before a writer waits; long fat links need it (50 ms delay: 4 -> 17 MB/s).
-    # And a model of up to this size reaches the healthy readers at once although a dead one still holds its lease.
-    marks = ET.SubElement(internal, "Watermarks")
-    _texts(marks, {"WhcHigh": "16MB", "WhcHighInit": "16MB", "WhcLow": "1MB"})
+    # The window of the contract: so much may be unacknowledged before a writer waits (50 ms delay: 4 -> 17 MB/s).
+    marks, window = ET.SubElement(internal, "Watermarks"), f"{WINDOW_BYTES >> 20}MB"
+    _texts(marks, {"WhcHigh": window, "WhcHighInit": window, "WhcLow": "1MB"})
     if config.loss_per_mille:
         _texts(ET.SubElement(internal, "Test"), {"XmitLossiness": str(config.loss_per_mille)})
     return document

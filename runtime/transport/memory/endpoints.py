@@ -7,10 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 from gradbus.runtime import forks
-from gradbus.runtime.errors import BusClosed
+from gradbus.runtime.errors import BusClosed, BusError
 from gradbus.runtime.transport.api import WOKEN
 from gradbus.runtime.transport.channels import Channel
-from gradbus.runtime.transport.memory.network import WINDOW, MemoryNetwork
+from gradbus.runtime.transport.memory.kept_samples import KeptSamples
+from gradbus.runtime.transport.memory.network import MemoryNetwork
 from gradbus.runtime.transport.memory.pairs import EndpointPair, Node
 from gradbus.runtime.transport.samples import SAMPLES
 
@@ -96,14 +97,14 @@ class MemoryOutlet(_MemoryEndpoint):
     """Sends samples as records of :mod:`~gradbus.runtime.transport.samples`.
 
     Attributes:
-        retained: the newest samples, for inlets that match later. has_new_readers: see :meth:`refresh`.
+        kept: the samples that it may have to send. has_new_readers: see :meth:`refresh`.
     """
 
     def __init__(self, place: MemoryPlace, channel: Channel, retained_samples: int) -> None:
         super().__init__(place, channel)
         self._record = SAMPLES[channel.sample_type]
         kept = 1 if channel.keep_last else retained_samples
-        self.retained: deque[Any] = deque(maxlen=kept if channel.retained else 0)
+        self.kept = KeptSamples(kept if channel.retained else 0, keeps_last=channel.keep_last)
         self.has_new_readers = False
         self._refused_since_s = 0.0
         self._writes = 0  # that are in progress
@@ -127,20 +128,23 @@ class MemoryOutlet(_MemoryEndpoint):
         network = self.place.network
         if self.node.dead:
             return True
-        sample = self._record(*fields, b"".join(parts)) if parts else self._record(*fields)
+        data = b"".join(parts)
+        sample = self._record(*fields, data) if parts else self._record(*fields)
         with self._schedule.lock:
             if not self._waits_for_room():
                 self._refused_since_s = self._refused_since_s or self._schedule.now_s()
                 return False
             self._refused_since_s = 0.0
-            self.retained.append(sample)
+            numbered = self.kept.append(sample, len(data))
             for pair in self.pairs:
                 if pair.writer_knows:
-                    network.send(pair, sample)
+                    network.delivery.send(pair, numbered)
+            self.forget_acknowledged()  # where no inlet is reliable, it is already
         return True
 
     def _waits_for_room(self) -> bool:
         self._check_open()
+        self._schedule.check()
         has_room = self._has_room
         if has_room():
             if not self.place.network.chance(self.place.network.refused):
@@ -160,7 +164,18 @@ class MemoryOutlet(_MemoryEndpoint):
             raise BusClosed(f"channel {self.channel.name!r}: its outlet is closed, as its group or bus is")
 
     def _has_room(self) -> bool:
-        return self.channel.keep_last or all(pair.unacknowledged < WINDOW for pair in self.pairs)
+        return self.channel.keep_last or self.kept.num_bytes < self.place.network.window_bytes
+
+    def note_acknowledged(self, pair: EndpointPair, number: int) -> None:
+        """Take note that an inlet has all samples up to this number."""
+        if number > pair.acknowledged:
+            pair.acknowledged, pair.attempts = number, 0
+            self.forget_acknowledged()
+
+    def forget_acknowledged(self) -> None:
+        """Forget the samples that no inlet lacks."""
+        lacking = [pair.acknowledged for pair in self.pairs if pair.lacks_samples]
+        self.kept.acknowledge(min(lacking, default=self.kept.last))
 
     @property
     def is_writing(self) -> bool:
@@ -184,7 +199,7 @@ class MemoryOutlet(_MemoryEndpoint):
             return self._has_acks() or self._schedule.wait(self.node, self._has_acks, timeout_s)
 
     def _has_acks(self) -> bool:
-        return not any(pair.unacknowledged or (pair.writer_knows and pair.target.dead) for pair in self.pairs)
+        return not any(pair.lacks_samples for pair in self.pairs)
 
 
 class MemoryInlet(_MemoryEndpoint):
@@ -234,8 +249,8 @@ class MemoryInlet(_MemoryEndpoint):
             self.arrivals.is_on = bool(queue)
             if taken and channel.reader_samples and not channel.overwrites:
                 for pair in self.pairs:
-                    if pair.held:
-                        self.place.network.flush(pair)
+                    if pair.early:
+                        self.place.network.delivery.hand_over(pair)
                 self._schedule.notify()
         return taken
 
@@ -277,7 +292,10 @@ class MemoryWaiter:
         with self._schedule.lock:
             numbers = self._numbers()
             if not numbers and timeout_s > 0.0:
-                self._schedule.wait(self._node, lambda: bool(self._numbers()), timeout_s)
+                try:
+                    self._schedule.wait(self._node, lambda: bool(self._numbers()), timeout_s)
+                except BusError as error:
+                    raise OSError(str(error)) from error
                 numbers = self._numbers()
             self._is_woken = False
             return numbers

@@ -1,30 +1,29 @@
-"""The network in memory: who reaches whom, who knows whom, and when a sample arrives.
+"""The network in memory: who reaches whom, and who knows whom.
 
-Contract of a matched pair of an outlet (its writer) and an inlet (its reader): in order, once, and some day. A lost
-packet shows as delay, a partition as waiting. There is no order between writers, nor between channels. Each side
-matches, and loses the other, by itself. A sample that is written while the writer does not know the reader is lost on a
-volatile channel, and comes at the next match on a retained one; a sample that arrives while the reader does not know
-the writer may be lost on a volatile channel. Only there are loss and repetition allowed.
+Each side of a pair of an outlet (its writer) and an inlet (its reader) matches, and loses the other, by itself. A
+sample that is written while the writer does not know the reader is lost on a volatile channel, and comes at the next
+match on a retained one; a sample that arrives while the reader does not know the writer may be lost on a volatile
+channel. Only there are loss and repetition allowed. How samples arrive otherwise: see :mod:`.delivery`.
 """
 
 from __future__ import annotations
 
 import itertools
 import random
-from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from gradbus.runtime.transport.channels import WINDOW_BYTES
+from gradbus.runtime.transport.memory.delivery import SampleDelivery
 from gradbus.runtime.transport.memory.pairs import EndpointPair, InletEnd, Node, OutletEnd, PairEnd
 from gradbus.runtime.transport.memory.schedule import NetworkSchedule, ThreadSchedule
 
-LAST_WORDS_S = 0.005  # samples of a dead process are on their way for so long at most: no process sends them again
 FOUND_S = 0.15  # the longest discovery of a new endpoint; of one after a partition:
 FOUND_AGAIN_S = 2.0
 GOODBYE_S = (0.02, 0.2)  # from the end of a process until the others of its machine have removed it
 HEARD_S = 2.0  # a lease begins with the last heartbeat, which is so old at most
 SAME_MACHINE = 0.2  # of the delay between machines
-WINDOW = 64  # samples that a writer keeps for a reader that takes none, before it refuses to write
+LINGER_S = 1.0  # an outlet that is closed stays so long at most, until its samples are acknowledged
 
 
 class NetworkMember(Protocol):
@@ -44,8 +43,11 @@ class MemoryNetwork:
 
     Attributes:
         lease_s: after so long a silence one side loses the other. base_s, jitter_s: delay between machines.
-        loss: share of packets that are lost; each costs ``resend_s``, more or less.
+        loss: share of packets between machines that are lost. resend_s: from a round trip without an answer until the
+            first attempt to send again, more or less.
+        window_bytes: see :data:`~gradbus.runtime.transport.channels.WINDOW_BYTES`.
         refused: share of writes that find a reader full. on_delivered: called with each sample that arrives.
+        delivery: takes the samples from outlets to inlets.
     """
 
     def __init__(self, seed: int | str = 0, schedule: NetworkSchedule | None = None) -> None:
@@ -57,9 +59,11 @@ class MemoryNetwork:
         self.base_s = self.jitter_s = 1e-4
         self.loss = self.refused = 0.0
         self.resend_s = 0.05
+        self.window_bytes = WINDOW_BYTES
         self.participants: list[NetworkMember] = []
         self.pairs: list[EndpointPair] = []
         self.delivered = 0
+        self.delivery = SampleDelivery(self)
         self._cuts: dict[frozenset[int], int] = {}
         self._numbers = itertools.count(1)
 
@@ -74,6 +78,10 @@ class MemoryNetwork:
     def chance(self, share: float) -> bool:
         """Return whether something happens that happens in this share of all cases."""
         return share > 0.0 and self._rng.random() < share
+
+    def wait_s(self, typical_s: float) -> float:
+        """Return a time between a half and one and a half of this one."""
+        return typical_s * (0.5 + self._rng.random())
 
     # Who reaches whom
 
@@ -94,6 +102,12 @@ class MemoryNetwork:
                 if {pair.source.machine, pair.target.machine} == key:
                     self.begin_silence(pair, lambda: self._cuts.get(key) == number)
             self.at(seconds, self._heal, key, number)
+
+    def mend(self, one: int, other: int) -> None:
+        """Let packets pass between two machines that are cut off from each other."""
+        key = frozenset((one, other))
+        with self.schedule.lock:
+            self._heal(key, self._cuts.get(key, 0))
 
     def _heal(self, key: frozenset[int], number: int) -> None:
         if self._cuts.get(key) == number:
@@ -143,14 +157,14 @@ class MemoryNetwork:
             self.ended(node)
 
     def reconnect(self) -> None:
-        """Have those that reach each other again find each other, and send what waits."""
+        """Have those that reach each other again find each other, and send what is lacking."""
         for pair in self.pairs:
             if pair.is_gone or not self.is_up(pair.source, pair.target):
                 continue
             if not (pair.writer_knows and pair.reader_knows):
                 self._find(pair, FOUND_AGAIN_S)
-            if pair.held:
-                self.at(self._rng.uniform(1e-3, self.resend_s), self.flush, pair)
+            if pair.lacks_samples:
+                self.at(self._rng.uniform(1e-3, self.resend_s), self.delivery.ask, pair)
 
     # Discovery
 
@@ -193,39 +207,41 @@ class MemoryNetwork:
             return
         pair.writer_knows = True
         pair.reader_handle = next(self._numbers)
+        pair.begin_at(pair.writer.kept.first_retained)
         pair.writer.note_match()
-        for sample in list(pair.writer.retained):
-            self.send(pair, sample)
+        for one in pair.writer.kept.since(pair.wanted):
+            self.delivery.send(pair, one)
 
     def reader_finds(self, pair: EndpointPair) -> None:
         """Match on the side of the reader."""
         if pair.is_gone or pair.reader_knows or not self.is_up(pair.source, pair.target):
             return
         if pair.was_known and pair.writer_knows:
+            kept = pair.writer.kept
             if pair.writer.channel.retained:  # it asks for what the writer retains, though it has had it before
-                retained = pair.writer.retained
-                pair.held = deque([one for one in pair.held if all(one is not other for other in retained)])
-                pair.held.extend(retained)
+                pair.begin_at(min(pair.wanted, kept.first_retained))
+                self.delivery.ask(pair)
             elif self.chance(0.5):
-                pair.held.clear()
+                pair.begin_at(kept.last + 1)
         pair.reader_knows = pair.was_known = True
         pair.handle = next(self._numbers)
         pair.reader.note_match()
-        self.flush(pair)
+        self.delivery.hand_over(pair)
 
     def writer_loses(self, pair: EndpointPair) -> None:
         """End the match on the side of the writer, which sends nothing again."""
         if pair.writer_knows:
             pair.writer_knows = False
             pair.epoch += 1
-            pair.held.clear()
+            pair.early.clear()
+            pair.writer.forget_acknowledged()
             pair.writer.note_match()
 
     def reader_loses(self, pair: EndpointPair) -> None:
         """End the match on the side of the reader."""
         if pair.reader_knows:
             pair.reader_knows = False
-            pair.held.clear()
+            pair.early.clear()
             pair.reader.note_match()
 
     def removed(self, endpoint: PairEnd) -> None:
@@ -236,11 +252,19 @@ class MemoryNetwork:
             other, lose = (pair.reader, self.reader_loses) if is_writer else (pair.writer, self.writer_loses)
             if other.owner is endpoint.owner:
                 self._part(lose, pair)
-            elif self.is_up(node, other.node):
-                sent_s = max(0.0, pair.last_s - self.schedule.now_s())
-                self.at(sent_s + self.delay_s(node, other.node), self._part, lose, pair)
-            else:
+            elif not self.is_up(node, other.node):
                 self.at(self.lease_s, self._part, lose, pair)
+            elif is_writer:
+                self._say_goodbye(pair, self.schedule.now_s() + LINGER_S)
+            else:
+                self.at(self.delay_s(node, other.node), self._part, lose, pair)
+
+    def _say_goodbye(self, pair: EndpointPair, until_s: float) -> None:
+        """Have the reader of an outlet that is closed lose it, after it has received the samples, or in time."""
+        if pair.lacks_samples and not pair.source.dead and self.schedule.now_s() < until_s:
+            self.at(self.resend_s / 2, self._say_goodbye, pair, until_s)
+        else:
+            self.at(self.base_s + self.jitter_s, self._part, self.reader_loses, pair)
 
     def _part(self, lose: Callable[[EndpointPair], None], pair: EndpointPair) -> None:
         lose(pair)
@@ -261,45 +285,13 @@ class MemoryNetwork:
                 self.at(self.lease_s - self._rng.uniform(0, min(HEARD_S, self.lease_s / 5)), lose, pair)
         self.participants = [one for one in self.participants if one.node is not node]
 
-    # Samples
+    # Packets
+
+    def loses_packet(self, one: Node, other: Node) -> bool:
+        """Return whether a packet that is sent now is lost."""
+        return not self.is_up(one, other) or (one.machine != other.machine and self.chance(self.loss))
 
     def delay_s(self, one: Node, other: Node) -> float:
-        """Return how long a packet takes now, with those that are lost."""
+        """Return how long a packet takes."""
         delay_s = self.base_s + self._rng.random() * self.jitter_s
-        if one.machine == other.machine:
-            return delay_s * SAME_MACHINE
-        while self.chance(self.loss):
-            delay_s += self.resend_s * (0.5 + self._rng.random())
-        return delay_s
-
-    def send(self, pair: EndpointPair, sample: Any) -> None:
-        """Have a sample arrive some time later, and after those before it."""
-        pair.last_s = max(pair.last_s + 1e-9, self.schedule.now_s() + self.delay_s(pair.source, pair.target))
-        pair.in_flight += 1
-        self.schedule.at(pair.last_s, self._arrive, pair, sample, pair.epoch)
-
-    def _arrive(self, pair: EndpointPair, sample: Any, epoch: int) -> None:
-        pair.in_flight -= 1
-        if epoch != pair.epoch or pair.target.dead or pair.reader.is_closed:
-            return
-        if pair.source.dead and self.schedule.now_s() > pair.source.ended_s + LAST_WORDS_S:
-            return
-        if not pair.held and self._can_take(pair):
-            self._deliver(pair, sample)
-        elif pair.reader.channel.reliable:
-            if pair.reader.channel.keep_last:
-                pair.held.clear()
-            pair.held.append(sample)
-
-    def _can_take(self, pair: EndpointPair) -> bool:
-        return pair.reader_knows and self.is_up(pair.source, pair.target) and pair.reader.has_room
-
-    def flush(self, pair: EndpointPair) -> None:
-        """Deliver the samples that wait, as far as there is room for them."""
-        while pair.held and not pair.source.dead and not pair.target.dead and self._can_take(pair):
-            self._deliver(pair, pair.held.popleft())
-
-    def _deliver(self, pair: EndpointPair, sample: Any) -> None:
-        self.delivered += 1
-        self.on_delivered(pair, sample)
-        pair.reader.put(sample, pair.handle)
+        return delay_s * SAME_MACHINE if one.machine == other.machine else delay_s

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from gradbus.runtime.transport.channels import Channel
+from gradbus.runtime.transport.memory.kept_samples import KeptSamples
 
 
 class Node(Protocol):
@@ -69,11 +68,19 @@ class PairEnd(Protocol):
 
 
 class OutletEnd(PairEnd, Protocol):
-    """An outlet."""
+    """An outlet.
 
-    @property
-    def retained(self) -> Iterable[Any]:
-        """Return the samples that it keeps for inlets that match later."""
+    Attributes:
+        kept: the samples that it may have to send.
+    """
+
+    kept: KeptSamples
+
+    def note_acknowledged(self, pair: EndpointPair, number: int) -> None:
+        """Take note that an inlet has all samples up to this number."""
+
+    def forget_acknowledged(self) -> None:
+        """Forget the samples that no inlet lacks."""
 
 
 class InletEnd(PairEnd, Protocol):
@@ -92,23 +99,31 @@ class EndpointPair:
 
     Attributes:
         writer_knows, reader_knows: whether that side has matched the other one.
-        epoch: raised when the writer loses the reader: what is on its way then is lost.
-        last_s: arrival of the newest sample, which no later one overtakes.
-        held: samples that cannot arrive yet. in_flight: number of those that are on their way.
         handle: by which the reader knows the writer; a new one at each match. reader_handle: the other way round.
+        epoch: raised when the writer loses the reader: what is on its way then is lost.
+        acknowledged: the reader has all samples up to this number, as far as the writer knows.
+        attempts: to send the oldest of the others again. resends: the next one is due.
+        wanted: the number of the next sample that the reader hands over. early: those behind it, by number.
+        is_telling: an acknowledgement is on its way.
     """
 
     __slots__ = (
-        "epoch", "handle", "held", "in_flight", "last_s", "reader", "reader_handle", "reader_knows", "was_known",
-        "writer", "writer_knows",
+        "acknowledged", "attempts", "early", "epoch", "handle", "is_telling", "reader", "reader_handle", "reader_knows",
+        "resends", "wanted", "was_known", "writer", "writer_knows",
     )  # fmt: skip
 
     def __init__(self, writer: OutletEnd, reader: InletEnd) -> None:
         self.writer, self.reader = writer, reader
-        self.writer_knows = self.reader_knows = self.was_known = False
-        self.epoch = self.handle = self.reader_handle = self.in_flight = 0
-        self.last_s = 0.0
-        self.held: deque[Any] = deque()
+        self.writer_knows = self.reader_knows = self.was_known = self.resends = self.is_telling = False
+        self.epoch = self.handle = self.reader_handle = self.acknowledged = self.attempts = 0
+        self.wanted = 1
+        self.early: dict[int, Any] = {}
+
+    def begin_at(self, number: int) -> None:
+        """Have the writer send, and the reader want, the samples from this number on."""
+        self.acknowledged, self.wanted, self.attempts = number - 1, number, 0
+        self.early.clear()
+        self.writer.kept.keep_since(number)
 
     @property
     def source(self) -> Node:
@@ -126,9 +141,19 @@ class EndpointPair:
         return self.source.dead or self.target.dead or self.writer.is_closed or self.reader.is_closed
 
     @property
-    def unacknowledged(self) -> int:
-        """Return the number of samples that the writer has to keep for the reader: it waits for reliable ones only."""
-        return len(self.held) + self.in_flight if self.writer_knows and self.reader.channel.reliable else 0
+    def is_reliable(self) -> bool:
+        """Return whether the writer keeps samples for the reader until it has them."""
+        return self.reader.channel.reliable
+
+    @property
+    def skips_gaps(self) -> bool:
+        """Return whether the reader does without samples that a later one overtakes."""
+        return self.reader.channel.keep_last or not self.is_reliable
+
+    @property
+    def lacks_samples(self) -> bool:
+        """Return whether the writer keeps samples for the reader, as far as it knows."""
+        return self.writer_knows and self.is_reliable and self.acknowledged < self.writer.kept.last
 
     def side_of(self, node: Node) -> tuple[bool, bool]:
         """Return whether the writer, and the reader, is of this process."""

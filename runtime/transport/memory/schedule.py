@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from gradbus.runtime import forks
+from gradbus.runtime.errors import BusError
 
 Call = tuple[float, int, Callable[..., object], tuple[Any, ...]]
 
@@ -34,7 +35,10 @@ class NetworkSchedule(Protocol):
 
     def wait(self, node: Any, is_over: Callable[[], bool], timeout_s: float) -> bool:
         """Let the caller, a thread of ``node`` that holds the lock, wait until ``is_over()``, for so long at most. The
-        lock is free meanwhile. Returns ``is_over()``."""
+        lock is free meanwhile. Returns ``is_over()``. Raises BusError: as :meth:`check`."""
+
+    def check(self) -> None:
+        """Raise BusError if the network has failed: then nothing arrives any more. The caller holds the lock."""
 
     def notify(self) -> None:
         """Have those that wait look again. The caller holds the lock."""
@@ -45,7 +49,7 @@ class NetworkSchedule(Protocol):
 
 class ThreadSchedule:
     """Does so in real time. Its thread starts with the first call, and ends with :meth:`close`, or when a function
-    raises: then all waits fail."""
+    raises: then all waits and writes fail."""
 
     def __init__(self) -> None:
         self.lock = threading.Condition(threading.RLock())
@@ -73,11 +77,17 @@ class ThreadSchedule:
             self.lock.notify_all()
 
     def wait(self, node: Any, is_over: Callable[[], bool], timeout_s: float) -> bool:
-        """See :meth:`NetworkSchedule.wait`. Raises OSError: the network has failed, so that nothing arrives."""
+        """See :meth:`NetworkSchedule.wait`."""
         is_done = self.lock.wait_for(lambda: self._fault is not None or is_over(), timeout_s)
-        if self._fault is not None:
-            raise OSError(f"the network in memory has failed with {self._fault!r}") from self._fault
+        self.check()
         return is_done
+
+    def check(self) -> None:
+        """See :meth:`NetworkSchedule.check`."""
+        if self._fault is not None:
+            raise BusError(f"the network in memory has failed with {self._fault!r}: nothing arrives any more") from (
+                self._fault
+            )
 
     def notify(self) -> None:
         """See :meth:`NetworkSchedule.notify`."""

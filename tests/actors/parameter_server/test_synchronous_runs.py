@@ -14,6 +14,7 @@ from ddp_scene import make_task, single_process, succeeded, train, vector
 from server_scene import Ends, serve
 from torch import Tensor, nn
 
+from gradbus.actors.parameter_server.service import Service
 from gradbus.actors.parameter_server.state import ServerState, newest_version, restore_model
 from gradbus.models import ClassificationTask
 from gradbus.runtime.errors import CheckpointError, ConfigError, PeerLost, TrainingDiverged
@@ -160,6 +161,24 @@ def test_servers_that_read_their_checkpoints_for_long_are_waited_for(
     monkeypatch.setattr(ServerState, "load", slow)
     resumed = serve(make_task(), workers=1, parallel={"epochs": 2, **settings}).succeeded()
     assert [report.epoch for report in resumed.workers[0].reports] == [1]
+
+
+def test_the_first_request_of_a_worker_may_come_as_late_as_all_may_join_and_later_ones_may_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    limits_s: dict[int, list[float]] = {0: [], 1: []}
+    next_request = Service._next_request  # noqa: SLF001 - how long it would wait, no run shows in two seconds
+
+    async def note_limit(self: Service, rank: int, limit_s: float) -> Any:
+        limits_s[rank].append(limit_s)
+        return await next_request(self, rank, limit_s)
+
+    monkeypatch.setattr(Service, "_next_request", note_limit)
+    timeouts = {"timeouts__join_s": 50.0, "timeouts__collective_s": 20.0, "checkpoint__timeout_s": 30.0}
+    serve(make_task(), parallel={"max_steps": 2, **timeouts}).succeeded()
+    for first, *later in limits_s.values():
+        assert first == 50.0
+        assert {20.0} <= set(later) <= {20.0, 30.0}
 
 
 def test_a_version_that_one_server_lacks_is_not_gone_on_from(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from gradbus.runtime.errors import BusError
 from gradbus.runtime.transport.memory.schedule import ThreadSchedule
 
 PATIENCE_S = 30.0
@@ -40,7 +41,7 @@ def test_waits_fail_once_a_function_has_raised(schedule: ThreadSchedule) -> None
         raise ValueError("no such pair")
 
     schedule.at(schedule.now_s(), fail)
-    with schedule.lock, pytest.raises(OSError, match="no such pair"):
+    with schedule.lock, pytest.raises(BusError, match="no such pair"):
         schedule.wait(None, lambda: False, PATIENCE_S)
 
 

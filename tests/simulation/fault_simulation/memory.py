@@ -19,6 +19,7 @@ from gradbus.runtime.transport.memory.pairs import EndpointPair
 from gradbus.runtime.transport.memory.transport import MemoryTransport
 
 OUTSIDE = contextvars.Context()  # in which the network itself acts
+WINDOW_BYTES = 64 << 10  # 64 small samples: a run has too few to fill the window that is shipped
 CONTROL = "train/control"
 
 
@@ -45,6 +46,9 @@ class VirtualSchedule:
             node.blocked_s += timeout_s
         return is_over()
 
+    def check(self) -> None:
+        """Do nothing: an exception of the network ends the run."""
+
     def notify(self) -> None:
         """Do nothing: nobody waits."""
 
@@ -64,6 +68,7 @@ def virtual_network(loop: VirtualLoop, seed: int | str, trace: Trace) -> MemoryN
 
     network = MemoryNetwork(seed, VirtualSchedule(loop))
     network.on_delivered = note
+    network.window_bytes = WINDOW_BYTES
     return network
 
 
