@@ -54,7 +54,7 @@ LIMITED_BY = {
 # The folders of runtime: each imports from itself and from those before it in this list.
 RUNTIME_ORDER = (
     "runtime", "runtime/optimization", "runtime/in_network", "runtime/algorithms", "runtime/wire", "runtime/config",
-    "runtime/profiling",
+    "runtime/network", "runtime/profiling",
     "runtime/shm", "runtime/transport", "runtime/transport/memory", "runtime/transport/dds", "runtime/testing",
     "runtime/security", "runtime/security/identity", "runtime/bus", "runtime/collectives",
     "runtime/_torch/store", "runtime/_torch", "runtime/_torch/elastic", "runtime/_front",

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gradbus.runtime.json_text import parse_json
+from gradbus.runtime.network.addresses import udp_socket
 from gradbus.runtime.plain_text import plain_line
-from gradbus.runtime.transport.dds.addresses import udp_socket
 from gradbus.runtime.transport.dds.missing_peers import port_range
 
 _MAGIC = b"gradbus doctor 2 "

@@ -26,9 +26,9 @@ from cyclonedds.builtin_types import cqos_to_qos
 from cyclonedds.core import DDSException, InstanceState, Policy, Qos, ReadCondition, SampleState, ViewState
 from cyclonedds.domain import DomainParticipant
 
+from gradbus.runtime.network.addresses import FAMILIES, family_of
 from gradbus.runtime.transport import peer_processes
 from gradbus.runtime.transport.dds import libddsc
-from gradbus.runtime.transport.dds.addresses import FAMILIES, family_of
 from gradbus.runtime.transport.dds.spdp import discovery_ports, goodbye
 
 MAX_CLAIM_BYTES = 64

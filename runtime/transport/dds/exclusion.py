@@ -21,7 +21,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from gradbus.runtime.transport.dds.addresses import own_address, udp_socket
+from gradbus.runtime.network.addresses import own_address, udp_socket
 from gradbus.runtime.transport.dds.discovery import Claim, own_addresses
 from gradbus.runtime.transport.dds.spdp import goodbye, placeholder_of
 

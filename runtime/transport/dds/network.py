@@ -22,8 +22,7 @@ from xml.etree import ElementTree as ET
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.fast_paths import LOOPBACK
 from gradbus.runtime.nearest import nearest
-from gradbus.runtime.transport.dds.fatal_values import check_fatal_values
-from gradbus.runtime.transport.dds.peers import (
+from gradbus.runtime.network.peers import (
     PeerAddress,
     check_peers,
     choose_transport,
@@ -31,6 +30,7 @@ from gradbus.runtime.transport.dds.peers import (
     parse_peer,
     peers_in,
 )
+from gradbus.runtime.transport.dds.fatal_values import check_fatal_values
 from gradbus.runtime.transport.dds.spdp import discovery_ports
 
 if TYPE_CHECKING:
@@ -74,8 +74,9 @@ class NetworkConfig:
         datagram_bytes: most bytes of a datagram, 1,200 to 65,500; None: as the profile has it. One that is larger than
             a packet of the network costs less processor time, and is lost with any of its packets.
         interface: name of the network interface.
-        peers: IP addresses or host names of all machines, this one included, see :func:`.peers.parse_peer`; empty: this
-            machine alone (or everybody, with multicast). Names without an address yet are looked up again.
+        peers: IP addresses or host names of all machines, this one included, see
+            :func:`~gradbus.runtime.network.peers.parse_peer`; empty: this machine alone (or everybody, with multicast).
+            Names without an address yet are looked up again.
         multicast: let discovery and data use multicast on the interface.
         lease_s: a process of another machine that is silent for so long is gone. The lease that counts is the silent
             one's own. DDS's own threads renew it, so a busy process does not lose it. Of a process of this machine the

@@ -10,8 +10,8 @@ import pytest
 
 import gradbus
 from gradbus.runtime.errors import ConfigError
+from gradbus.runtime.network.peers import MAX_PEERS, PeerAddress, names_in, parse_peer, with_addresses
 from gradbus.runtime.transport.dds.network import NetworkConfig, build_xml
-from gradbus.runtime.transport.dds.peers import MAX_PEERS, PeerAddress, names_in, parse_peer, with_addresses
 
 
 @pytest.mark.parametrize(

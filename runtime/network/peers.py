@@ -2,7 +2,7 @@
 
 Cyclone resolves the host names in its configuration by itself, and ends the process (``abort``) at the first that has
 no address, or that is no address at all. So it gets numbers alone: names are looked up by :mod:`.host_names`, and those
-that have no address yet wait in :mod:`.late_peers`.
+that have no address yet wait in :mod:`gradbus.runtime.transport.dds.late_peers`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from xml.etree import ElementTree as ET
 
 from gradbus.runtime.errors import ConfigError
-from gradbus.runtime.transport.dds.addresses import with_port
+from gradbus.runtime.network.addresses import with_port
 
 MAX_PEERS = 1_024  # Cyclone announces a process to 121 ports of each, and takes seconds to start with 5,000
 MAX_NAME = 253  # RFC 1035
