@@ -11,9 +11,10 @@ from gradbus.runtime.config.bus import BusSettings
 from gradbus.runtime.config.timeouts import ELASTIC_LEASE_S
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.fast_paths import LOOPBACK
+from gradbus.runtime.network.network_config import NetworkConfig
 from gradbus.runtime.security.settings import Security, level_in_force, rank_security, security_of
 from gradbus.runtime.testing.faults import parse_rules
-from gradbus.runtime.transport.dds.network import NetworkConfig, build_xml
+from gradbus.runtime.transport.dds.network import build_xml
 
 if TYPE_CHECKING:
     from gradbus.runtime.bus.bus import Bus

@@ -9,9 +9,11 @@ from socket import AF_INET, AddressFamily
 from gradbus.commands.buses import document_of
 from gradbus.commands.doctor.machine import Finding, Severity
 from gradbus.runtime.config.bus import BusSettings
-from gradbus.runtime.network.addresses import FAMILIES, uses_ipv6
+from gradbus.runtime.network.addresses import FAMILIES
 from gradbus.runtime.network.host_names import FIRST_LOOKUP_S, LOOKUPS
-from gradbus.runtime.network.peers import names_in, parse_peer
+from gradbus.runtime.network.peers import parse_peer
+from gradbus.runtime.transport.dds.network import uses_ipv6
+from gradbus.runtime.transport.dds.peers import names_in
 
 
 class OtherMachines:

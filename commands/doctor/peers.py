@@ -16,11 +16,12 @@ from gradbus.commands.doctor.machine import Finding, Severity, mtu_of
 from gradbus.commands.doctor.peer_names import OtherMachines
 from gradbus.commands.doctor.remote_bus import BusPeer, PeerMeasurements
 from gradbus.runtime.config.bus import BusSettings
-from gradbus.runtime.network.addresses import FAMILIES, address_of, uses_ipv6
+from gradbus.runtime.network.addresses import FAMILIES, address_of
+from gradbus.runtime.network.network_config import DATAGRAM_BYTES, NetworkConfig
 from gradbus.runtime.security.settings import level_in_force, security_of
 from gradbus.runtime.security.user_key import load_key
 from gradbus.runtime.transport.dds.missing_peers import port_range
-from gradbus.runtime.transport.dds.network import DATAGRAM_BYTES, NetworkConfig
+from gradbus.runtime.transport.dds.network import uses_ipv6
 
 JOB = "gradbus-doctor"
 _LINGER_S = 1.5  # for the last samples to the other one

@@ -20,9 +20,10 @@ from gradbus.runtime.config.bus import BusSettings
 from gradbus.runtime.errors import BusError, ConfigError
 from gradbus.runtime.fast_paths import LOOPBACK
 from gradbus.runtime.needs import install_line
-from gradbus.runtime.network.addresses import address_of, uses_ipv6
+from gradbus.runtime.network.addresses import address_of
 from gradbus.runtime.plain_text import plain_text
 from gradbus.runtime.transport.dds.missing_peers import port_range
+from gradbus.runtime.transport.dds.network import uses_ipv6
 
 if TYPE_CHECKING:
     from gradbus.commands.doctor.local_bus import LocalMeasurement

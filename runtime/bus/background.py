@@ -21,9 +21,9 @@ from gradbus.runtime.bus.bus import Bus, connect
 from gradbus.runtime.config.bus import BusSettings
 from gradbus.runtime.config.settings import Settings, load_settings
 from gradbus.runtime.errors import BusError
+from gradbus.runtime.network.network_config import NetworkConfig
 from gradbus.runtime.security.settings import Security, rank_security
 from gradbus.runtime.transport.dds.missing_peers import Reach
-from gradbus.runtime.transport.dds.network import NetworkConfig
 
 _PREFIX = "GRADBUS_BUS__"
 JOB_KEY = "gradbus/job"  # in the store of a process group: the number of its job

@@ -35,6 +35,7 @@ from gradbus.runtime.bus.subscription import Subscription, Subscriptions
 from gradbus.runtime.config.job_name import default_job
 from gradbus.runtime.errors import BarrierTimeout, BusClosed, ConfigError, GradbusError
 from gradbus.runtime.misuse import check_instance, opening
+from gradbus.runtime.network.network_config import NetworkConfig
 from gradbus.runtime.security import Level, Security
 from gradbus.runtime.shm.shared_payload import PayloadMemory
 from gradbus.runtime.testing.fault_injection import FaultInjector
@@ -43,7 +44,6 @@ from gradbus.runtime.traffic import Traffic
 from gradbus.runtime.transport import peer_processes
 from gradbus.runtime.transport.api import Outlet, Periodic, Transport
 from gradbus.runtime.transport.channels import CHANNELS, READABLE
-from gradbus.runtime.transport.dds.network import NetworkConfig
 from gradbus.runtime.wire import control, frames
 from gradbus.runtime.wire.frames import FrameKey, Kind
 from gradbus.runtime.wire.messages import ClientUpdate, Control, Identity, Message, ModelBlob, PeerGone, TrainCmd

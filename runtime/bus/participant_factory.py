@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.fast_paths import LOOPBACK
 from gradbus.runtime.logs import get_logger
+from gradbus.runtime.network.network_config import NetworkConfig, Profile
 from gradbus.runtime.network.peers import check_peers
 from gradbus.runtime.security.settings import Level, Security, level_in_force, other_users
 from gradbus.runtime.testing.fault_injection import FaultInjector
 from gradbus.runtime.transport.api import Transport
-from gradbus.runtime.transport.dds.network import NetworkConfig, Profile, build_xml, has_peers_elsewhere, leaves_machine
+from gradbus.runtime.transport.dds.network import build_xml, has_peers_elsewhere, leaves_machine
 from gradbus.runtime.transport.dds.participant import Participant
 
 if TYPE_CHECKING:

@@ -1,30 +1,25 @@
-"""Addresses of peers: what a setting or a document may name, and what Cyclone DDS gets of it.
+"""Addresses of peers: what a setting may name, an IP address or a host name, with or without a port.
 
-Cyclone resolves the host names in its configuration by itself, and ends the process (``abort``) at the first that has
-no address, or that is no address at all. So it gets numbers alone: names are looked up by :mod:`.host_names`, and those
-that have no address yet wait in :mod:`gradbus.runtime.transport.dds.late_peers`.
+Host names are looked up by :mod:`.host_names`; a transport gets numbers alone.
 """
 
 from __future__ import annotations
 
 import ipaddress
-import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from xml.etree import ElementTree as ET
 
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.network.addresses import with_port
 
-MAX_PEERS = 1_024  # Cyclone announces a process to 121 ports of each, and takes seconds to start with 5,000
+MAX_PEERS = 1_024  # Cyclone DDS announces a process to 121 ports of each, and takes seconds to start with 5,000
 MAX_NAME = 253  # RFC 1035
 _LABEL = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?", re.ASCII)
 _DIGITS_ALONE = re.compile(r"[0-9.]+|0[xX][0-9a-fA-F]*", re.ASCII)  # such a "name" is a mistyped address
 _BRACKETED = re.compile(r"(?:udp6/)?\[([^\]]*)\](?::(.*))?")  # IPv6, with or without a port
 _PORT = re.compile(r"[1-9][0-9]{0,4}", re.ASCII)
 _BROADCAST = ipaddress.IPv4Address(0xFFFF_FFFF)
-_VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}")  # as Cyclone expands them, and a default
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +44,7 @@ class PeerAddress:
         return ":" in self.host
 
     def at(self, address: str) -> str:
-        """Return the text that Cyclone takes, with an address of the host."""
+        """Return this peer as a text, with an address of the host in place of its name."""
         return address if self.port is None else with_port(address, self.port)
 
 
@@ -94,7 +89,7 @@ def _ip_address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | No
 
 
 def address_fault(text: str) -> str:
-    """Return why Cyclone could not use an IP address as a peer; empty: it can."""
+    """Return why an IP address cannot be that of a peer; empty: it can."""
     address = _ip_address(text)
     if address is None:
         return "that is no IP address"
@@ -125,96 +120,3 @@ def check_peers(addresses: Sequence[str]) -> None:
     peers = [parse_peer(address, where) for address in addresses]
     if len({peer.is_ipv6 for peer in peers if not peer.is_name}) > 1:
         raise ConfigError(f"{where}: a bus uses IPv4 or IPv6, and there are addresses of both: {', '.join(addresses)}")
-
-
-def peers_in(document: str) -> list[PeerAddress]:
-    """Return the peers of a configuration of Cyclone that :func:`expand_peers` has checked."""
-    return [parse_peer(element.get("Address"), "peers") for element in ET.fromstring(document).iter("Peer")]
-
-
-def names_in(document: str) -> dict[str, list[int | None]]:
-    """Return the host names among the peers of a configuration, and the ports to try of each (None: all)."""
-    found: dict[str, list[int | None]] = {}
-    for peer in peers_in(document):
-        if peer.is_name:
-            found.setdefault(peer.host, []).append(peer.port)
-    return found
-
-
-def expand_peers(tree: ET.Element, where: str) -> None:
-    """Bring the peers of a merged configuration into one form: an element with the attribute ``Address`` for each.
-
-    Cyclone takes several in one element, and variables of the environment, which it would expand after this check.
-
-    Args:
-        tree: it is changed. where: the setting or variable that the peers are from, for errors.
-
-    Raises:
-        ConfigError: one of them is no address.
-    """
-    for parent in [one for one in tree.iter() if any(child.tag == "Peer" for child in one)]:
-        children = list(parent)
-        for child in children:
-            parent.remove(child)
-        for child in children:
-            parent.extend(_expanded(child, where) if child.tag == "Peer" else [child])
-
-
-def choose_transport(tree: ET.Element, where: str) -> None:
-    """Have a domain use IPv6 if the addresses among its peers are of that version, and its configuration says nothing.
-
-    Cyclone ends the process at a peer of the other version.
-
-    Args:
-        tree: it is changed; :func:`expand_peers` has been called on it. where: as there.
-
-    Raises:
-        ConfigError: there are addresses of both versions, or not of the version of the transport.
-    """
-    peers = [parse_peer(element.get("Address"), where) for element in tree.iter("Peer")]
-    versions = {peer.is_ipv6: peer.host for peer in peers if not peer.is_name}
-    general = tree.find("Domain/General")
-    assert general is not None
-    transport = general.find("Transport")
-    if transport is None and True in versions:
-        transport = ET.SubElement(general, "Transport")
-        transport.text = "udp6"
-    is_ipv6 = transport is not None and (transport.text or "").strip().casefold() == "udp6"
-    if (not is_ipv6) in versions:
-        ours, theirs = ("IPv6", "IPv4") if is_ipv6 else ("IPv4", "IPv6")
-        raise ConfigError(
-            f"{where}: a bus uses IPv4 or IPv6; this one uses {ours}, and its peer {versions[not is_ipv6]} is {theirs}"
-        )
-
-
-def _expanded(element: ET.Element, where: str) -> list[ET.Element]:
-    attributes = {name: value for name, value in element.items() if name.casefold() != "address"}
-    given = ",".join(value for name, value in element.items() if name.casefold() == "address")
-    peers = [parse_peer(part, where) for part in _VARIABLE.sub(_value, given).split(",")]
-    return [ET.Element("Peer", {"Address": peer.at(peer.host), **attributes}) for peer in peers]
-
-
-def _value(variable: re.Match[str]) -> str:
-    return os.environ.get(variable[1]) or variable[2] or ""
-
-
-def with_addresses(document: str, known: Mapping[str, Sequence[str]], relay: str | None) -> str:
-    """Return the configuration with numbers in place of names, which is what Cyclone may get.
-
-    Args:
-        known: addresses of names; what is not in it is left out. relay: one more peer, which never ends.
-    """
-    tree = ET.fromstring(document)
-    for parent in [one for one in tree.iter() if any(child.tag == "Peer" for child in one)]:
-        for element in [child for child in parent if child.tag == "Peer"]:
-            peer = parse_peer(element.get("Address"), "peers")
-            if not peer.is_name:
-                continue
-            at = list(parent).index(element)
-            parent.remove(element)
-            for address in reversed(known.get(peer.host, ())):
-                parent.insert(at, ET.Element("Peer", {**element.attrib, "Address": peer.at(address)}))
-        if relay is not None:
-            ET.SubElement(parent, "Peer", Address=relay, PruneDelay="inf")
-            relay = None
-    return ET.tostring(tree, encoding="unicode")

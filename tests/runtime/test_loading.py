@@ -16,7 +16,7 @@ import gradbus
 from gradbus import loading
 from gradbus.runtime.bus.bus import connect as connect_loaded
 from gradbus.runtime.bus.participant_factory import network_config
-from gradbus.runtime.transport.dds.network import NetworkConfig
+from gradbus.runtime.network.network_config import NetworkConfig
 
 # A host with a client, its controller, and both ranks of a data-parallel run. It notes who imports what meanwhile.
 HOST = """

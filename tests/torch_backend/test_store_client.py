@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from torch.distributed import DistNetworkError
 
+from gradbus.runtime.network.network_config import NetworkConfig
 from gradbus.runtime.transport.dds.missing_peers import Reach
-from gradbus.runtime.transport.dds.network import NetworkConfig
 from gradbus.runtime.wire import frames
 from gradbus.runtime.wire.frames import Frame
 from gradbus.torch.store import client as store_client

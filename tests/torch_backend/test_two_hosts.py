@@ -11,8 +11,8 @@ import time
 import pytest
 
 from gradbus.commands.lab.namespaces import Host
+from gradbus.runtime.network.network_config import NetworkConfig
 from gradbus.runtime.transport.dds.missing_peers import Reach
-from gradbus.runtime.transport.dds.network import NetworkConfig
 from gradbus.torch.formation import RankLocation
 
 # How often a rank looks whether it can ever meet the others, which takes no longer where all share a machine.

@@ -9,10 +9,11 @@ import os
 from dataclasses import dataclass
 
 from gradbus.runtime.fast_paths import LOOPBACK
-from gradbus.runtime.network.addresses import FAMILIES, address_of, uses_ipv6
+from gradbus.runtime.network.addresses import FAMILIES, address_of, interfaces
 from gradbus.runtime.network.host_names import LOOKUPS, describe_missing
-from gradbus.runtime.network.peers import names_in
-from gradbus.runtime.transport.dds.network import NetworkConfig, build_xml, interfaces, leaves_machine
+from gradbus.runtime.network.network_config import NetworkConfig
+from gradbus.runtime.transport.dds.network import build_xml, leaves_machine, uses_ipv6
+from gradbus.runtime.transport.dds.peers import names_in
 
 MAX_PROCESSES = 120  # of a machine and domain
 

@@ -13,11 +13,12 @@ from pathlib import Path
 import pytest
 
 from gradbus.runtime.errors import ConfigError
+from gradbus.runtime.network.network_config import NetworkConfig
 from gradbus.runtime.security import user_key
 from gradbus.runtime.security.job_key import new_job_key
 from gradbus.runtime.security.settings import Security, level_in_force
 from gradbus.runtime.security.user_key import load_user_key, places_of_user
-from gradbus.runtime.transport.dds.network import NetworkConfig, build_xml
+from gradbus.runtime.transport.dds.network import build_xml
 
 NOBODY = 65534
 _AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")

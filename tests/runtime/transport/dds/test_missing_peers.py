@@ -15,9 +15,9 @@ from gradbus.actors.federated.controller import selection
 from gradbus.models import NoopTask
 from gradbus.runtime.collectives import membership
 from gradbus.runtime.errors import BarrierTimeout
+from gradbus.runtime.network.network_config import NetworkConfig
 from gradbus.runtime.transport.dds import missing_peers
 from gradbus.runtime.transport.dds.missing_peers import Reach
-from gradbus.runtime.transport.dds.network import NetworkConfig
 from gradbus.runtime.transport.wait_log import WaitLog
 
 
