@@ -22,7 +22,7 @@ from gradbus.runtime.config.bus import BusSettings
 from gradbus.runtime.config.job_name import with_user
 from gradbus.runtime.network.network_config import NetworkConfig
 from gradbus.runtime.shm import layout
-from gradbus.runtime.transport.dds.missing_peers import MAX_PROCESSES, port_range
+from gradbus.runtime.transport.dds.examination import MAX_PROCESSES, port_range
 from gradbus.runtime.transport.dds.network import RECEIVE_BUFFER_BYTES, SEND_BUFFER_BYTES, build_xml
 
 KINDS = (ControllerFile, ClientFile, WorkerFile)
