@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from gradbus.runtime.bus.reachability import reach_of
+from gradbus.runtime.bus.reach import reach_of
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.fast_paths import LOOPBACK
 from gradbus.runtime.logs import get_logger
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 log = get_logger("bus")
 
-_JOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")  # a DDS partition; * ? [ would be patterns there
+_JOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")  # * ? [ would be patterns where DDS has partitions
 
 
 def check_job(job: str, domain: int) -> None:

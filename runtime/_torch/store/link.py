@@ -39,11 +39,11 @@ _PATIENCE_LEASES = 2.5  # after that a process which is still there is not a dea
 
 def acquire_bus(address: Address) -> background.BusThread:
     """The bus of all that has to do with an address: this store, the process groups that are made with it, and what is
-    left of a former store. Participants of one process that come and go while others discover them may never be found
-    (see :mod:`gradbus.runtime.transport.dds.domains`), so there is one.
+    left of a former store. Buses of one process that come and go while others discover them may never be found, so
+    there is one.
 
     Raises:
-        ConfigError: a setting is wrong. BusError: DDS cannot be started.
+        ConfigError: a setting is wrong. BusError: the transport cannot be started.
     """
     settings = background.settings_from_environment().model_copy(update={"domain": address.domain})
     return background.acquire(background.numbered_job(address.number, settings), settings, address.rank)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from gradbus.runtime.bus.reachability import reach_of
+from gradbus.runtime.bus.reach import reach_of
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.network.network_config import NetworkConfig
 from gradbus.runtime.security import user_key
