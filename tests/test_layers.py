@@ -54,6 +54,8 @@ MAY_HOLD_DDS_WORDS = re.compile(rf"(?i){'|'.join([*DDS_WORDS, *DDS_PHRASES])}") 
 # Files and folders that use such words for something else: where, and for what.
 NAMED_AFTER_DDS = {
     "runtime/_torch": "torch.distributed knows the backend by the name 'dds', whatever carries its bytes",
+    "experiments/examples": "takes the class of torchft's process group, which is named after the backend",
+    "experiments/figures": "draws the time of updates in DDS, a column of files that are stored",
     "experiments/bench": "compares DDS alone, and a machine without shared memory, which it calls dds-only",
 }
 LOGGING_SET_UP_ONLY_IN = {"runtime/logs.py"}

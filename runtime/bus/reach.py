@@ -28,9 +28,9 @@ def reach_of(domain: int, network: NetworkConfig) -> Reachable:
 
 def examination_of(domain: int, network: NetworkConfig) -> Examination:
     """Return what a machine is to be examined for. Raises nothing."""
-    return examination.examination(domain, network)
+    return examination.examination_of(domain, network)
 
 
 def peer_names_of(network: NetworkConfig) -> PeerNames:
     """Return the host names among the peers of a bus. Raises ConfigError, as :func:`reach_of`."""
-    return examination.peer_names(network)
+    return examination.peer_names_of(network)

@@ -22,7 +22,7 @@ def port_range(domain: int) -> str:
     return f"{first}-{min(first + 2 * MAX_PROCESSES - 1, 65535)}"
 
 
-def examination(domain: int, network: NetworkConfig) -> Examination:
+def examination_of(domain: int, network: NetworkConfig) -> Examination:
     """Return what to examine a machine for. Looks at nothing of this machine, and raises nothing."""
     return Examination(
         ports=port_range(domain),
@@ -33,7 +33,7 @@ def examination(domain: int, network: NetworkConfig) -> Examination:
     )
 
 
-def peer_names(network: NetworkConfig) -> PeerNames:
+def peer_names_of(network: NetworkConfig) -> PeerNames:
     """Return the host names among the peers that settings and ``CYCLONEDDS_URI`` name.
 
     Raises:
