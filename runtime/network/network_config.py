@@ -32,9 +32,8 @@ class NetworkConfig:
         datagram_bytes: most bytes of a datagram, 1,200 to 65,500; None: as the profile has it. One that is larger than
             a packet of the network costs less processor time, and is lost with any of its packets.
         interface: name of the network interface.
-        peers: IP addresses or host names of all machines, this one included, see
-            :func:`~gradbus.runtime.network.peers.parse_peer`; empty: this machine alone (or everybody, with multicast).
-            Names without an address yet are looked up again.
+        peers: IP addresses or host names of all machines, this one included, see :func:`.peers.parse_peer`; empty: this
+            machine alone (or everybody, with multicast). Names without an address yet are looked up again.
         multicast: let discovery and data use multicast on the interface.
         lease_s: a process of another machine that is silent for so long is gone. The lease that counts is the silent
             one's own. Threads of the transport renew it, so a busy process does not lose it. Of a process of this

@@ -74,7 +74,7 @@ def test_an_error_without_a_line_of_the_user_has_all_lines_and_is_not_theirs() -
     error.__traceback__ = error.__traceback__.tb_next.tb_next  # type: ignore[union-attr]  # without this file
     what = user_error(error)
     assert not what.is_own
-    assert "network.py" in what.place
+    assert "addresses.py" in what.place
     assert readable_traceback(error) == readable_traceback(error, full=True)
 
 

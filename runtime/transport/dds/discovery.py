@@ -1,9 +1,10 @@
 """Discovery of DDS: which processes its participants are in, and how it learns of those that have ended.
 
-Each participant says in its user data which process it is in (:mod:`.peer_processes`). When the kernel says that this
-one has ended, DDS gets the message that the process itself sends when it leaves gracefully, which goes to this
-process's own sockets alone. Else DDS would keep the dead one until its lease ends, and a writer that waits for a reader
-of it would wait as long; so a lease can be long where processes share a machine, and a stopped process lose nothing.
+Each participant says in its user data which process it is in (:mod:`gradbus.runtime.transport.peer_processes`). When
+the kernel says that this one has ended, DDS gets the message that the process itself sends when it leaves gracefully,
+which goes to this process's own sockets alone. Else DDS would keep the dead one until its lease ends, and a writer that
+waits for a reader of it would wait as long; so a lease can be long where processes share a machine, and a stopped
+process lose nothing.
 
 To set the user data anew has DDS announce the participant at once. So it can do so by itself but seldom: a newcomer is
 heard of because it says so, a few times at growing intervals, as a datagram may be lost in a crowd.
