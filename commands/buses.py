@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import os
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from gradbus.runtime.bus import reach
 from gradbus.runtime.config.bus import BusSettings
 from gradbus.runtime.config.timeouts import ELASTIC_LEASE_S
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.fast_paths import LOOPBACK
+from gradbus.runtime.network.network_config import NetworkConfig
 from gradbus.runtime.security.settings import Security, level_in_force, rank_security, security_of
 from gradbus.runtime.testing.faults import parse_rules
-from gradbus.runtime.transport.dds.network import NetworkConfig, build_xml
 
 if TYPE_CHECKING:
     from gradbus.runtime.bus.bus import Bus
+    from gradbus.runtime.transport.api import Reachable
+    from gradbus.runtime.transport.examination import Examination, PeerNames
 
 
 def check(settings: BusSettings, *, rank: int | None = None) -> None:
@@ -32,7 +34,7 @@ def check(settings: BusSettings, *, rank: int | None = None) -> None:
             parse_rules(settings.faults)
         except ConfigError as error:
             raise ConfigError(f"bus.faults: {error}") from None
-    level = level_in_force(security_of(settings), document_of(settings))
+    level = level_in_force(security_of(settings), reach_of(settings))
     if level in ("psk", "user"):
         from gradbus.runtime.security.user_key import load_key  # loads cryptography
 
@@ -43,9 +45,20 @@ def check(settings: BusSettings, *, rank: int | None = None) -> None:
         read_identity(_security(settings, rank))
 
 
-def document_of(settings: BusSettings) -> str:
-    """The configuration of DDS. Raises ConfigError: no such interface, or CYCLONEDDS_URI holds none for Cyclone DDS."""
-    return build_xml(NetworkConfig.of(settings), user_document=os.environ.get("CYCLONEDDS_URI"))
+def reach_of(settings: BusSettings) -> Reachable:
+    """Return who a bus will reach. Raises ConfigError: no such interface, or CYCLONEDDS_URI holds no document for
+    Cyclone DDS."""
+    return reach.reach_of(settings.domain, NetworkConfig.of(settings))
+
+
+def examination_of(settings: BusSettings) -> Examination:
+    """Return what the transport of a bus asks of this machine."""
+    return reach.examination_of(settings.domain, NetworkConfig.of(settings))
+
+
+def peer_names_of(settings: BusSettings) -> PeerNames:
+    """Return the host names among the peers of a bus. Raises ConfigError, as :func:`reach_of`."""
+    return reach.peer_names_of(NetworkConfig.of(settings))
 
 
 def _security(settings: BusSettings, rank: int | None) -> Security:

@@ -33,8 +33,8 @@ from gradbus.runtime.config.federated import ClientConfig, FederatedConfig
 from gradbus.runtime.cores import usable_cores
 from gradbus.runtime.errors import ConfigError, GradbusError, RunAborted
 from gradbus.runtime.loop_thread import LoopThread
+from gradbus.runtime.network.network_config import NetworkConfig
 from gradbus.runtime.private_folder import scratch_folder
-from gradbus.runtime.transport.dds.network import NetworkConfig
 
 T = TypeVar("T")
 

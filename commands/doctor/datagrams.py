@@ -1,7 +1,8 @@
-"""Plain UDP datagrams between two doctors, past DDS: which pass which way, up to which size, and the other's settings.
+"""Plain UDP datagrams between two doctors, past the bus: which pass which way, up to which size, and the other's
+settings.
 
-Each sends its identity and those that it has received several times a second, to the last pair of ports of its DDS
-domain, which the firewall rule for DDS lets through. Whatever arrives affects nothing but lines of the report.
+Each sends its identity and those that it has received several times a second, to the last pair of ports of the bus,
+which the firewall rule for the bus lets through. Whatever arrives affects nothing but lines of the report.
 """
 
 from __future__ import annotations
@@ -17,16 +18,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gradbus.runtime.json_text import parse_json
+from gradbus.runtime.network.addresses import udp_socket
 from gradbus.runtime.plain_text import plain_line
-from gradbus.runtime.transport.dds.addresses import udp_socket
-from gradbus.runtime.transport.dds.missing_peers import port_range
+from gradbus.runtime.transport.examination import Examination
 
 _MAGIC = b"gradbus doctor 2 "
 _MAX_TEXT = 128
 _MAX_DOCTORS = 32
 _EVERY_S = 0.25
-_SWEEP_S = 2.0  # how often to look in all other domains
-_DOMAINS = 233
+_SWEEP_S = 2.0  # how often to look for doctors with other settings
 _REASONS = {
     errno.ECONNREFUSED: "the machine answers that nothing listens there: no doctor runs in this domain",
     errno.EHOSTUNREACH: "no machine has that address, or the link is down",
@@ -64,30 +64,25 @@ class RemoteDoctor:
     largest_here: int = 0
 
 
-def probe_ports(domain: int) -> tuple[int, int]:
-    """The last two ports of a domain."""
-    last = int(port_range(domain).partition("-")[2])
-    return last - 1, last
-
-
 @dataclass(slots=True)
 class Datagrams:
     """Sends and receives while :meth:`run` does.
 
     Attributes:
-        peers: IP addresses; the owner may add some.
+        peers: IP addresses; the owner may add some. needed: has the ports.
         others: doctors by name. unreachable: why datagrams to an address cannot be sent, or are refused.
     """
 
     identity: DoctorIdentity
     peers: Sequence[str]
     size_bytes: int
+    needed: Examination
     others: dict[str, RemoteDoctor] = field(default_factory=dict)
     unreachable: dict[str, str] = field(default_factory=dict)
     _swept_s: float = 0.0
 
     async def run(self) -> None:
-        """Until cancelled. Raises OSError: no port of the domain is free."""
+        """Run until cancelled. Raises OSError: no port is free."""
         loop = asyncio.get_running_loop()
         with contextlib.ExitStack() as undo:
             listening = undo.enter_context(self._bound())
@@ -97,7 +92,7 @@ class Datagrams:
             while True:
                 for peer in self.peers:  # some are added as their names resolve
                     if peer not in asking:
-                        asking[peer] = undo.enter_context(_connected(peer, self.identity.domain))
+                        asking[peer] = undo.enter_context(_connected(peer, self.needed.spare_ports[0]))
                 self._announce(listening)
                 for peer, probe in asking.items():  # a connected socket gets an error when it is refused
                     self._ask(peer, probe)
@@ -108,7 +103,7 @@ class Datagrams:
         return next((one for one in self.others.values() if address in (one.identity.address, one.source[0])), None)
 
     def _bound(self) -> socket.socket:
-        for port in probe_ports(self.identity.domain):
+        for port in self.needed.spare_ports:
             bound = udp_socket(self.identity.address)
             try:
                 bound.bind(("", port))
@@ -120,7 +115,7 @@ class Datagrams:
         raise last
 
     def _announce(self, sock: socket.socket) -> None:
-        targets = {(peer, port) for peer in self.peers for port in probe_ports(self.identity.domain)}
+        targets = {(peer, port) for peer in self.peers for port in self.needed.spare_ports}
         targets |= {one.source for one in self.others.values()}
         for target in targets:
             self._send(sock, target)
@@ -128,9 +123,8 @@ class Datagrams:
         if time.monotonic() - self._swept_s > _SWEEP_S:
             self._swept_s = time.monotonic()
             for peer in self.peers:
-                for domain in range(_DOMAINS):
-                    if domain != self.identity.domain:
-                        self._send(sock, (peer, probe_ports(domain)[0]))
+                for port in self.needed.spare_ports_elsewhere:
+                    self._send(sock, (peer, port))
 
     def _send(self, sock: socket.socket, target: tuple[str, int], size: int = 0) -> None:
         received = {name: one.largest_here for name, one in self.others.items()}
@@ -192,8 +186,8 @@ class Datagrams:
 
 
 @contextlib.contextmanager
-def _connected(peer: str, domain: int) -> Iterator[socket.socket]:
+def _connected(peer: str, port: int) -> Iterator[socket.socket]:
     with udp_socket(peer) as probe:
         with contextlib.suppress(OSError):  # sending raises the reason
-            probe.connect((peer, probe_ports(domain)[0]))
+            probe.connect((peer, port))
         yield probe

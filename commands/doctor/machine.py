@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
+from gradbus.commands.buses import examination_of
 from gradbus.commands.run.cores import read_topology
 from gradbus.commands.rundir.versions import versions
 from gradbus.runtime import fast_paths
@@ -16,8 +17,7 @@ from gradbus.runtime.config.bus import BusSettings
 from gradbus.runtime.cores import usable_cpus
 from gradbus.runtime.fast_paths import LOOPBACK
 from gradbus.runtime.needs import fault_of
-from gradbus.runtime.transport.dds.missing_peers import port_range
-from gradbus.runtime.transport.dds.network import RECEIVE_BUFFER_BYTES, SEND_BUFFER_BYTES
+from gradbus.runtime.transport.examination import Examination
 
 _JUMBO_MTU = 9000
 
@@ -49,8 +49,9 @@ def packages() -> list[Finding]:
 def machine(settings: BusSettings) -> list[Finding]:
     """Findings about versions, interface, buffers and ports."""
     found = [Finding("versions", ", ".join(f"{name} {text}" for name, text in versions().items()))]
-    ports = Finding("UDP ports", f"{port_range(settings.domain)} (domain {settings.domain})")
-    found += [_network(settings), *_buffers(settings), ports, _fast_paths(), _cores(settings.interface)]
+    needed = examination_of(settings)
+    ports = Finding("UDP ports", f"{needed.ports} (domain {settings.domain})")
+    found += [_network(settings), *_buffers(needed), ports, _fast_paths(), _cores(settings.interface)]
     document = os.environ.get("CYCLONEDDS_URI", "").strip()
     if document:
         shown = document if len(document) <= 60 else f"{document[:57]}..."
@@ -82,10 +83,10 @@ def _network(settings: BusSettings) -> Finding:
     return Finding("network", value)
 
 
-def _buffers(settings: BusSettings) -> Iterator[Finding]:
-    yield _buffer("receive", socket.SO_RCVBUF, RECEIVE_BUFFER_BYTES, "bursts may be lost and sent again")
-    if settings.network == "network":
-        yield _buffer("send", socket.SO_SNDBUF, SEND_BUFFER_BYTES, "on a thin link much may be sent twice")
+def _buffers(needed: Examination) -> Iterator[Finding]:
+    yield _buffer("receive", socket.SO_RCVBUF, needed.receive_buffer_bytes, "bursts may be lost and sent again")
+    if needed.send_buffer_bytes is not None:
+        yield _buffer("send", socket.SO_SNDBUF, needed.send_buffer_bytes, "on a thin link much may be sent twice")
 
 
 def _buffer(name: str, option: int, wanted_bytes: int, consequence: str) -> Finding:

@@ -6,12 +6,11 @@ import asyncio
 from collections.abc import Sequence
 from socket import AF_INET, AddressFamily
 
-from gradbus.commands.buses import document_of
+from gradbus.commands.buses import peer_names_of
 from gradbus.commands.doctor.machine import Finding, Severity
 from gradbus.runtime.config.bus import BusSettings
-from gradbus.runtime.transport.dds.addresses import FAMILIES, uses_ipv6
-from gradbus.runtime.transport.dds.host_names import FIRST_LOOKUP_S, LOOKUPS
-from gradbus.runtime.transport.dds.peers import names_in, parse_peer
+from gradbus.runtime.network.host_names import FIRST_LOOKUP_S, LOOKUPS
+from gradbus.runtime.network.peers import parse_peer
 
 
 class OtherMachines:
@@ -55,10 +54,9 @@ def unresolved(settings: BusSettings) -> list[Finding]:
 
     Raises ConfigError: one of them is no address.
     """
-    document = document_of(settings)
-    names, ipv6 = names_in(document), uses_ipv6(document)
-    LOOKUPS.look_up(names, FIRST_LOOKUP_S, FAMILIES[ipv6])
-    database = "ahostsv6" if ipv6 else "ahostsv4"
+    found = peer_names_of(settings)
+    LOOKUPS.look_up(found.names, FIRST_LOOKUP_S, found.family)
+    database = "ahostsv6" if found.ipv6 else "ahostsv4"
     return [
         Finding(
             f"peer {name}",
@@ -67,5 +65,5 @@ def unresolved(settings: BusSettings) -> list[Finding]:
             f"{reason}: check DNS or /etc/hosts here ('getent {database} {name}' shows what they say), or name the "
             f"machine by its IP address. A job starts without it, and finds it when the name resolves",
         )
-        for name, reason in LOOKUPS.reasons(names, FAMILIES[ipv6]).items()
+        for name, reason in LOOKUPS.reasons(found.names, found.family).items()
     ]

@@ -10,17 +10,16 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from gradbus.commands.buses import document_of, open_bus
+from gradbus.commands.buses import examination_of, open_bus, peer_names_of, reach_of
 from gradbus.commands.doctor.datagrams import Datagrams, DoctorIdentity, RemoteDoctor
 from gradbus.commands.doctor.machine import Finding, Severity, mtu_of
 from gradbus.commands.doctor.peer_names import OtherMachines
 from gradbus.commands.doctor.remote_bus import BusPeer, PeerMeasurements
 from gradbus.runtime.config.bus import BusSettings
+from gradbus.runtime.network.addresses import address_of
+from gradbus.runtime.network.network_config import DATAGRAM_BYTES, NetworkConfig
 from gradbus.runtime.security.settings import level_in_force, security_of
 from gradbus.runtime.security.user_key import load_key
-from gradbus.runtime.transport.dds.addresses import FAMILIES, address_of, uses_ipv6
-from gradbus.runtime.transport.dds.missing_peers import port_range
-from gradbus.runtime.transport.dds.network import DATAGRAM_BYTES, NetworkConfig
 
 JOB = "gradbus-doctor"
 _LINGER_S = 1.5  # for the last samples to the other one
@@ -43,9 +42,9 @@ async def look_for(settings: BusSettings, *, wait_s: float, say: Callable[[str],
     Raises:
         ConfigError, BusError: the bus cannot be opened.
     """
-    ipv6 = uses_ipv6(document_of(settings))
-    address = address_of(settings.interface, ipv6=ipv6) or ""
-    others = OtherMachines(settings.peers, address, FAMILIES[ipv6])
+    named = peer_names_of(settings)
+    address = address_of(settings.interface, ipv6=named.ipv6) or ""
+    others = OtherMachines(settings.peers, address, named.family)
     await others.resolve()
     peers = others.addresses
     if settings.security == "identity":  # only a controller admits other nodes, and the measurement is no secret
@@ -57,7 +56,8 @@ async def look_for(settings: BusSettings, *, wait_s: float, say: Callable[[str],
         f"{number:x}", host, address, settings.domain, settings.job, settings.network, _protection(settings)
     )
     size = NetworkConfig.of(settings).effective_datagram_bytes
-    packets, measurements = Datagrams(own, peers, size), PeerMeasurements(number, host, address)
+    packets = Datagrams(own, peers, size, examination_of(settings))
+    measurements = PeerMeasurements(number, host, address)
     say(
         f"looking for the doctor on {str(others) or 'any machine'} for up to {wait_s:g} s: start it there with "
         f"the same settings, and {address or 'the address of this machine'} in --peers"
@@ -104,7 +104,7 @@ def judge_peer(
 ) -> Finding:
     """The finding about a peer, with what to check where its measurement is missing or failed."""
     name, remote, peer = f"peer {contact.address}", contact.datagrams, contact.bus
-    ports = port_range(own.domain)
+    ports = examination_of(settings).ports
     if peer is not None and peer.measured and not peer.fault:
         assert peer.round_trip_s is not None
         assert peer.there is not None
@@ -209,7 +209,7 @@ def _not_in_peers(
 
 def _protection(settings: BusSettings) -> str:
     """Level and id of the key, which is no secret."""
-    level = level_in_force(security_of(settings), document_of(settings))
+    level = level_in_force(security_of(settings), reach_of(settings))
     if level not in ("user", "psk"):
         return level
     return f"key {load_key(level, settings.key_file)[0].id.hex()}"

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from gradbus.commands.buses import examination_of, peer_names_of
 from gradbus.commands.choices import LoopName
 from gradbus.commands.doctor.machine import Finding, Severity, machine, packages
 from gradbus.commands.lifecycle import run_loop
@@ -20,9 +21,8 @@ from gradbus.runtime.config.bus import BusSettings
 from gradbus.runtime.errors import BusError, ConfigError
 from gradbus.runtime.fast_paths import LOOPBACK
 from gradbus.runtime.needs import install_line
+from gradbus.runtime.network.addresses import address_of
 from gradbus.runtime.plain_text import plain_text
-from gradbus.runtime.transport.dds.addresses import address_of, uses_ipv6
-from gradbus.runtime.transport.dds.missing_peers import port_range
 
 if TYPE_CHECKING:
     from gradbus.commands.doctor.local_bus import LocalMeasurement
@@ -65,14 +65,13 @@ def examine(
 def _on_the_bus(
     console: Console, settings: BusSettings, loop: LoopName, key_file: Path | None, wait_s: float | None, trusted: bool
 ) -> list[Finding]:
-    from gradbus.commands.buses import document_of
     from gradbus.commands.doctor.local_bus import measure
     from gradbus.commands.doctor.peer_names import unresolved
     from gradbus.commands.doctor.peers import JOB, look_for
     from gradbus.commands.doctor.security import measurable, protected, security
 
     settings = asked = protected(settings, key_file)
-    own = address_of(settings.interface, ipv6=uses_ipv6(document_of(settings)))
+    own = address_of(settings.interface, ipv6=peer_names_of(settings).ipv6)
     if settings.interface != LOOPBACK and own is not None:
         # Without multicast a bus finds only the peers in its settings; here the second one runs on this machine.
         settings = settings.model_copy(update={"peers": (*settings.peers, own)})
@@ -104,7 +103,7 @@ def judge(found: LocalMeasurement, settings: BusSettings) -> list[Finding]:
             if found.fault
             else (
                 f"two processes of this machine did not find each other on {settings.interface} in time: "
-                f"let UDP ports {port_range(settings.domain)} through the firewall, and check the interface and the "
+                f"let UDP ports {examination_of(settings).ports} through the firewall, and check the interface and the "
                 "peers"
             )
         )

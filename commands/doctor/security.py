@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from gradbus.commands.buses import document_of, open_bus
+from gradbus.commands.buses import open_bus, reach_of
 from gradbus.commands.doctor.machine import Finding, Severity
 from gradbus.commands.peer_link import PEER, ROOT, Link
 from gradbus.commands.run.status import BusFile
@@ -22,9 +22,8 @@ from gradbus.runtime.fast_paths import LOOPBACK
 from gradbus.runtime.security.identity.key import public_text
 from gradbus.runtime.security.identity.opening import read_identity
 from gradbus.runtime.security.job_key import new_job_key, write_secret_file
-from gradbus.runtime.security.settings import level_in_force, names_key, other_users, security_of
+from gradbus.runtime.security.settings import is_exposed, level_in_force, names_key, other_users, security_of
 from gradbus.runtime.security.user_key import load_key
-from gradbus.runtime.transport.dds.network import has_peers_elsewhere, leaves_machine
 from gradbus.runtime.wire.messages import Control
 
 TRIP_S = 10.0
@@ -82,7 +81,7 @@ async def security(settings: BusSettings, *, trusted: bool = False) -> Finding:
     """
     if settings.security == "identity":
         return await _identity(settings)
-    level = level_in_force(security_of(settings), document_of(settings))
+    level = level_in_force(security_of(settings), reach_of(settings))
     if level == "none":
         return _unprotected(settings, trusted)
     try:
@@ -98,8 +97,7 @@ async def security(settings: BusSettings, *, trusted: bool = False) -> Finding:
 
 def _unprotected(settings: BusSettings, trusted: bool) -> Finding:
     """The finding where nothing is sealed, by request or for want of a key on a network."""
-    document = document_of(settings)
-    if not trusted and (leaves_machine(document) or has_peers_elsewhere(document)):
+    if not trusted and is_exposed(reach_of(settings)):
         return Finding(
             "security",
             "none, on a network",

@@ -32,7 +32,7 @@ from gradbus.runtime.collectives import join_group
 from gradbus.runtime.collectives.in_network import join_aggregator
 from gradbus.runtime.in_network.options import InNetworkOptions, InNetworkRoute
 from gradbus.runtime.in_network.topology import SINGLE, AggregatorTopology, WithinHost
-from gradbus.runtime.transport.dds.network import NetworkConfig
+from gradbus.runtime.network.network_config import NetworkConfig
 
 TOPOLOGIES: Mapping[str, AggregatorTopology] = {
     "single": SINGLE,

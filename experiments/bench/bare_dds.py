@@ -14,8 +14,8 @@ from dataclasses import replace
 from typing import Self
 
 from gradbus.experiments.bench.processes import LEASE_S, Processes
+from gradbus.runtime.network.network_config import NetworkConfig
 from gradbus.runtime.transport.channels import CHANNELS
-from gradbus.runtime.transport.dds.network import NetworkConfig
 from gradbus.runtime.transport.dds.participant import Participant, Reader, WaitSet, Writer
 from gradbus.runtime.wire.messages import Control
 

@@ -17,7 +17,7 @@ from gradbus.experiments.bench.processes import DOMAIN, BenchRank, dds_group, un
 from gradbus.experiments.bench.timing import block, timed
 from gradbus.runtime.bus import background
 from gradbus.runtime.collectives import Group, join_group
-from gradbus.runtime.transport.dds.network import NetworkConfig
+from gradbus.runtime.network.network_config import NetworkConfig
 
 _MULTICAST_LEASE_S = 20.0  # eight processes on a busy machine
 

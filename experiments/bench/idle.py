@@ -14,9 +14,9 @@ from gradbus.commands.lab.namespaces import Host, Network, enter_host, hosts_on_
 from gradbus.experiments.bench.processes import DOMAIN, Processes
 from gradbus.experiments.bench.results import Measurement, measurement
 from gradbus.runtime.collectives import join_group
+from gradbus.runtime.network.network_config import NetworkConfig
 from gradbus.runtime.security import Security
 from gradbus.runtime.transport.dds import network as dds_network
-from gradbus.runtime.transport.dds.network import NetworkConfig
 from gradbus.runtime.transport.dds.participant import Participant
 
 _WORLDS = (2, 4)

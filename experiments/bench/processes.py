@@ -34,8 +34,8 @@ from gradbus.runtime import logs
 from gradbus.runtime.bus.bus import Bus, connect
 from gradbus.runtime.collectives import Group, join_group
 from gradbus.runtime.fast_paths import IS_LINUX
+from gradbus.runtime.network.network_config import NetworkConfig
 from gradbus.runtime.security import Level, Security
-from gradbus.runtime.transport.dds.network import NetworkConfig
 
 LEASE_S = 10.0  # a busy machine must not look like a death
 DOMAIN = 22

@@ -14,7 +14,7 @@ import gradbus
 from gradbus import models
 from gradbus.commands.lab.namespaces import Host
 from gradbus.experiments.bench.processes import LEASE_S, BenchRank, run_ranks
-from gradbus.runtime.transport.dds.network import NetworkConfig
+from gradbus.runtime.network.network_config import NetworkConfig
 
 Data = Literal["mnist", "glyphs"]
 

@@ -23,7 +23,7 @@ from gradbus.experiments.figures.plan import AnyRun, FederatedRun, LadderRun, Pa
 from gradbus.models import mnist_mlp
 from gradbus.runtime.errors import GradbusError
 from gradbus.runtime.json_text import parse_json
-from gradbus.runtime.transport.dds.network import NetworkConfig
+from gradbus.runtime.network.network_config import NetworkConfig
 
 _TIMEOUT_S = 3600.0  # on a very busy machine; an idle one takes a minute
 

@@ -40,7 +40,7 @@ from gradbus.runtime.in_network.packets import WORKERS, Packet
 from gradbus.runtime.in_network.topology import SINGLE
 from gradbus.runtime.in_network.tree import TreeNode
 from gradbus.runtime.in_network.worker import RingWorker, WorkerConfig
-from gradbus.runtime.transport.dds.network import NetworkConfig
+from gradbus.runtime.network.network_config import NetworkConfig
 
 WORLDS = (2, 4, 8)
 NUMEL = 1 << 18

@@ -74,7 +74,7 @@ if TYPE_CHECKING:
         WriteTimeout,
     )
     from gradbus.runtime.logs import log_to
-    from gradbus.runtime.transport.dds.network import NetworkConfig
+    from gradbus.runtime.network.network_config import NetworkConfig
 
 _WHERE = {
     "Bus": "gradbus.runtime.bus.bus",
@@ -85,7 +85,7 @@ _WHERE = {
     "ClientSummary": "gradbus.actors.federated.client.client_report",
     "Controller": "gradbus.actors.federated.controller.controller",
     "FederatedConfig": "gradbus.runtime.config.federated",
-    "NetworkConfig": "gradbus.runtime.transport.dds.network",
+    "NetworkConfig": "gradbus.runtime.network.network_config",
     "Progress": "gradbus.actors.federated.controller.report",
     "ProgressLine": "gradbus.actors.federated.controller.progress_line",
     "RoundOrder": "gradbus.actors.aggregation.orders",

@@ -13,9 +13,9 @@ from gradbus.runtime.misuse import opening
 
 if TYPE_CHECKING:
     from gradbus.runtime.bus.bus import Bus
+    from gradbus.runtime.network.network_config import NetworkConfig, Profile
     from gradbus.runtime.security import Level, Security
     from gradbus.runtime.testing.faults import Faults
-    from gradbus.runtime.transport.dds.network import NetworkConfig, Profile
 
 
 @opening("gradbus.connect", "bus")

@@ -165,25 +165,28 @@ class RankLocation:
 
     Attributes:
         host: host name and process id, for people. network: see :func:`network_place`.
-        domain: of DDS. leaves_machine: whether its bus reaches other machines. interface: of its bus.
+        meeting_place, leaves_machine, attachment: of its bus, see
+            :class:`~gradbus.runtime.transport.api.Reachable`.
     """
 
     host: str
     network: str
-    domain: int
+    meeting_place: str
     leaves_machine: bool
-    interface: str
+    attachment: str
 
     @classmethod
     def here(cls, reach: Reachable) -> RankLocation:
-        """That of this process."""
+        """Return that of this process."""
         host = f"{socket.gethostname()} (process {os.getpid()})"
-        return cls(host, network_place(), reach.domain, reach.leaves_machine, reach.interface)
+        return cls(host, network_place(), reach.meeting_place, reach.leaves_machine, reach.attachment)
 
     def never_meets(self, other: RankLocation) -> bool:
         """Whether it is certain that the buses of the two cannot find each other."""
         apart = bool(self.network and other.network) and self.network != other.network
-        return self.domain != other.domain or (apart and not (self.leaves_machine and other.leaves_machine))
+        return self.meeting_place != other.meeting_place or (
+            apart and not (self.leaves_machine and other.leaves_machine)
+        )
 
 
 class RankLocations:
@@ -215,10 +218,10 @@ class RankLocations:
         if not apart:
             return
         rank, other = next(iter(apart.items()))
-        its_domain = own_domain = ""
+        its_place = own_place = ""
         advice = self._reach.advice(elsewhere=True)
-        if other.domain != own.domain:
-            its_domain, own_domain = (f" in DDS domain {one.domain}" for one in (other, own))
+        if other.meeting_place != own.meeting_place:
+            its_place, own_place = (f" in {one.meeting_place}" for one in (other, own))
             advice = "Set the same GRADBUS_BUS__DOMAIN on all"
         elif own.leaves_machine:
             advice = (
@@ -226,8 +229,8 @@ class RankLocations:
             )
         raise ConfigError(
             f"process group {self._place.label!r}: ranks {sorted(apart)} cannot be met. Rank {rank} is on "
-            f"{other.host}, its bus on {other.interface}{its_domain}; rank {self._place.rank} is on {own.host}, its "
-            f"bus on {own.interface}{own_domain}. {advice}"
+            f"{other.host}, its bus on {other.attachment}{its_place}; rank {self._place.rank} is on {own.host}, its "
+            f"bus on {own.attachment}{own_place}. {advice}"
         )
 
 

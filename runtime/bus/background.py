@@ -18,12 +18,13 @@ from pydantic import Field
 
 from gradbus.runtime import forks
 from gradbus.runtime.bus.bus import Bus, connect
+from gradbus.runtime.bus.reach import reach_of
 from gradbus.runtime.config.bus import BusSettings
 from gradbus.runtime.config.settings import Settings, load_settings
 from gradbus.runtime.errors import BusError
+from gradbus.runtime.network.network_config import NetworkConfig
 from gradbus.runtime.security.settings import Security, rank_security
-from gradbus.runtime.transport.dds.missing_peers import Reach
-from gradbus.runtime.transport.dds.network import NetworkConfig
+from gradbus.runtime.transport.api import Reachable
 
 _PREFIX = "GRADBUS_BUS__"
 JOB_KEY = "gradbus/job"  # in the store of a process group: the number of its job
@@ -45,10 +46,10 @@ def settings_from_environment() -> BusSettings:
     return load_settings(_Environment, environment=ours).bus
 
 
-def reach() -> Reach:
-    """How far the bus of this process will reach. Raises ConfigError."""
+def reach() -> Reachable:
+    """Return how far the bus of this process will reach. Raises ConfigError."""
     settings = settings_from_environment()
-    return Reach.of(settings.domain, NetworkConfig.of(settings))
+    return reach_of(settings.domain, NetworkConfig.of(settings))
 
 
 def numbered_job(number: str, settings: BusSettings) -> str:
@@ -60,8 +61,8 @@ class BusThread:
     """A thread that keeps one bus open until it is released as often as it was acquired."""
 
     def __init__(self, job: str, settings: BusSettings, rank: int) -> None:
-        """Open the bus. ``rank``: of this process among all of the job. Raises ConfigError; BusError: DDS refuses it,
-        or it was not open in time."""
+        """Open the bus. ``rank``: of this process among all of the job. Raises ConfigError; BusError: the transport
+        refuses it, or it was not open in time."""
         self.job = job
         self.users = 0
         self._made_in = forks.generation
@@ -166,7 +167,7 @@ def acquire(job: str, settings: BusSettings, rank: int) -> BusThread:
         rank: of this process among all of the job, not of one of its process groups.
 
     Raises:
-        ConfigError: a setting is wrong. BusError: DDS cannot be started, or the bus was not open in time.
+        ConfigError: a setting is wrong. BusError: the transport cannot be started, or the bus was not open in time.
     """
     with _exclusive(job) as shared:
         if shared.thread is None:

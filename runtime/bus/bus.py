@@ -6,7 +6,7 @@
             async for message in inbox: ...
 
 One bus has two threads: one waits for data, one writes what is large. All state belongs to the event loop that opened
-the bus. Buses of different jobs in one process share a DDS participant.
+the bus. Buses of different jobs in one process may share what their transport has open.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from gradbus.runtime.bus.subscription import Subscription, Subscriptions
 from gradbus.runtime.config.job_name import default_job
 from gradbus.runtime.errors import BarrierTimeout, BusClosed, ConfigError, GradbusError
 from gradbus.runtime.misuse import check_instance, opening
+from gradbus.runtime.network.network_config import NetworkConfig
 from gradbus.runtime.security import Level, Security
 from gradbus.runtime.shm.shared_payload import PayloadMemory
 from gradbus.runtime.testing.fault_injection import FaultInjector
@@ -43,7 +44,6 @@ from gradbus.runtime.traffic import Traffic
 from gradbus.runtime.transport import peer_processes
 from gradbus.runtime.transport.api import Outlet, Periodic, Transport
 from gradbus.runtime.transport.channels import CHANNELS, READABLE
-from gradbus.runtime.transport.dds.network import NetworkConfig
 from gradbus.runtime.wire import control, frames
 from gradbus.runtime.wire.frames import FrameKey, Kind
 from gradbus.runtime.wire.messages import ClientUpdate, Control, Identity, Message, ModelBlob, PeerGone, TrainCmd
@@ -58,7 +58,8 @@ class Bus:
     """One participant of one job. Made by :func:`connect`.
 
     Attributes:
-        memory: what passes by DDS, between its processes. traffic: payload of the collectives of all its groups.
+        memory: what passes beside the transport, between its processes. traffic: payload of the collectives of all its
+            groups.
     """
 
     def __init__(self, job: str, transport: Transport, loop: asyncio.AbstractEventLoop, stall_timeout_s: float) -> None:
@@ -123,7 +124,7 @@ class Bus:
             self._receiver.add(writer)
 
     async def publish(self, sender: Identity, message: TrainCmd | control.Body) -> None:
-        """Send a small message. Returns when DDS has taken it, as a rule at once.
+        """Send a small message. Returns when the transport has taken it, as a rule at once.
 
         Raises:
             BusClosed, WriteTimeout.
@@ -153,8 +154,8 @@ class Bus:
         return (), frame
 
     def _announce_closing(self) -> None:
-        """Announce the end of each sender, as what DDS says of a process that lives is no proof. A peer that does
-        not take this at once finds out by its lease."""
+        """Announce the end of each sender, as what a transport says of a process that lives is no proof. A peer that
+        does not take this at once finds out by its lease."""
         writer = self._writers.get(Control)
         if writer is None:
             return
@@ -335,7 +336,8 @@ class Bus:
 
     @property
     def sent_bytes(self) -> Counter[str]:
-        """Bytes of frames given to DDS, by topic, headers and repeats included; of payload there is :attr:`traffic`."""
+        """Bytes of frames given to the transport, by topic, headers and repeats included; of payload there is
+        :attr:`traffic`."""
         inline = [self._port_bytes, *(port.inline_bytes for port in self._ports)]
         return sum(inline, Counter(self._sender.sent_bytes))
 
@@ -346,7 +348,7 @@ class Bus:
 
     @property
     def received_bytes(self) -> Counter[str]:
-        """Bytes of accepted frames taken from DDS, by topic."""
+        """Bytes of accepted frames taken from the transport, by topic."""
         return Counter(self._receiver.received_bytes)
 
     def _check_open(self) -> None:
@@ -357,8 +359,8 @@ class Bus:
             raise BusClosed(f"the receive thread ended with {self._thread.fault!r}") from self._thread.fault
 
     async def close(self, *, drain_s: float = 1.0) -> None:
-        """Send what is queued (for at most ``drain_s``), stop both threads, leave DDS. Bounded in time, also when the
-        caller is cancelled meanwhile."""
+        """Send what is queued (for at most ``drain_s``), stop both threads, leave the job. Bounded in time, also when
+        the caller is cancelled meanwhile."""
         if self._closed:
             return
         self._closed = True
@@ -434,8 +436,8 @@ async def connect(
     """Join a job where everything is loaded already: :func:`gradbus.connect` explains the arguments.
 
     Raises:
-        ConfigError: a setting is wrong, or data would leave the machine without protection. BusError: DDS cannot be
-            started.
+        ConfigError: a setting is wrong, or data would leave the machine without protection. BusError: the
+            transport cannot be started.
     """
     job = default_job() if job is None else job
     check_job(job, domain)

@@ -1,4 +1,4 @@
-"""How calls get from the receive thread to the event loop: the loop is woken, or polls DDS itself for a moment.
+"""How calls get from the receive thread to the event loop: the loop is woken, or polls the transport for a moment.
 
 To wake the receive thread, hand it the GIL and wake the loop takes 100 to 200 us, several times what the message has
 taken from process to process. A consumer whose last waits were short polls instead, while nothing else is ready to run

@@ -1,12 +1,13 @@
 """Whether the senders on a bus are still there: plain decisions, without a clock of their own.
 
 Three know something. The *kernel* knows the processes of this machine, without fail. The sender itself says so when its
-bus closes. *DDS* says that a writer is gone: when its lease ran out, which is also so where a process was stopped, had
-no turn or was cut off; when its process said goodbye; and when anybody has sent the 84 bytes of such a goodbye in its
-name, for discovery is not sealed. So what DDS says is a doubt, and becomes a fact when nothing comes for a lease.
+bus closes. The *transport* says that a writer is gone: when its lease ran out, which is also so where a process was
+stopped, had no turn or was cut off; when its process said goodbye; and, on DDS, when anybody has sent the 84 bytes of
+such a goodbye in its name, for discovery is not sealed. So what a transport says is a doubt, and becomes a fact when
+nothing comes for a lease.
 
-Who is on this machine is gone when the kernel says so. DDS counts only where such a process lives on and has left the
-bus without announcing it: then nothing comes for a good while, although it runs.
+Who is on this machine is gone when the kernel says so. The transport counts only where such a process lives on and has
+left the bus without announcing it: then nothing comes for a good while, although it runs.
 
 Time is what this process has spent listening. While it was stopped itself, or had no turn, it could not hear anybody.
 """
@@ -21,11 +22,11 @@ from gradbus.runtime.transport.api import Peer
 from gradbus.runtime.wire.messages import Control, PeerGone, is_later
 
 LONGEST_TURN_S = 1.5  # of listening: what lies between two looks beyond that, this process has not listened
-# A process of this machine that runs and whose writers DDS has lost: after a stop, or a lease that ran out in a busy
-# moment, discovery finds it again within some seconds.
+# A process of this machine that runs and whose writers the transport has lost: after a stop, or a lease that ran out in
+# a busy moment, it is found again within some seconds.
 FOUND_AGAIN_S = 10.0
 MAX_SENDERS = 65_536  # remembered, also of one writer: it cannot make us grow without end
-DOUBT_S = 1.0  # how often to ask again of whom DDS has lost
+DOUBT_S = 1.0  # how often to ask again about those that the transport has lost
 
 Sender = tuple[int, int]  # and which start of it
 
@@ -36,7 +37,7 @@ class _Known:
 
     Attributes:
         claim: the process that it says it is in. watched: the kernel reports when that ends.
-        last_s: when its last message came. departed_s: since when DDS knows no writer of it; -1: it knows one.
+        last_s: when its last message came. departed_s: since when no writer of it is matched; -1: one is.
     """
 
     claim: str
@@ -46,7 +47,8 @@ class _Known:
 
 
 class Reachability:
-    """Tells of one peer that is reached over a topic of its own whether it is gone when DDS knows no reader there."""
+    """Tells of one peer that is reached over a topic of its own whether it is gone when none of its readers is
+    matched there."""
 
     def __init__(self, claim: str, lease_s: float) -> None:
         """``claim``: the process that it says it is in."""
@@ -56,11 +58,11 @@ class Reachability:
 
     @property
     def in_doubt(self) -> bool:
-        """Whether DDS has lost it. Then :meth:`is_gone` is to be asked again, once a second or so."""
+        """Whether the transport has lost it. Then :meth:`is_gone` is to be asked again, once a second or so."""
         return self._lost_s >= 0
 
     def is_gone(self, matched: bool, now_s: float) -> bool:
-        """``matched``: DDS knows its reader. ``now_s``: of one clock."""
+        """``matched``: its reader is. ``now_s``: of one clock."""
         if matched:
             self._lost_s = -1.0
             return False
@@ -82,7 +84,7 @@ class Liveness:
         is_stopped: Callable[[str], bool],
     ) -> None:
         """Args:
-        lease_s: after so long a silence a sender whose writers DDS has lost is gone.
+        lease_s: after so long a silence a sender whose writers the transport has lost is gone.
         watch: have the end of a process reported to :meth:`ended`; returns whether that can be. unwatch: no more.
         is_stopped: whether a process stands still because somebody wants it to.
         """
@@ -100,7 +102,7 @@ class Liveness:
 
     @property
     def writers(self) -> Collection[Peer]:
-        """Handles of the DDS writers through which messages have come."""
+        """Return the writers through which messages have come."""
         return self._registry.writers
 
     def look(self, clock_s: float) -> list[PeerGone]:
@@ -118,7 +120,7 @@ class Liveness:
 
     @property
     def is_in_doubt(self) -> bool:
-        """Whether DDS has lost somebody of whom it is not known yet whether they are gone."""
+        """Whether the transport has lost somebody of whom it is not known yet whether they are gone."""
         return bool(self._departed)
 
     def advance(self, clock_s: float) -> None:
@@ -128,7 +130,7 @@ class Liveness:
         self._looked_s = clock_s
 
     def received(self, writer: Peer, message: Control) -> None:
-        """A message of a sender has come through a DDS writer."""
+        """A message of a sender has come through a writer."""
         self._registry.received(writer, message)
         sender = (message.sender, message.incarnation)
         known = self._known.get(sender)
@@ -154,7 +156,7 @@ class Liveness:
         return False
 
     def departed(self, writers: Iterable[Peer]) -> None:
-        """DDS does not know these writers any more."""
+        """Note that the transport does not know these writers any more."""
         for gone in self._registry.left(writers):
             known = self._known.get((gone.sender, gone.incarnation))
             if known is not None and known.departed_s < 0:
@@ -219,7 +221,7 @@ class _Sent:
 
 
 class WriterRegistry:
-    """Which senders have sent through which DDS writer, so that the end of a writer tells which sender is gone.
+    """Which senders have sent through which writer, so that the end of a writer tells which sender is gone.
     For the receive thread.
 
     A message cannot be forged, but anybody can send one again through a writer of his own, and then take that writer
@@ -229,7 +231,7 @@ class WriterRegistry:
     """
 
     def __init__(self) -> None:
-        self._sent: dict[Peer, dict[Sender, _Sent]] = {}  # by handle of the writer
+        self._sent: dict[Peer, dict[Sender, _Sent]] = {}  # by writer
 
     @property
     def writers(self) -> KeysView[Peer]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import re
 import sys
 import threading
@@ -13,15 +12,16 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from gradbus.runtime.bus.reach import reach_of
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.fast_paths import LOOPBACK
 from gradbus.runtime.logs import get_logger
-from gradbus.runtime.security.settings import Level, Security, level_in_force, other_users
+from gradbus.runtime.network.network_config import NetworkConfig, Profile
+from gradbus.runtime.network.peers import check_peers
+from gradbus.runtime.security.settings import Level, Security, is_exposed, level_in_force, other_users
 from gradbus.runtime.testing.fault_injection import FaultInjector
 from gradbus.runtime.transport.api import Transport
-from gradbus.runtime.transport.dds.network import NetworkConfig, Profile, build_xml, has_peers_elsewhere, leaves_machine
 from gradbus.runtime.transport.dds.participant import Participant
-from gradbus.runtime.transport.dds.peers import check_peers
 
 if TYPE_CHECKING:
     from gradbus.runtime.security.endpoints import JobMembership
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 log = get_logger("bus")
 
-_JOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")  # a DDS partition; * ? [ would be patterns there
+_JOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")  # * ? [ would be patterns where DDS has partitions
 
 
 def check_job(job: str, domain: int) -> None:
@@ -73,12 +73,11 @@ def participant_maker(
     """
     if not isinstance(security, Security):
         security = Security(level=security)
-    document = build_xml(network, user_document=os.environ.get("CYCLONEDDS_URI"))
-    level = level_in_force(security, document)
+    reach = reach_of(domain, network)
+    level = level_in_force(security, reach)
     place: dict[str, Any] = {"domain_id": domain, "partition": job, "network": network, "fast": fast}
     if level == "none":
-        exposed = leaves_machine(document) or has_peers_elsewhere(document)
-        return partial(_open_unprotected, exposed=exposed, **place)
+        return partial(_open_unprotected, exposed=is_exposed(reach), **place)
     from gradbus.runtime.security.endpoints import EncryptedParticipant  # loads cryptography
 
     if level == "identity":

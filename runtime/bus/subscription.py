@@ -29,8 +29,8 @@ class Item:
 class Subscription:
     """Messages of some topics, in order of arrival, for one consumer.
 
-    The queue is bounded by the topics' ``inbox``: when it is full the DDS reader is left alone, fills up, and its
-    writers wait. Nothing is dropped.
+    The queue is bounded by the topics' ``inbox``: when it is full the inlet is left alone, fills up, and its
+    outlets wait. Nothing is dropped.
     """
 
     def __init__(

@@ -163,7 +163,7 @@ class WaitLoop(OwnThread):
                 continue
             found, has_looked = self._turn(0.0, turn_until_s), True
             now_s = time.monotonic()
-            # To DDS's own threads, which bring what is waited for. Not when it is here.
+            # To the transport's own threads, which bring what is waited for. Not when it is here.
             if not found and not SPINNING.yield_core():
                 spin_until_s = now_s
 

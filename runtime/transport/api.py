@@ -77,11 +77,23 @@ class Traits:
 
 
 class Reachable(Protocol):
-    """Describes who can be met on a transport, for those that wait for others."""
+    """Describes who can be met on a transport: for those that wait for others, and for the choice of protection."""
 
     @property
     def leaves_machine(self) -> bool:
         """Return whether other machines can be reached at all."""
+
+    @property
+    def has_peers_elsewhere(self) -> bool:
+        """Return whether its settings name machines that are not this one."""
+
+    @property
+    def meeting_place(self) -> str:
+        """Return where processes find each other, in words (``DDS domain 0``): those of another one are never met."""
+
+    @property
+    def attachment(self) -> str:
+        """Return what joins this process to the others, in a word for an error: a network interface, ``lo``."""
 
     def hint(self, *, elsewhere: bool | None = None, one: bool = False) -> str:
         """Return what to look at first while processes do not come, in a few words.
@@ -264,8 +276,8 @@ class Transport(Protocol):
     lease_s: float
 
     @property
-    def reach(self) -> Any:
-        """Return who can be met on it: a :class:`Reachable`."""
+    def reach(self) -> Reachable:
+        """Return who can be met on it."""
 
     def start(self, thread: IoThread) -> None:
         """Have the transport's own protocols run on the I/O thread of its bus from now on. Called once, before any

@@ -26,7 +26,7 @@ from pathlib import Path
 from gradbus.runtime import fast_paths
 from gradbus.runtime.logs import get_logger
 
-SETTLE_S = 0.02  # after the end of a process until it is reported: what it sent last is on its way through DDS
+SETTLE_S = 0.02  # after the end of a process until it is reported: what it sent last is on its way
 MAX_WATCHED = 4096  # processes; a descriptor each
 # Numbers that the kernel's calls take: anybody may say a larger one, for which they raise OverflowError.
 _CLAIM = re.compile(r"([0-9a-f]{16}) ([1-9]\d{0,8}) (\d{1,19})", re.ASCII)

@@ -19,8 +19,8 @@ from gradbus.commands.doctor.peer_names import OtherMachines, unresolved
 from gradbus.commands.exit_codes import ExitCode
 from gradbus.commands.lab.namespaces import Host
 from gradbus.runtime.config.bus import BusSettings
-from gradbus.runtime.transport.dds import host_names
-from gradbus.runtime.transport.dds.host_names import HostNames
+from gradbus.runtime.network import host_names
+from gradbus.runtime.network.host_names import HostNames
 
 
 @pytest.fixture

@@ -15,7 +15,8 @@ import pytest
 import warm
 from host_files import add_ipv6_addresses
 
-from gradbus.commands.doctor.datagrams import Datagrams, DoctorIdentity, RemoteDoctor, probe_ports
+from gradbus.commands.buses import examination_of
+from gradbus.commands.doctor.datagrams import Datagrams, DoctorIdentity, RemoteDoctor
 from gradbus.commands.doctor.machine import Finding, Severity
 from gradbus.commands.doctor.peers import PeerContact, judge_peer
 from gradbus.commands.doctor.remote_bus import BusPeer, PeerMeasurements
@@ -143,7 +144,7 @@ def test_what_is_known_of_a_peer_decides_what_is_said() -> None:
 
 
 def test_what_others_send_is_read_with_care() -> None:
-    packets = Datagrams(CARD, [], 1400)
+    packets = Datagrams(CARD, [], 1400, examination_of(SETTINGS))
     good = {name: getattr(THEIRS, name) for name in DoctorIdentity.__slots__} | {"received": {"1": 1400}}
     for bad in (b"", b"x" * 100, b"gradbus doctor 2 {", b"gradbus doctor 2 []", b"gradbus doctor 2 {}"):
         packets.take(bad, ("192.0.2.9", 1))
@@ -168,8 +169,3 @@ def test_a_word_that_no_doctor_sends_changes_nothing(word: str) -> None:
     measurements = PeerMeasurements(1, "one", "192.0.2.1")
     assert measurements.on_word(2, word, None) is None  # type: ignore[arg-type]
     assert measurements.found == {}
-
-
-def test_probes_take_the_last_ports_of_a_domain() -> None:
-    assert probe_ports(0) == (7648, 7649)
-    assert probe_ports(232)[1] == 65535

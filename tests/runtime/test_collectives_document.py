@@ -33,8 +33,8 @@ from gradbus.runtime.collectives.arithmetic import Arithmetic, ReduceOp
 from gradbus.runtime.collectives.reductions import SMALL_BYTES, choose
 from gradbus.runtime.config.bus import BusSettings
 from gradbus.runtime.config.settings import Settings, load_settings
+from gradbus.runtime.network.network_config import NetworkConfig
 from gradbus.runtime.shm import layout, transport
-from gradbus.runtime.transport.dds.network import NetworkConfig
 from gradbus.runtime.wire.frames import CHUNK_BYTES
 
 MIB = 1 << 20

@@ -16,7 +16,7 @@ import gradbus
 from gradbus import loading
 from gradbus.runtime.bus.bus import connect as connect_loaded
 from gradbus.runtime.bus.participant_factory import network_config
-from gradbus.runtime.transport.dds.network import NetworkConfig
+from gradbus.runtime.network.network_config import NetworkConfig
 
 # A host with a client, its controller, and both ranks of a data-parallel run. It notes who imports what meanwhile.
 HOST = """
@@ -117,6 +117,28 @@ async def main():
 asyncio.run(main())
 """
     assert child(program, str(domain)).stdout == "False\n"
+
+
+def test_the_settings_of_security_load_nothing_of_a_transport() -> None:
+    program = "import sys, gradbus.runtime.security; print([one for one in sys.modules if 'runtime.transport' in one])"
+    assert child(program).stdout == "[]\n"
+
+
+def test_what_is_known_before_a_bus_is_open_needs_no_library_of_a_transport() -> None:
+    """Settings are checked before a second of imports, and the doctor runs where a package is missing."""
+    program = """
+import sys
+sys.modules["cyclonedds"] = sys.modules["torch"] = None
+import gradbus
+from gradbus.commands.buses import check, examination_of, peer_names_of, reach_of
+from gradbus.commands.doctor.report import examine
+from gradbus.runtime.config.bus import BusSettings
+gradbus.NetworkConfig(peers=("192.0.2.1",))
+settings = BusSettings(security="none", insecure=True)
+check(settings)
+print(reach_of(settings).meeting_place, examination_of(settings).ports, peer_names_of(settings).names)
+"""
+    assert child(program).stdout == "DDS domain 0 7410-7649 ()\n"
 
 
 def test_a_package_that_is_missing_is_an_error_of_connect_with_its_name() -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from gradbus.codecs import CodecError
 from gradbus.runtime import user_errors
-from gradbus.runtime.transport.dds.network import check_interface
+from gradbus.runtime.network.addresses import check_interface
 from gradbus.runtime.user_errors import readable_traceback, summary_of, traceback_with_place, user_error
 
 
@@ -74,7 +74,7 @@ def test_an_error_without_a_line_of_the_user_has_all_lines_and_is_not_theirs() -
     error.__traceback__ = error.__traceback__.tb_next.tb_next  # type: ignore[union-attr]  # without this file
     what = user_error(error)
     assert not what.is_own
-    assert "network.py" in what.place
+    assert "addresses.py" in what.place
     assert readable_traceback(error) == readable_traceback(error, full=True)
 
 
@@ -124,7 +124,7 @@ def test_a_message_has_a_bound() -> None:
     ("call", "file"),
     [
         (lambda: np.reshape(np.zeros(3), (2, 2)), "fromnumeric.py"),
-        (lambda: check_interface("nope0"), "network.py"),
+        (lambda: check_interface("nope0"), "addresses.py"),
         (lambda: json.loads("{"), "decoder.py"),
     ],
     ids=["a dependency", "gradbus", "Python"],

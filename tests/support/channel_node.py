@@ -19,9 +19,9 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
 
+from gradbus.runtime.network.network_config import NetworkConfig
 from gradbus.runtime.transport.channels import Channel as TransportChannel
 from gradbus.runtime.transport.dds import libddsc
-from gradbus.runtime.transport.dds.network import NetworkConfig
 from gradbus.runtime.transport.dds.participant import Participant, Reader, Writer
 
 ANSWER_S = 60.0  # within which any answer comes: a machine may stand still

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from gradbus.runtime.errors import FrameError
+from gradbus.runtime.network.network_config import NetworkConfig
 from gradbus.runtime.security.identity import handshake
 from gradbus.runtime.security.identity.join_messages import (
     STAMP_BYTES,
@@ -31,7 +32,6 @@ from gradbus.runtime.security.identity.join_messages import (
 )
 from gradbus.runtime.security.identity.join_transport import BEACON, JOIN
 from gradbus.runtime.security.identity.key import new_node_key
-from gradbus.runtime.transport.dds.network import NetworkConfig
 from gradbus.runtime.transport.dds.participant import Participant
 
 FORGED = random.Random(0).randbytes(64 + STAMP_BYTES)  # signature and stamp

@@ -12,8 +12,8 @@ import time
 from cyclonedds.builtin import BuiltinDataReader, BuiltinTopicDcpsPublication
 from cyclonedds.core import Policy
 
+from gradbus.runtime.network.network_config import NetworkConfig
 from gradbus.runtime.transport.channels import Channel
-from gradbus.runtime.transport.dds.network import NetworkConfig
 from gradbus.runtime.transport.dds.participant import IDL_TYPES, Participant
 
 

@@ -8,12 +8,12 @@ import time
 from collections.abc import Iterable
 from dataclasses import replace
 
+from gradbus.runtime.network.network_config import NetworkConfig
 from gradbus.runtime.security.endpoints import wire_channel
 from gradbus.runtime.security.envelope import MAGIC
 from gradbus.runtime.security.liveness_challenge import SESSION_TOPIC
 from gradbus.runtime.transport.channels import CHANNELS, Channel
 from gradbus.runtime.transport.dds import libddsc
-from gradbus.runtime.transport.dds.network import NetworkConfig
 from gradbus.runtime.transport.dds.participant import Participant, Writer
 from gradbus.runtime.wire import frames
 from gradbus.runtime.wire.messages import Control

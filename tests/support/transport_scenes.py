@@ -19,8 +19,8 @@ from typing import Any, Protocol
 from channel_node import Channel, ChannelNode
 from dds_domains import new_domain
 
+from gradbus.runtime.network.network_config import NetworkConfig
 from gradbus.runtime.transport.api import Inlet, Outlet, Transport
-from gradbus.runtime.transport.dds.network import NetworkConfig
 from gradbus.runtime.transport.dds.participant import Participant
 from gradbus.runtime.transport.memory.network import MemoryNetwork
 from gradbus.runtime.transport.memory.pairs import MemoryNode

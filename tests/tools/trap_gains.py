@@ -29,8 +29,8 @@ from gradbus.experiments.bench.processes import LEASE_S, BenchRank, Transport, r
 from gradbus.experiments.bench.timing import KIB, MIB, in_turns, size_text
 from gradbus.runtime import malloc
 from gradbus.runtime.bus.handover import Handover
+from gradbus.runtime.network.network_config import NetworkConfig
 from gradbus.runtime.transport.dds import libddsc, native_topics
-from gradbus.runtime.transport.dds.network import NetworkConfig
 
 _WARM_UP = 20
 _BLOCKS, _BLOCK_CALLS = 32, 60

@@ -12,12 +12,13 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 from torch_node import play
 
-from gradbus.runtime.errors import BarrierTimeout
-from gradbus.runtime.transport.dds.missing_peers import Reachable
+from gradbus.runtime.bus.reach import reach_of
+from gradbus.runtime.errors import BarrierTimeout, ConfigError
+from gradbus.runtime.network.network_config import NetworkConfig
 from gradbus.torch import formation
-from gradbus.torch.formation import Rendezvous, agreed_name
+from gradbus.torch.formation import RankLocations, Rendezvous, agreed_name
 
-REACH = Reachable(domain=0, interface="lo", peers=(), multicast=False, leaves_machine=False)
+REACH = reach_of(0, NetworkConfig())
 
 
 def file_store(folder: Path) -> Store:
@@ -70,6 +71,24 @@ def test_a_rank_0_that_comes_after_others_have_waited_is_found(store: Store, mon
 def test_a_rank_0_that_never_comes_is_named_after_the_timeout(store: Store) -> None:
     with pytest.raises(BarrierTimeout, match=r"process group 'world', rank 1: 1 of 2 ready after 0.3 s, missing \[0\]"):
         agreed_name(rendezvous(store, 1, 0.3), REACH)
+
+
+def test_ranks_in_two_domains_are_an_error_that_names_both_and_the_setting() -> None:
+    store = dist.HashStore()
+    RankLocations(rendezvous(store, 0, 60.0), "g", reach_of(3, NetworkConfig()))
+    other = RankLocations(rendezvous(store, 1, 60.0), "g", REACH)
+    with pytest.raises(ConfigError) as caught:
+        other.check()
+    text = str(caught.value)
+    assert text.startswith("process group 'world': ranks [0] cannot be met. Rank 0 is on ")
+    assert ", its bus on lo in DDS domain 3; rank 1 is on " in text
+    assert text.endswith(", its bus on lo in DDS domain 0. Set the same GRADBUS_BUS__DOMAIN on all")
+
+
+def test_ranks_that_can_meet_are_waited_for() -> None:
+    store = dist.HashStore()
+    RankLocations(rendezvous(store, 0, 60.0), "g", REACH)
+    RankLocations(rendezvous(store, 1, 60.0), "g", REACH).check()
 
 
 def test_a_store_that_does_not_work_is_an_error_at_once_and_its_own() -> None:

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from torch.distributed import DistNetworkError
 
-from gradbus.runtime.transport.dds.missing_peers import Reach
-from gradbus.runtime.transport.dds.network import NetworkConfig
+from gradbus.runtime.bus.reach import reach_of
+from gradbus.runtime.network.network_config import NetworkConfig
 from gradbus.runtime.wire import frames
 from gradbus.runtime.wire.frames import Frame
 from gradbus.torch.store import client as store_client
@@ -44,7 +44,7 @@ class Bus:
         self.answer = answer
         self.access_policy = SimpleNamespace(refusal="", absence="")
         self.misconfiguration = ""
-        self.reach = Reach.of(0, NetworkConfig())
+        self.reach = reach_of(0, NetworkConfig())
         self.take: Callable[[Frame], None] = lambda frame: None
 
     def raw_endpoints(self) -> Any:

@@ -16,7 +16,7 @@ from gradbus.runtime.bus import background
 from gradbus.runtime.collectives.objects import MAX_OBJECT_BYTES
 from gradbus.runtime.config.bus import BusSettings
 from gradbus.runtime.config.job_name import default_job
-from gradbus.runtime.transport.dds.network import NetworkConfig
+from gradbus.runtime.network.network_config import NetworkConfig
 from gradbus.torch import hooks
 from gradbus.torch.backend import STALL_VARIABLE, STALL_WARNING_S
 from gradbus.torch.functions import OPS

@@ -11,8 +11,8 @@ import time
 import pytest
 
 from gradbus.commands.lab.namespaces import Host
-from gradbus.runtime.transport.dds.missing_peers import Reach
-from gradbus.runtime.transport.dds.network import NetworkConfig
+from gradbus.runtime.bus.reach import reach_of
+from gradbus.runtime.network.network_config import NetworkConfig
 from gradbus.torch.formation import RankLocation
 
 # How often a rank looks whether it can ever meet the others, which takes no longer where all share a machine.
@@ -62,8 +62,7 @@ def test_ranks_whose_buses_were_left_on_lo_fail_in_seconds_and_are_told_which_va
 
 
 def place(network: str, **settings: object) -> RankLocation:
-    reach = Reach.of(0, NetworkConfig())
-    own = RankLocation.here(reach)
+    own = RankLocation.here(reach_of(0, NetworkConfig()))
     return RankLocation(
         **{**{name: getattr(own, name) for name in RankLocation.__slots__}, "network": network, **settings}
     )  # type: ignore[arg-type]
@@ -75,4 +74,4 @@ def test_only_what_is_certain_ends_the_wait() -> None:
     assert place("a", leaves_machine=True).never_meets(place("b"))
     assert not place("a", leaves_machine=True).never_meets(place("b", leaves_machine=True))
     assert not place("").never_meets(place("b"))
-    assert place("a").never_meets(place("a", domain=3))
+    assert place("a").never_meets(place("a", meeting_place="DDS domain 3"))

@@ -21,7 +21,6 @@ from torch.distributed import DistNetworkError, DistStoreError, QueueEmptyError
 
 from gradbus.runtime.bus import background
 from gradbus.runtime.closing_thread import ClosingThread
-from gradbus.runtime.fast_paths import LOOPBACK
 from gradbus.torch.store.address import Address
 from gradbus.torch.store.client import StoreClient
 from gradbus.torch.store.endpoint import StoreEnd
@@ -39,11 +38,11 @@ _PATIENCE_LEASES = 2.5  # after that a process which is still there is not a dea
 
 def acquire_bus(address: Address) -> background.BusThread:
     """The bus of all that has to do with an address: this store, the process groups that are made with it, and what is
-    left of a former store. Participants of one process that come and go while others discover them may never be found
-    (see :mod:`gradbus.runtime.transport.dds.domains`), so there is one.
+    left of a former store. Buses of one process that come and go while others discover them may never be found, so
+    there is one.
 
     Raises:
-        ConfigError: a setting is wrong. BusError: DDS cannot be started.
+        ConfigError: a setting is wrong. BusError: the transport cannot be started.
     """
     settings = background.settings_from_environment().model_copy(update={"domain": address.domain})
     return background.acquire(background.numbered_job(address.number, settings), settings, address.rank)
@@ -100,10 +99,8 @@ class StoreLink:
         try:
             end = thread.start(self._make(thread)).result()
             if isinstance(end, StoreClient):
-                is_local = (
-                    background.settings_from_environment().interface == LOOPBACK
-                )  # then the kernel reports deaths
-                patience_s = _PATIENCE_S if is_local else _PATIENCE_LEASES * thread.bus.lease_s
+                lease_s = thread.bus.remote_lease_s  # None: all are on this machine, where the kernel reports deaths
+                patience_s = _PATIENCE_S if lease_s is None else _PATIENCE_LEASES * lease_s
                 joining = thread.start(end.join(timeout_s, patience_s))
                 joining.result()
             self.end = end

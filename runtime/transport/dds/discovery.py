@@ -1,9 +1,10 @@
 """Discovery of DDS: which processes its participants are in, and how it learns of those that have ended.
 
-Each participant says in its user data which process it is in (:mod:`.peer_processes`). When the kernel says that this
-one has ended, DDS gets the message that the process itself sends when it leaves gracefully, which goes to this
-process's own sockets alone. Else DDS would keep the dead one until its lease ends, and a writer that waits for a reader
-of it would wait as long; so a lease can be long where processes share a machine, and a stopped process lose nothing.
+Each participant says in its user data which process it is in (:mod:`gradbus.runtime.transport.peer_processes`). When
+the kernel says that this one has ended, DDS gets the message that the process itself sends when it leaves gracefully,
+which goes to this process's own sockets alone. Else DDS would keep the dead one until its lease ends, and a writer that
+waits for a reader of it would wait as long; so a lease can be long where processes share a machine, and a stopped
+process lose nothing.
 
 To set the user data anew has DDS announce the participant at once. So it can do so by itself but seldom: a newcomer is
 heard of because it says so, a few times at growing intervals, as a datagram may be lost in a crowd.
@@ -26,9 +27,9 @@ from cyclonedds.builtin_types import cqos_to_qos
 from cyclonedds.core import DDSException, InstanceState, Policy, Qos, ReadCondition, SampleState, ViewState
 from cyclonedds.domain import DomainParticipant
 
+from gradbus.runtime.network.addresses import FAMILIES, family_of
 from gradbus.runtime.transport import peer_processes
 from gradbus.runtime.transport.dds import libddsc
-from gradbus.runtime.transport.dds.addresses import FAMILIES, family_of
 from gradbus.runtime.transport.dds.spdp import discovery_ports, goodbye
 
 MAX_CLAIM_BYTES = 64

@@ -22,15 +22,15 @@ from cyclonedds.domain import Domain
 
 from gradbus.runtime import forks
 from gradbus.runtime.errors import BusError, ConfigError
+from gradbus.runtime.network.addresses import FAMILIES
+from gradbus.runtime.network.host_names import FIRST_LOOKUP_S, LOOKUPS
 from gradbus.runtime.transport import peer_processes
 from gradbus.runtime.transport.dds import libddsc
-from gradbus.runtime.transport.dds.addresses import FAMILIES, own_address, uses_ipv6
 from gradbus.runtime.transport.dds.discovery import Announcer, Discovery, keep_to_loopback, make_participant
 from gradbus.runtime.transport.dds.exclusion import Exclusion
-from gradbus.runtime.transport.dds.host_names import FIRST_LOOKUP_S, LOOKUPS
 from gradbus.runtime.transport.dds.late_peers import LatePeers
 from gradbus.runtime.transport.dds.log_sink import dds_log
-from gradbus.runtime.transport.dds.network import leaves_machine
+from gradbus.runtime.transport.dds.network import leaves_machine, own_address, uses_ipv6
 from gradbus.runtime.transport.dds.peers import names_in, with_addresses
 from gradbus.runtime.transport.dds.spdp import PREFIX_BYTES
 

@@ -21,8 +21,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from gradbus.runtime.transport.dds.addresses import own_address, udp_socket
+from gradbus.runtime.network.addresses import udp_socket
 from gradbus.runtime.transport.dds.discovery import Claim, own_addresses
+from gradbus.runtime.transport.dds.network import own_address
 from gradbus.runtime.transport.dds.spdp import goodbye, placeholder_of
 
 _SEARCH_S = 0.05  # how long to look for a process behind a port

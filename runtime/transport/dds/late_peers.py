@@ -21,8 +21,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from gradbus.runtime.logs import get_logger
-from gradbus.runtime.transport.dds.addresses import family_of, udp_socket, with_port
-from gradbus.runtime.transport.dds.host_names import LOOKUPS
+from gradbus.runtime.network.addresses import family_of, udp_socket, with_port
+from gradbus.runtime.network.host_names import LOOKUPS
 from gradbus.runtime.transport.dds.network import SEARCH_S
 from gradbus.runtime.transport.dds.spdp import PORTS_OF_A_DOMAIN, discovery_ports, first_port, prefix_of
 

@@ -9,30 +9,22 @@ import os
 from dataclasses import dataclass
 
 from gradbus.runtime.fast_paths import LOOPBACK
-from gradbus.runtime.transport.dds.addresses import FAMILIES, address_of, uses_ipv6
-from gradbus.runtime.transport.dds.host_names import LOOKUPS, describe_missing
-from gradbus.runtime.transport.dds.network import NetworkConfig, build_xml, interfaces, leaves_machine
+from gradbus.runtime.network.addresses import FAMILIES, address_of, interfaces
+from gradbus.runtime.network.host_names import LOOKUPS, describe_missing
+from gradbus.runtime.network.network_config import NetworkConfig
+from gradbus.runtime.transport.dds.examination import port_range
+from gradbus.runtime.transport.dds.network import build_xml, has_peers_elsewhere, leaves_machine, uses_ipv6
 from gradbus.runtime.transport.dds.peers import names_in
-
-MAX_PROCESSES = 120  # of a machine and domain
-
-
-def port_range(domain: int) -> str:
-    """The ports that DDS processes of this domain listen on: two each, for up to 120 processes of a machine.
-
-    That is RTPS's formula for participant indices 0 to MaxAutoParticipantIndex - 1; docs/operations.md tells more.
-    """
-    first = 7400 + 250 * domain + 10
-    return f"{first}-{min(first + 2 * MAX_PROCESSES - 1, 65535)}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reach:
-    """How far a bus reaches.
+    """Describes how far a bus on DDS reaches: the :class:`~gradbus.runtime.transport.api.Reachable` of DDS.
 
     Attributes:
         domain: of DDS. interface, peers, multicast: as it is set.
-        leaves_machine: whether other machines can be reached at all.
+        leaves_machine: whether other machines can be reached at all. has_peers_elsewhere: whether peers are named that
+            are not this machine.
         by_document: whether ``CYCLONEDDS_URI`` has a say in that.
         names: host names among the peers of both. ipv6: whether it uses IPv6, else IPv4.
     """
@@ -42,13 +34,14 @@ class Reach:
     peers: tuple[str, ...]
     multicast: bool
     leaves_machine: bool
+    has_peers_elsewhere: bool = False
     by_document: bool = False
     names: tuple[str, ...] = ()
     ipv6: bool = False
 
     @classmethod
     def of(cls, domain: int, network: NetworkConfig) -> Reach:
-        """The reach of a bus with this network. Raises ConfigError: that is wrong."""
+        """Return the reach of a bus with this network. Raises ConfigError: that is wrong."""
         document = os.environ.get("CYCLONEDDS_URI")
         merged = build_xml(network, user_document=document)
         return cls(
@@ -57,10 +50,21 @@ class Reach:
             peers=network.peers,
             multicast=network.multicast,
             leaves_machine=leaves_machine(merged),
+            has_peers_elsewhere=has_peers_elsewhere(merged),
             by_document=bool(document),
             names=tuple(names_in(merged)),
             ipv6=uses_ipv6(merged),
         )
+
+    @property
+    def meeting_place(self) -> str:
+        """Return the domain, in words."""
+        return f"DDS domain {self.domain}"
+
+    @property
+    def attachment(self) -> str:
+        """Return the network interface."""
+        return self.interface
 
     @property
     def unresolved(self) -> str:

@@ -11,49 +11,32 @@ from __future__ import annotations
 
 import functools
 import ipaddress
-import socket
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
 from urllib.parse import unquote, urlsplit
 from xml.etree import ElementTree as ET
 
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.fast_paths import LOOPBACK
 from gradbus.runtime.nearest import nearest
+from gradbus.runtime.network.addresses import address_of, check_interface
+from gradbus.runtime.network.network_config import NetworkConfig
+from gradbus.runtime.network.peers import PeerAddress, parse_peer
 from gradbus.runtime.transport.channels import WINDOW_BYTES
 from gradbus.runtime.transport.dds.fatal_values import check_fatal_values
-from gradbus.runtime.transport.dds.peers import (
-    PeerAddress,
-    check_peers,
-    choose_transport,
-    expand_peers,
-    parse_peer,
-    peers_in,
-)
+from gradbus.runtime.transport.dds.peers import choose_transport, expand_peers, peers_in
 from gradbus.runtime.transport.dds.spdp import discovery_ports
-
-if TYPE_CHECKING:
-    from gradbus.runtime.config.bus import BusSettings
-
-Profile = Literal["loopback", "network"]
 
 RECEIVE_BUFFER_BYTES = 16 << 20  # a model's worth of datagrams may wait while Python is busy
 # Two samples of 1 MiB, as the kernel counts. Of what does not fit the rest waits in DDS's write, and DDS's heartbeats,
 # from another thread, overtake it: the reader then asks for what is still to come. At 50 Mbit/s that was a quarter of
 # all traffic or more. All that the process sends waits behind a full one, 2 s at 10 Mbit/s, so it is not larger.
 SEND_BUFFER_BYTES = 2 << 20
-LEASES_S: dict[Profile, float] = {"loopback": 60.0, "network": 10.0}
 # Who has just come announces itself so long to every port of each peer: for as long as a process waits for others by
 # default. Later only the first process of a machine is tried, so that two that could not reach each other all that time
 # still meet if one of them is the first, and the other answers; each further port would have every machine say, in
 # another 0.2 kB/s, that nobody is there. Processes that are known, or were until their lease ended, are told for ever.
 SEARCH_S = 600.0
-MIN_LEASE_S, MAX_LEASE_S = 0.01, 3_600.0  # Cyclone takes no longer one; a shorter one ends before it is renewed
-# With 65,500 B datagrams on MTU 1500, 1 % packet loss makes a transfer collapse: the halves of datagrams that did
-# arrive fill the kernel's reassembly memory.
-DATAGRAM_BYTES: dict[Profile, int] = {"loopback": 65_500, "network": 1_400}
 # Each fragment is followed by a HEARTBEAT_FRAG of 28 bytes, which is to have room beside it: else that is a packet of
 # 90 bytes (Ethernet) more, which is as many packets again and 6 % of a link with datagrams of 1,400 B.
 _BESIDE_FRAGMENT_BYTES = 84
@@ -65,113 +48,10 @@ _SECTIONS = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class NetworkConfig:
-    """Holds what decides how DDS uses the network.
-
-    Attributes:
-        profile: ``loopback`` (one machine, or a lossless network with jumbo frames: 65,500 B datagrams) or ``network``
-            (anything real: 1,400 B datagrams, so that one lost packet costs one packet).
-        datagram_bytes: most bytes of a datagram, 1,200 to 65,500; None: as the profile has it. One that is larger than
-            a packet of the network costs less processor time, and is lost with any of its packets.
-        interface: name of the network interface.
-        peers: IP addresses or host names of all machines, this one included, see :func:`.peers.parse_peer`; empty: this
-            machine alone (or everybody, with multicast). Names without an address yet are looked up again.
-        multicast: let discovery and data use multicast on the interface.
-        lease_s: a process of another machine that is silent for so long is gone. The lease that counts is the silent
-            one's own. DDS's own threads renew it, so a busy process does not lose it. Of a process of this machine the
-            kernel tells, at once; there it is how long a process that was stopped may lose nothing. By default 60 s
-            with ``loopback``, and 10 s with ``network``; at most an hour.
-        shared_memory: large data between processes of one machine (of a group; updates and models of a federated run)
-            goes through memory they share, DDS says where it lies. False: everything goes over DDS.
-        loss_per_mille: drop so many of 1,000 outgoing packets (tests of loss).
-    """
-
-    profile: Profile = "loopback"
-    datagram_bytes: int | None = None
-    interface: str = LOOPBACK
-    peers: tuple[str, ...] = ()
-    multicast: bool = False
-    lease_s: float | None = None
-    shared_memory: bool = True
-    loss_per_mille: int = 0
-
-    def __post_init__(self) -> None:
-        if self.profile not in LEASES_S:
-            raise ConfigError(f"network {self.profile!r}: expected 'loopback' or 'network'")
-        size = self.datagram_bytes
-        if size is not None and not (isinstance(size, int) and 1_200 <= size <= 65_500):
-            raise ConfigError(f"datagram_bytes must be 1,200 to 65,500, got {self.datagram_bytes}")
-        self._check_types()
-        check_peers(self.peers)
-
-    def _check_types(self) -> None:
-        """Raise ConfigError: a value could not be written into Cyclone's configuration, or Cyclone would refuse it."""
-        if not (isinstance(self.interface, str) and self.interface):
-            raise ConfigError(
-                f"interface (bus.interface): {self.interface!r} is no name. This machine has: {', '.join(interfaces())}"
-            )
-        if not isinstance(self.multicast, bool):
-            raise ConfigError(f"multicast (bus.multicast) must be true or false, got {self.multicast!r}")
-        lease_s, per_mille = self.lease_s, self.loss_per_mille
-        if lease_s is not None and not (_is_number(lease_s) and MIN_LEASE_S <= lease_s <= MAX_LEASE_S):
-            raise ConfigError(
-                f"lease_s (bus.lease_s) must be {MIN_LEASE_S:g} to {MAX_LEASE_S:,g} seconds, got {lease_s!r}"
-            )
-        if not (isinstance(per_mille, int) and not isinstance(per_mille, bool) and 0 <= per_mille <= 1_000):
-            raise ConfigError(f"loss_per_mille must be an integer of 0 to 1,000, got {per_mille!r}")
-
-    @classmethod
-    def of(cls, settings: BusSettings) -> NetworkConfig:
-        """Return what the settings of a bus say about the network."""
-        return cls(
-            profile=settings.network,
-            datagram_bytes=settings.datagram_bytes,
-            interface=settings.interface,
-            peers=settings.peers,
-            multicast=settings.multicast,
-            lease_s=settings.lease_s,
-            shared_memory=settings.shared_memory,
-        )
-
-    @property
-    def effective_lease_s(self) -> float:
-        """The lease in force."""
-        return self.lease_s if self.lease_s is not None else LEASES_S[self.profile]
-
-    @property
-    def effective_datagram_bytes(self) -> int:
-        """Return the most bytes of a datagram in force."""
-        return DATAGRAM_BYTES[self.profile] if self.datagram_bytes is None else self.datagram_bytes
-
-    @property
-    def leaves_machine(self) -> bool:
-        """Whether data of this bus can reach another machine."""
-        return self.interface != LOOPBACK
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
 def announcement_s(lease_s: float) -> float:
     """How often DDS announces a participant by itself, with a datagram for each process that it knows and each port
     that it tries. Whoever comes is announced at once; so this is for what is lost, and for those that were cut off."""
     return min(max(lease_s / 5, 0.2), 2.0)
-
-
-def interfaces() -> list[str]:
-    """Names of the network interfaces of this machine."""
-    return [name for _, name in socket.if_nameindex()]
-
-
-def check_interface(name: str) -> None:
-    """Raise ConfigError if there is no such interface; the text lists those that there are."""
-    known = interfaces()
-    if name not in known:
-        near = nearest(name, known)
-        hint = f"; did you mean {near!r}?" if near else "."
-        raise ConfigError(f"network interface {name!r} does not exist here{hint} This machine has: {', '.join(known)}")
 
 
 def build_xml(config: NetworkConfig, *, domain_id: int = 0, user_document: str | None = None) -> str:
@@ -216,6 +96,32 @@ def _is_here(host: str) -> bool:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def uses_ipv6(document: str) -> bool:
+    """Whether the domain of a configuration of Cyclone uses IPv6."""
+    transport = ET.fromstring(document).find("Domain/General/Transport")
+    return transport is not None and (transport.text or "").strip().casefold() == "udp6"
+
+
+def own_address(document: str) -> str:
+    """Return the address of this machine on the first interface of a configuration of Cyclone.
+
+    Raises:
+        OSError: it has none, or a document of the user gives it one that is none.
+    """
+    interface = next(ET.fromstring(document).iter("NetworkInterface"), None)
+    given = {} if interface is None else interface.attrib
+    if given.get("address"):
+        try:
+            return str(ipaddress.ip_address(given["address"]))
+        except ValueError:
+            raise OSError(f"the interface address {given['address']!r} is no IP address") from None
+    name, ipv6 = given.get("name", LOOPBACK), uses_ipv6(document)
+    address = "127.0.0.1" if name == LOOPBACK and not ipv6 else address_of(name, ipv6=ipv6)
+    if address is None:
+        raise OSError(f"interface {name} has no {'IPv6' if ipv6 else 'IPv4'} address")
+    return address
 
 
 def _asks_for_ipv6(user: ET.Element) -> bool:

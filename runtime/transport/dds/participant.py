@@ -34,6 +34,7 @@ from cyclonedds.util import duration
 from gradbus.runtime import drive, forks, malloc
 from gradbus.runtime.errors import BusClosed, BusError
 from gradbus.runtime.logs import get_logger
+from gradbus.runtime.network.network_config import NetworkConfig
 from gradbus.runtime.transport.access_policy import AccessPolicy
 from gradbus.runtime.transport.api import WOKEN, IoThread, Traits
 from gradbus.runtime.transport.channels import Channel
@@ -43,7 +44,7 @@ from gradbus.runtime.transport.dds.exclusion import Exclusion
 from gradbus.runtime.transport.dds.libddsc import MatchedReader
 from gradbus.runtime.transport.dds.log_sink import dds_log
 from gradbus.runtime.transport.dds.missing_peers import Reach
-from gradbus.runtime.transport.dds.network import NetworkConfig, build_xml, leaves_machine
+from gradbus.runtime.transport.dds.network import build_xml, leaves_machine
 
 IDL_TYPES: dict[str, Any] = {
     "TrainCmd": idl_types.TrainCmdType,

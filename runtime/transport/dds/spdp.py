@@ -8,7 +8,7 @@ from __future__ import annotations
 import socket
 import struct
 
-from gradbus.runtime.transport.dds.addresses import family_of
+from gradbus.runtime.network.addresses import family_of
 
 PREFIX_BYTES = 12  # of a GUID: what says which participant is meant
 PLACEHOLDER_LEASE_S = 60

@@ -20,6 +20,9 @@ class MemoryReach:
     """Describes who can be met on a network in memory."""
 
     leaves_machine: bool = True
+    has_peers_elsewhere: bool = False
+    meeting_place: str = "the network in memory"
+    attachment: str = "memory"
 
     def hint(self, *, elsewhere: bool | None = None, one: bool = False) -> str:
         """See :meth:`.api.Reachable.hint`."""

@@ -16,7 +16,7 @@ from gradbus.actors.in_network.aggregator import AggregatorActor, AggregatorConf
 from gradbus.runtime.collectives import Group
 from gradbus.runtime.collectives.aggregators import GROUP
 from gradbus.runtime.errors import BarrierTimeout
-from gradbus.runtime.transport.dds import missing_peers
+from gradbus.runtime.transport import wait_log
 
 ELEMS = 2048  # ten blocks of the model
 SETTINGS = {"epochs": 3, "hash_every": 1}
@@ -73,7 +73,7 @@ def test_the_model_has_the_bits_of_a_run_without_an_aggregator(
 
 
 def test_a_run_whose_aggregator_does_not_come_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(missing_peers, "EVERY_S", 0.3)
+    monkeypatch.setattr(wait_log, "EVERY_S", 0.3)
     with capture_logs() as logs:
         outcomes = train(make_task(), algorithm=options("ina"), timeouts__join_s=3.0)
     waits = [one for one in logs if one["event"] == "still waiting" and one["group"] == GROUP]

@@ -20,8 +20,8 @@ from bus_helpers import (
 
 import gradbus
 from gradbus.runtime.errors import BarrierTimeout, BusClosed, ConfigError
+from gradbus.runtime.network.network_config import NetworkConfig
 from gradbus.runtime.transport.channels import CHANNELS
-from gradbus.runtime.transport.dds.network import NetworkConfig
 from gradbus.runtime.wire.assembler import Assembler
 from gradbus.runtime.wire.control import Leave
 from gradbus.runtime.wire.frames import CONTROLLER, Flags, FrameKey, Kind

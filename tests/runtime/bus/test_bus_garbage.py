@@ -14,9 +14,9 @@ from bus_helpers import CLIENT, MODEL, UPDATE, Run
 from patience import eventually
 
 import gradbus
+from gradbus.runtime.network.network_config import NetworkConfig
 from gradbus.runtime.transport.channels import CHANNELS
 from gradbus.runtime.transport.dds import libddsc
-from gradbus.runtime.transport.dds.network import NetworkConfig
 from gradbus.runtime.transport.dds.participant import Participant, Writer
 from gradbus.runtime.wire import control, frames
 from gradbus.runtime.wire.control import Leave

@@ -30,11 +30,11 @@ from torch_node import SceneRanks
 
 import gradbus
 from gradbus.runtime.bus.bus import Bus
+from gradbus.runtime.network.network_config import NetworkConfig
 from gradbus.runtime.security import Security, foreign_readers
 from gradbus.runtime.security.job_key import new_job_key, write_secret_file
 from gradbus.runtime.transport.api import Periodic
 from gradbus.runtime.transport.dds.libddsc import MatchedReader
-from gradbus.runtime.transport.dds.network import NetworkConfig
 from gradbus.runtime.wire.frames import CONTROLLER, FrameKey, Kind
 from gradbus.runtime.wire.messages import ModelBlob
 

@@ -22,13 +22,13 @@ import gradbus
 from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.bus.participant_factory import participant_maker
 from gradbus.runtime.errors import BarrierTimeout
+from gradbus.runtime.network.network_config import NetworkConfig
 from gradbus.runtime.security import Security, liveness_challenge
 from gradbus.runtime.security.endpoints import EncryptedReader
 from gradbus.runtime.security.job_key import new_job_key, write_secret_file
 from gradbus.runtime.security.peers import MAX_HELD_EACH
 from gradbus.runtime.transport.channels import CHANNELS, collective_channel
 from gradbus.runtime.transport.dds import libddsc
-from gradbus.runtime.transport.dds.network import NetworkConfig
 from gradbus.runtime.wire.control import Leave
 from gradbus.runtime.wire.frames import CONTROLLER, Flags, FrameKey, Kind
 from gradbus.runtime.wire.messages import Control, Identity, ModelBlob, PeerGone, TrainCmd

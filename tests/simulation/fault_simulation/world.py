@@ -37,7 +37,7 @@ from gradbus.models import NoopTask
 from gradbus.runtime.bus.bus import Bus, connect  # not gradbus.connect, which loads on a real thread
 from gradbus.runtime.config.federated import ClientConfig, FederatedConfig
 from gradbus.runtime.errors import CheckpointError, ControllerReplaced, JoinRefused
-from gradbus.runtime.transport.dds.network import NetworkConfig
+from gradbus.runtime.network.network_config import NetworkConfig
 from gradbus.runtime.transport.memory.network import MemoryNetwork
 
 ROUND_LIMIT_S = 65.0  # of virtual time, for each round with all faults

@@ -27,7 +27,7 @@ def _look_up(name: str, port: None, family: int, kind: int) -> list[Any]:
 
 def _open(case: dict[str, Any], domain: int) -> int:
     from gradbus.runtime.errors import ConfigError
-    from gradbus.runtime.transport.dds.network import NetworkConfig
+    from gradbus.runtime.network.network_config import NetworkConfig
     from gradbus.runtime.transport.dds.participant import Participant
 
     os.environ.pop("CYCLONEDDS_URI", None)

@@ -16,9 +16,9 @@ import pytest
 from dds_domains import new_domain
 from patience import until
 
+from gradbus.runtime.network.network_config import NetworkConfig
 from gradbus.runtime.transport import peer_processes
 from gradbus.runtime.transport.dds import discovery, network
-from gradbus.runtime.transport.dds.network import NetworkConfig
 from gradbus.runtime.transport.dds.participant import Participant
 from gradbus.runtime.transport.dds.spdp import discovery_ports
 

@@ -20,10 +20,11 @@ from dds_domains import new_domain
 import gradbus
 from gradbus.runtime.bus import bus as bus_module
 from gradbus.runtime.errors import BusError, ConfigError
+from gradbus.runtime.network.network_config import NetworkConfig
 from gradbus.runtime.security.endpoints import EncryptedParticipant
 from gradbus.runtime.transport.dds import domains, libddsc, native_topics
 from gradbus.runtime.transport.dds import participant as dds
-from gradbus.runtime.transport.dds.network import NetworkConfig, build_xml
+from gradbus.runtime.transport.dds.network import build_xml
 from gradbus.runtime.wire.messages import Control
 
 DOMAIN = new_domain()
@@ -197,7 +198,7 @@ def test_processes_of_one_number_in_other_containers_are_kept_out_of_the_self_te
 
 CLOSES_LATE = """
 import os, threading
-from gradbus.runtime.transport.dds.network import NetworkConfig
+from gradbus.runtime.network.network_config import NetworkConfig
 from gradbus.runtime.transport.dds.participant import Participant
 from gradbus.runtime.security.identity.join_transport import JOIN
 

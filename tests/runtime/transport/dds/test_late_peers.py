@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from patience import PATIENT_S
 
+from gradbus.runtime.network.host_names import HostNames
 from gradbus.runtime.transport.dds import late_peers
-from gradbus.runtime.transport.dds.host_names import HostNames
 from gradbus.runtime.transport.dds.late_peers import LatePeers
 from gradbus.runtime.transport.dds.spdp import PREFIX_BYTES, discovery_ports
 

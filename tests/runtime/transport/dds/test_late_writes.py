@@ -15,7 +15,7 @@ HELD_WRITE = """
 import os, threading
 from gradbus.runtime.transport.dds import domains, libddsc
 from gradbus.runtime.transport.dds import participant as dds
-from gradbus.runtime.transport.dds.network import NetworkConfig
+from gradbus.runtime.network.network_config import NetworkConfig
 from gradbus.runtime.transport.dds.participant import Participant
 from gradbus.runtime.transport.channels import collective_channel
 from gradbus.runtime.errors import BusClosed

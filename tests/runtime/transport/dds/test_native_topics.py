@@ -23,9 +23,9 @@ from structlog.testing import capture_logs
 import gradbus
 from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.collectives.reductions import Contribution
+from gradbus.runtime.network.network_config import NetworkConfig
 from gradbus.runtime.transport.channels import READABLE, Channel
 from gradbus.runtime.transport.dds import libddsc, native_topics, participant
-from gradbus.runtime.transport.dds.network import NetworkConfig
 from gradbus.runtime.wire.control import Leave
 from gradbus.runtime.wire.messages import ClientUpdate, Control, ModelBlob, TrainCmd
 

@@ -1,7 +1,4 @@
-"""IP addresses, of either version: those of this machine's interfaces, sockets for them, and their text with a port.
-
-A DDS domain uses one version: Cyclone has one transport, ``udp`` or ``udp6``.
-"""
+"""IP addresses of either version: those of this machine's interfaces, sockets for them, and their text with a port."""
 
 from __future__ import annotations
 
@@ -10,9 +7,9 @@ import ipaddress
 import socket
 import struct
 from pathlib import Path
-from xml.etree import ElementTree as ET
 
-from gradbus.runtime.fast_paths import LOOPBACK
+from gradbus.runtime.errors import ConfigError
+from gradbus.runtime.nearest import nearest
 
 FAMILIES = (socket.AF_INET, socket.AF_INET6)  # by whether it is IPv6
 _SIOCGIFADDR = 0x8915
@@ -30,7 +27,7 @@ def udp_socket(address: str) -> socket.socket:
 
 
 def with_port(address: str, port: int) -> str:
-    """Return address and port as one text, as Cyclone takes it."""
+    """Return address and port as one text; an IPv6 address gets brackets."""
     return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
 
 
@@ -61,27 +58,15 @@ def _ipv6_address_of(interface: str) -> str | None:
     return None
 
 
-def uses_ipv6(document: str) -> bool:
-    """Whether the domain of a configuration of Cyclone uses IPv6."""
-    transport = ET.fromstring(document).find("Domain/General/Transport")
-    return transport is not None and (transport.text or "").strip().casefold() == "udp6"
+def interfaces() -> list[str]:
+    """Return the names of the network interfaces of this machine."""
+    return [name for _, name in socket.if_nameindex()]
 
 
-def own_address(document: str) -> str:
-    """Return the address of this machine on the first interface of a configuration of Cyclone.
-
-    Raises:
-        OSError: it has none, or a document of the user gives it one that is none.
-    """
-    interface = next(ET.fromstring(document).iter("NetworkInterface"), None)
-    given = {} if interface is None else interface.attrib
-    if given.get("address"):
-        try:
-            return str(ipaddress.ip_address(given["address"]))
-        except ValueError:
-            raise OSError(f"the interface address {given['address']!r} is no IP address") from None
-    name, ipv6 = given.get("name", LOOPBACK), uses_ipv6(document)
-    address = "127.0.0.1" if name == LOOPBACK and not ipv6 else address_of(name, ipv6=ipv6)
-    if address is None:
-        raise OSError(f"interface {name} has no {'IPv6' if ipv6 else 'IPv4'} address")
-    return address
+def check_interface(name: str) -> None:
+    """Raise ConfigError if there is no such interface; the text lists those that there are."""
+    known = interfaces()
+    if name not in known:
+        near = nearest(name, known)
+        hint = f"; did you mean {near!r}?" if near else "."
+        raise ConfigError(f"network interface {name!r} does not exist here{hint} This machine has: {', '.join(known)}")

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from patience import PATIENT_S
 
-from gradbus.runtime.transport.dds import host_names
-from gradbus.runtime.transport.dds.host_names import MAX_ADDRESSES, MAX_LOOKUPS, HostNames, describe_missing
+from gradbus.runtime.network import host_names
+from gradbus.runtime.network.host_names import MAX_ADDRESSES, MAX_LOOKUPS, HostNames, describe_missing
 
 
 class NameServer:
@@ -132,7 +132,7 @@ def test_a_name_without_an_address_is_looked_up_again_after_a_quarter_of_the_tim
 
 FORKING = """
 import os, socket, sys, threading
-from gradbus.runtime.transport.dds.host_names import LOOKUPS
+from gradbus.runtime.network.host_names import LOOKUPS
 
 let_go = threading.Event()
 

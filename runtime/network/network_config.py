@@ -1,0 +1,112 @@
+"""What a user sets about the network, checked once: the same settings for every transport that goes over IP."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from gradbus.runtime.errors import ConfigError
+from gradbus.runtime.fast_paths import LOOPBACK
+from gradbus.runtime.network.addresses import interfaces
+from gradbus.runtime.network.peers import check_peers
+
+if TYPE_CHECKING:
+    from gradbus.runtime.config.bus import BusSettings
+
+Profile = Literal["loopback", "network"]
+
+LEASES_S: dict[Profile, float] = {"loopback": 60.0, "network": 10.0}
+MIN_LEASE_S, MAX_LEASE_S = 0.01, 3_600.0  # Cyclone DDS takes no longer one; a shorter one ends before it is renewed
+# With 65,500 B datagrams on MTU 1500, 1 % packet loss makes a transfer collapse: the halves of datagrams that did
+# arrive fill the kernel's reassembly memory.
+DATAGRAM_BYTES: dict[Profile, int] = {"loopback": 65_500, "network": 1_400}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NetworkConfig:
+    """Holds what decides how a bus uses the network.
+
+    Attributes:
+        profile: ``loopback`` (one machine, or a lossless network with jumbo frames: 65,500 B datagrams) or ``network``
+            (anything real: 1,400 B datagrams, so that one lost packet costs one packet).
+        datagram_bytes: most bytes of a datagram, 1,200 to 65,500; None: as the profile has it. One that is larger than
+            a packet of the network costs less processor time, and is lost with any of its packets.
+        interface: name of the network interface.
+        peers: IP addresses or host names of all machines, this one included, see :func:`.peers.parse_peer`; empty: this
+            machine alone (or everybody, with multicast). Names without an address yet are looked up again.
+        multicast: let discovery and data use multicast on the interface.
+        lease_s: a process of another machine that is silent for so long is gone. The lease that counts is the silent
+            one's own. Threads of the transport renew it, so a busy process does not lose it. Of a process of this
+            machine the kernel tells, at once; there it is how long a process that was stopped may lose nothing. By
+            default 60 s with ``loopback``, and 10 s with ``network``; at most an hour.
+        shared_memory: large data between processes of one machine (of a group; updates and models of a federated run)
+            goes through memory they share, and a message says where it lies. False: everything goes over the
+            transport.
+        loss_per_mille: drop so many of 1,000 outgoing packets (tests of loss).
+    """
+
+    profile: Profile = "loopback"
+    datagram_bytes: int | None = None
+    interface: str = LOOPBACK
+    peers: tuple[str, ...] = ()
+    multicast: bool = False
+    lease_s: float | None = None
+    shared_memory: bool = True
+    loss_per_mille: int = 0
+
+    def __post_init__(self) -> None:
+        if self.profile not in LEASES_S:
+            raise ConfigError(f"network {self.profile!r}: expected 'loopback' or 'network'")
+        size = self.datagram_bytes
+        if size is not None and not (isinstance(size, int) and 1_200 <= size <= 65_500):
+            raise ConfigError(f"datagram_bytes must be 1,200 to 65,500, got {self.datagram_bytes}")
+        self._check_types()
+        check_peers(self.peers)
+
+    def _check_types(self) -> None:
+        """Raise ConfigError: a value is of another type, or one that a transport could not use."""
+        if not (isinstance(self.interface, str) and self.interface):
+            raise ConfigError(
+                f"interface (bus.interface): {self.interface!r} is no name. This machine has: {', '.join(interfaces())}"
+            )
+        if not isinstance(self.multicast, bool):
+            raise ConfigError(f"multicast (bus.multicast) must be true or false, got {self.multicast!r}")
+        lease_s, per_mille = self.lease_s, self.loss_per_mille
+        if lease_s is not None and not (_is_number(lease_s) and MIN_LEASE_S <= lease_s <= MAX_LEASE_S):
+            raise ConfigError(
+                f"lease_s (bus.lease_s) must be {MIN_LEASE_S:g} to {MAX_LEASE_S:,g} seconds, got {lease_s!r}"
+            )
+        if not (isinstance(per_mille, int) and not isinstance(per_mille, bool) and 0 <= per_mille <= 1_000):
+            raise ConfigError(f"loss_per_mille must be an integer of 0 to 1,000, got {per_mille!r}")
+
+    @classmethod
+    def of(cls, settings: BusSettings) -> NetworkConfig:
+        """Return what the settings of a bus say about the network."""
+        return cls(
+            profile=settings.network,
+            datagram_bytes=settings.datagram_bytes,
+            interface=settings.interface,
+            peers=settings.peers,
+            multicast=settings.multicast,
+            lease_s=settings.lease_s,
+            shared_memory=settings.shared_memory,
+        )
+
+    @property
+    def effective_lease_s(self) -> float:
+        """Return the lease in force."""
+        return self.lease_s if self.lease_s is not None else LEASES_S[self.profile]
+
+    @property
+    def effective_datagram_bytes(self) -> int:
+        """Return the most bytes of a datagram in force."""
+        return DATAGRAM_BYTES[self.profile] if self.datagram_bytes is None else self.datagram_bytes
+
+    @property
+    def leaves_machine(self) -> bool:
+        """Return whether data of this bus can reach another machine."""
+        return self.interface != LOOPBACK
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
