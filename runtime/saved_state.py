@@ -7,7 +7,7 @@ with the bytes that are there before memory is taken.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -97,6 +97,11 @@ class SavedState:
             found = float_dtype(name, dtype)
             values = restored(part.view(shape_in_floats(found, shape)), found)
             self.add(name, values.to(found, copy=True))
+
+    def replace_personal(self, names: Sequence[str]) -> None:
+        """Note which personal tensors a client has values of: the others are left out."""
+        self.left_out += [name for name in self.personal if name not in names]
+        self.personal = list(names)
 
     def finish(self, names: StateNames) -> None:
         """Rename as ``model.state_dict()`` does, at the end.

@@ -8,6 +8,7 @@ it, too (``client.codecs``, ``upstream.codecs``). Messages of such a codec are r
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from gradbus.codecs import Codec
@@ -21,13 +22,48 @@ DENSITY = "density"
 CLIENT_SETTING = "client.codecs"
 
 
-def check_codecs(config: FederatedConfig) -> None:
-    """Raises ConfigError: a codec that the configuration names cannot be made, its options cannot be sent, or messages
-    of two of them cannot be told apart."""
-    for choice in (config.codec, config.section_codec, config.downlink_codec, config.longest_codec):
-        CODECS.make(choice)
-        CODECS.to_json(choice)
-    own_codecs(names_in(config))
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RunCodecs:
+    """The codecs that a controller's configuration names, made once.
+
+    Attributes:
+        update: of the updates. section: of what they hold beside the model. downlink: of the models.
+        longest: that of the updates with the options of which no update is longer.
+        update_options, section_options: all options of these two as JSON text, as they are sent to clients.
+        own: the classes of those that are not built in.
+    """
+
+    update: Codec
+    section: Codec
+    downlink: Codec
+    longest: Codec
+    update_options: str
+    section_options: str
+    own: tuple[type[Codec], ...]
+
+
+def make_codecs(config: FederatedConfig) -> RunCodecs:
+    """Make the codecs that the configuration names.
+
+    Raises:
+        ConfigError: one cannot be made, its options cannot be sent, or messages of two of them cannot be told apart.
+    """
+    chosen = (config.codec, config.section_codec, config.downlink_codec)
+    (update, update_options), (section, section_options), (downlink, _) = map(_make_and_dump, chosen)
+    longest = config.longest_codec
+    return RunCodecs(
+        update=update,
+        section=section,
+        downlink=downlink,
+        longest=update if longest is config.codec else _make_and_dump(longest)[0],
+        update_options=update_options,
+        section_options=section_options,
+        own=own_codecs(names_in(config)),
+    )
+
+
+def _make_and_dump(choice: Choice) -> tuple[Codec, str]:
+    return CODECS.make(choice), CODECS.to_json(choice)
 
 
 def max_model_bytes(num_values: int) -> int:
@@ -35,11 +71,11 @@ def max_model_bytes(num_values: int) -> int:
     return 8 * num_values + 4096
 
 
-def check_downlink(config: FederatedConfig, dim: int) -> None:
+def check_downlink(codecs: RunCodecs, dim: int) -> None:
     """Raises ConfigError: models in a codec of one's own may be longer than a client takes. Built-in ones never are."""
-    if ":" not in config.downlink_codec.name:
+    codec = codecs.downlink
+    if type(codec) not in codecs.own:
         return
-    codec = CODECS.make(config.downlink_codec)
     if (longest := codec.max_bytes(dim)) > (most := max_model_bytes(dim)):
         raise ConfigError(
             f"federated.downlink_codec: a model of {dim} values may take {longest:,} bytes in {codec.name}, and "

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -83,6 +83,15 @@ def _vector(data: bytearray) -> Tensor:
     return torch.from_numpy(np.frombuffer(data, dtype=np.float32)) if data else torch.empty(0)
 
 
+class _GivenModel(NamedTuple):
+    """Holds a model that is to be evaluated: its vector, its merged buffers, and for whom."""
+
+    vector: Tensor
+    buffers: bytes
+    welcome: control.Welcome
+    request: control.EvaluationRequest
+
+
 class ClientTrainer:
     """Does for clients what was begun last: trains them, or evaluates with them.
 
@@ -102,8 +111,7 @@ class ClientTrainer:
         self._choices = RunChoices(settings.allowed)
         self._prepared: tuple[int, int] | None = None  # client, and number of clients
         self._sealed: dict[int, SharedPayload] = {}  # by transfer: updates that the controller may still read
-        self._inputs: RoundInputs
-        self._evaluated: tuple[Tensor, bytes, control.Welcome, control.EvaluationRequest]
+        self._begun: RoundInputs | _GivenModel | None = None
         self.work = 0
 
     def begin(self, head: Mapping[str, Any], parts: Sequence[Any]) -> None:
@@ -119,12 +127,12 @@ class ClientTrainer:
         if head["do"] == MODEL:
             request, buffers = control.decode(others[0]), bytes(others[1])
             assert isinstance(request, control.EvaluationRequest)
-            self._evaluated = _vector(vector), buffers, welcome, request
+            self._begun = _GivenModel(_vector(vector), buffers, welcome, request)
             return
         broadcast, terms, buffers = others
         terms = control.decode(terms) if terms else None
         assert terms is None or isinstance(terms, control.RoundTerms)
-        self._inputs = RoundInputs(
+        self._begun = RoundInputs(
             welcome=welcome,
             command=TrainCmd(**head["command"]),
             base=_vector(vector),
@@ -134,8 +142,13 @@ class ClientTrainer:
         )
 
     def answer(self, do: str, given: Mapping[str, Any], open_kept: OpenKept) -> Parcel:
-        """Answer what a :class:`.pool.TrainingProcess` asks for one client."""
-        return self._train(open_kept, **given) if do == TRAIN else self._evaluate(open_kept, **given)
+        """Answer what a :class:`.pool.TrainingProcess` asks for one client, of what was begun last."""
+        match self._begun:
+            case RoundInputs() as inputs if do == TRAIN:
+                return self._train(inputs, open_kept, **given)
+            case _GivenModel() as model if do == EVALUATE:
+                return self._evaluate(model, open_kept, **given)
+        raise AssertionError(f"asked to {do}, and that was not begun")
 
     def release(self, transfer: int) -> None:
         """An update is no longer needed in the memory of this process."""
@@ -148,9 +161,9 @@ class ClientTrainer:
             self._task.prepare(client_id, num_clients)
             self._prepared = client_id, num_clients
 
-    def _evaluate(self, open_kept: OpenKept, client_id: int, tells_errors: bool) -> Parcel:
+    def _evaluate(self, model: _GivenModel, open_kept: OpenKept, client_id: int, tells_errors: bool) -> Parcel:
         """Evaluate the model on the data of a client: its result."""
-        work, (vector, buffers, welcome, request) = self.work, self._evaluated
+        work, (vector, buffers, welcome, request) = self.work, model
 
         def should_stop() -> bool:
             return self._stopped_up_to() >= work
@@ -167,11 +180,13 @@ class ClientTrainer:
             result = control.EvaluationResult(request.run_id, request.round_id, 0, {}, why, 0.0)
         return Parcel({"is": "result"}, [control.encode(result)])
 
-    def _train(self, open_kept: OpenKept, client_id: int, incarnation: int, transfer: int, waited_s: float) -> Parcel:
+    def _train(
+        self, inputs: RoundInputs, open_kept: OpenKept, client_id: int, incarnation: int, transfer: int, waited_s: float
+    ) -> Parcel:
         """Train a client: its update, or why there is none. ``waited_s``: since the command came, as the host's clock
         may be another one."""
         work = self.work
-        inputs = replace(self._inputs, commanded_s=time.perf_counter() - waited_s)
+        inputs = replace(inputs, commanded_s=time.perf_counter() - waited_s)
         try:
             return self._update(
                 inputs, Identity(client_id, incarnation), transfer, open_kept, lambda: self._stopped_up_to() >= work

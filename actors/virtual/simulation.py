@@ -15,11 +15,10 @@ from typing import Any, Literal, TypeVar
 from torch import nn
 
 from gradbus.actors.federated.client.run_terms import Allowed
-from gradbus.actors.federated.controller.combinations import check_combination, make_strategy
+from gradbus.actors.federated.controller.combinations import CheckedChoices, check_combination, make_strategy
 from gradbus.actors.federated.controller.controller import Controller
 from gradbus.actors.federated.controller.progress_line import ProgressLine
 from gradbus.actors.federated.controller.report import RoundReport
-from gradbus.actors.federated.controller.selectors.base import make_selector
 from gradbus.actors.federated.model.flat_model import FlatModel
 from gradbus.actors.federated.model.sharing import Sharing
 from gradbus.actors.federated.task import FederatedTask
@@ -28,7 +27,6 @@ from gradbus.actors.virtual.host import ClientHost, check_room
 from gradbus.actors.virtual.pool import MAX_PROCESSES, TrainingPool
 from gradbus.runtime.built_model import build_model
 from gradbus.runtime.bus.bus import connect
-from gradbus.runtime.choices import CODECS
 from gradbus.runtime.config.federated import ClientConfig, FederatedConfig
 from gradbus.runtime.cores import usable_cores
 from gradbus.runtime.errors import ConfigError, GradbusError, RunAborted
@@ -141,8 +139,8 @@ class SimulationOptions:
         return LocalPool(task, settings, size=self.processes or usable_cores())
 
 
-def settings_of(config: FederatedConfig, clients: int, fraction: float | None) -> FederatedConfig:
-    """The settings of a run with so many clients, of which a fraction takes part in each round.
+def choices_of(config: FederatedConfig, clients: int, fraction: float | None) -> CheckedChoices:
+    """Settle the settings of a run with so many clients, of which a fraction takes part in each round, and check them.
 
     Raises:
         ConfigError: virtual clients cannot take part in such a run; or a number is out of range.
@@ -173,18 +171,22 @@ def settings_of(config: FederatedConfig, clients: int, fraction: float | None) -
             raise ConfigError(f"fraction: expected a share of the clients, more than 0 and at most 1, got {fraction}")
         others = {key: value for key, value in config.selection.options.items() if key not in ("count", "fraction")}
         changed["selection"] = {"name": config.selection.name, **others, "fraction": fraction}
-    config = FederatedConfig(**changed)
-    check_combination(config)
-    return config
+    return check_combination(FederatedConfig(**changed))
 
 
-def check_first_round(config: FederatedConfig, task: FederatedTask) -> None:
+def settings_of(config: FederatedConfig, clients: int, fraction: float | None) -> FederatedConfig:
+    """Return the settings of :func:`choices_of`. Raises ConfigError as that does."""
+    return choices_of(config, clients, fraction).config
+
+
+def check_first_round(choices: CheckedChoices, task: FederatedTask) -> None:
     """Raises ConfigError: the updates of a round, which wait until all are announced, have no room."""
+    config = choices.config
     dim = FlatModel(build_model(task), Sharing.of(config)).dim
     bounds = make_strategy(config, dim).bounds
     if bounds is not None and not bounds.is_settled:
-        asked = make_selector(config.selection).wanted(config.clients.num or 0, config.clients.min)
-        check_room(asked, int(CODECS.make(config.longest_codec).max_bytes(dim)))
+        asked = choices.selector.wanted(config.clients.num or 0, config.clients.min)
+        check_room(asked, int(choices.codecs.longest.max_bytes(dim)))
 
 
 def simulate(
@@ -218,10 +220,10 @@ def simulate(
             Controller.
     """
     options = options or SimulationOptions()
-    rules = settings_of(config or FederatedConfig(), clients, fraction)
-    check_first_round(rules, task)
-    line = ProgressLine(rules.rounds) if options.progress else None
-    run = _Simulation(task, clients, rules, options, [*callbacks, *([line] if line else [])], on_report)
+    choices = choices_of(config or FederatedConfig(), clients, fraction)
+    check_first_round(choices, task)
+    line = ProgressLine(choices.config.rounds) if options.progress else None
+    run = _Simulation(task, clients, choices, options, [*callbacks, *([line] if line else [])], on_report)
     with contextlib.closing(line) if line else contextlib.nullcontext(), _state_dir(options.state_dir) as state_dir:
         pool = options.open_pool(
             task,
@@ -253,7 +255,7 @@ class _Simulation:
 
     task: FederatedTask
     clients: int
-    rules: FederatedConfig
+    choices: CheckedChoices
     options: SimulationOptions
     callbacks: Sequence[Any]
     on_report: Callable[[RoundReport], object]
@@ -267,7 +269,7 @@ class _Simulation:
                 connect(job, domain=self.options.domain, network=network) as bus,
                 connect(job, domain=self.options.domain, network=network) as other,
             ):
-                controller = Controller(bus, self.task, self.rules, callbacks=self.callbacks)
+                controller = Controller(bus, self.task, self.choices, callbacks=self.callbacks)
                 host = ClientHost(
                     other,
                     self.task,

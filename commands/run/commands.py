@@ -109,13 +109,14 @@ def controller_run(
     """``gradbus controller``, and ``gradbus virtual``, which brings its clients."""
     file = load(ControllerFile, config, overrides=overrides, data_root=data_root)
     check(file.bus)
-    clients = None
+    clients = choices = None
     if virtual is not None:
         from gradbus.commands.run.virtual import VirtualClients, pool_options
 
         pool = pool_options(virtual.processes, virtual.ray, virtual.gpus)
         clients = VirtualClients(virtual.clients, virtual.fraction, pool, virtual.full_traceback)
-        file = clients.settle(file)
+        choices = clients.settle(file)
+        file = file.model_copy(update={"federated": choices.config})
     command, options = ("controller", []) if virtual is None else ("virtual", virtual.words)
     is_site = file.upstream.site is not None
     if is_site:
@@ -142,8 +143,9 @@ def controller_run(
         return run_loop(lambda: end_again(file, done), loop)
     with contextlib.ExitStack() as stack:
         hosted = None
-        if clients is not None:  # first: processes that are forked have none of the threads and sockets of what follows
-            hosted = stack.enter_context(clients.start(file, path / "clients"))
+        # First: processes that are forked have none of the threads and sockets of what follows.
+        if clients is not None and choices is not None:
+            hosted = stack.enter_context(clients.start(file, choices, path / "clients"))
         scalars = followed = None
         if file.has_trackers:
             scalars = stack.enter_context(open_scalars(file, path))
@@ -153,7 +155,7 @@ def controller_run(
         if_stopped.append(lambda: f"To continue: {to_continue(run.path)}")
 
         def serve(*shown: Any, **more: Any) -> Coroutine[Any, Any, list[RoundReport]]:
-            serving = run_controller(file, run, *shown, scalars=scalars, followed=followed, **more)
+            serving = run_controller(file, run, *shown, scalars=scalars, followed=followed, choices=choices, **more)
             return serving if hosted is None else run_beside(serving, hosted.run())
 
         if screen.table:

@@ -28,6 +28,7 @@ from gradbus.runtime.logs import get_logger
 
 if TYPE_CHECKING:
     from gradbus.actors import RoundReport
+    from gradbus.actors.federated.controller.combinations import CheckedChoices
     from gradbus.commands.report.followed import FollowedJob
 
 _GLYPHS = 12_000  # samples at most; fewer are drawn if fewer will be used
@@ -60,12 +61,14 @@ class DemoOptions:
 
 @dataclass(frozen=True, slots=True)
 class DemoPlan:
-    """The settings of both sides, and one line about the data."""
+    """The settings of both sides, and one line about the data. ``choices``: what those of the controller name, where
+    that is checked by now."""
 
     controller: ControllerFile
     client: ClientFile
     run_dir: Path
     note: str
+    choices: CheckedChoices | None = None
 
 
 def plan(options: DemoOptions) -> DemoPlan:
@@ -97,12 +100,13 @@ def plan(options: DemoOptions) -> DemoPlan:
         raise ConfigError(f"run directory {run_dir} is not empty. A demo starts afresh: name another, or remove it")
     controller = controller.model_copy(update={"run_dir": run_dir})
     own = (controller.federated.strategy, controller.federated.training.rule)
+    choices = None
     if any(":" in choice.name for choice in own):
         from gradbus.actors.federated.controller.combinations import (
             check_combination,  # takes seconds, so only if it has to be
         )
 
-        check_combination(controller.federated)
+        choices = check_combination(controller.federated)
     # An orphan should not wait for long: this is how clients end when the demo itself was killed.
     client = ClientFile.model_validate(
         {
@@ -115,7 +119,7 @@ def plan(options: DemoOptions) -> DemoPlan:
             },
         }
     )
-    return DemoPlan(controller, client, run_dir, note)
+    return DemoPlan(controller, client, run_dir, note, choices)
 
 
 def _choose_data(options: DemoOptions) -> tuple[dict[str, Any], str]:
@@ -200,7 +204,9 @@ async def run_demo(
 
         with screen.logging_to(log_file):
             rounds = asyncio.create_task(
-                run_controller(planned.controller, run, display, scalars=scalars, followed=followed)
+                run_controller(
+                    planned.controller, run, display, scalars=scalars, followed=followed, choices=planned.choices
+                )
             )
             all_ended = asyncio.create_task(asyncio.wait(clients))
             run_tasks += [rounds, all_ended]

@@ -7,13 +7,14 @@ import contextlib
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from gradbus.actors import Client, ClientSummary, Controller, Progress, RoundReport, Site
 from gradbus.actors.federated.client_names import json_rows
-from gradbus.actors.federated.controller.combinations import check_choices, check_combination
+from gradbus.actors.federated.controller.combinations import CheckedChoices, check_choices, check_combination
 from gradbus.actors.federated.controller.liveness import MAX_NAMED, announce_run_ended
-from gradbus.actors.federated.site.site import check_site, not_its_own
+from gradbus.actors.federated.site.site_rules import check_site, not_its_own
 from gradbus.commands.buses import open_bus
 from gradbus.commands.configured_task import ConfiguredTask
 from gradbus.commands.files import ClientFile, ControllerFile
@@ -42,6 +43,7 @@ async def run_controller(
     say: Callable[[str], None] = lambda text: None,
     scalars: Scalars | None = None,
     followed: FollowedJob | None = None,
+    choices: CheckedChoices | None = None,
 ) -> list[RoundReport]:
     """All rounds that are left, also at a site. Once the run has begun its directory is complete whatever the end; a
     start that fails before leaves the files of an earlier one as they were.
@@ -49,12 +51,14 @@ async def run_controller(
     Args:
         display: makes that of a controller which has not started; by default there is none. say: prints lines for the
             user. scalars, followed: take reports.
+        choices: what the rules name, where they are checked by now; None: they are checked here.
 
     Raises:
         As :meth:`gradbus.Controller.run`, or of :class:`gradbus.actors.Site`; NoData, ConfigError.
     """
     started_s = time.perf_counter()
-    config = checked_config(file, run)
+    choices = checked_choices(file, run, choices)
+    config = choices.config
     outcome, progress, task = "failed", Progress(), ConfiguredTask(file.task)
     is_ours = not (run.path / "config.json").exists()  # else it may be a run that this one is not allowed to go on with
 
@@ -75,10 +79,10 @@ async def run_controller(
             bus = await buses.enter_async_context(open_bus(file.bus))
             controller: Controller | Site
             if file.upstream.site is None:
-                controller = Controller(bus, task, config, on_open=opened)
+                controller = Controller(bus, task, choices, on_open=opened)
             else:
                 above = await buses.enter_async_context(open_bus(file.upstream.bus))
-                controller = Site(above, bus, task, config, file.upstream, on_open=opened)
+                controller = Site(above, bus, task, choices, file.upstream, on_open=opened)
             progress = controller.progress
             if followed is not None:
                 followed.follow(progress, bus)
@@ -148,22 +152,29 @@ def _tell_data(note: str, say: Callable[[str], None]) -> None:
         say(note)
 
 
-def checked_config(file: ControllerFile, run: ControllerDirectory) -> FederatedConfig:
-    """The rules, with the directories of this run. Raises ConfigError: they cannot be, of whatever data."""
+def checked_choices(
+    file: ControllerFile, run: ControllerDirectory, choices: CheckedChoices | None = None
+) -> CheckedChoices:
+    """Check the rules, with the directories of this run, and make what they name.
+
+    Args:
+        choices: of :func:`check_combination`, where that was called; None: it was not.
+
+    Raises:
+        ConfigError: such a run cannot be, of whatever data.
+    """
     config = file.federated
-    if file.upstream.site is None:
-        check_combination(config)
-    else:
-        check_choices(config)
+    if choices is None:
+        choices = check_combination(config) if file.upstream.site is None else check_choices(config)
     if config.evaluation.is_on and file.task.task is None and not file.task.validation_share:
         raise ConfigError(
             "federated.evaluation: clients evaluate on samples that they do not train on, and task.validation_share is "
             "0. Set it, as to 0.2, for the controller and its clients"
         )
-    config = run.settled(config)
+    choices = replace(choices, config=run.settled(config))
     if file.upstream.site is not None:
-        check_site(config, file.upstream)
-    return config
+        check_site(choices.config, file.upstream)
+    return choices
 
 
 def _named(progress: Progress) -> list[dict[str, Any]]:

@@ -11,10 +11,11 @@ from typing import Any, Self
 
 from gradbus.actors.federated.chosen_codecs import names_in
 from gradbus.actors.federated.client.run_terms import Allowed
+from gradbus.actors.federated.controller.combinations import CheckedChoices
 from gradbus.actors.virtual.client_trainer import PoolSettings
 from gradbus.actors.virtual.host import ClientHost
 from gradbus.actors.virtual.pool import TrainingPool
-from gradbus.actors.virtual.simulation import CLIENTS_PREFIX, SimulationOptions, check_first_round, settings_of
+from gradbus.actors.virtual.simulation import CLIENTS_PREFIX, SimulationOptions, check_first_round, choices_of
 from gradbus.commands.buses import open_bus
 from gradbus.commands.configured_task import ConfiguredTask
 from gradbus.commands.files import ClientFile, ControllerFile
@@ -51,18 +52,18 @@ class VirtualClients:
     pool: SimulationOptions
     full_traceback: bool = False
 
-    def settle(self, file: ControllerFile) -> ControllerFile:
-        """The file with these clients. Raises ConfigError: they cannot take part in such a run."""
+    def settle(self, file: ControllerFile) -> CheckedChoices:
+        """Settle the rules of the run with these clients. Raises ConfigError: they cannot take part in such a run."""
         if file.upstream.site is not None:
             raise ConfigError("upstream.site: a site passes no names of participants on, which virtual clients need")
-        return file.model_copy(update={"federated": settings_of(file.federated, self.clients, self.fraction)})
+        return choices_of(file.federated, self.clients, self.fraction)
 
-    def start(self, file: ControllerFile, state_dir: Path) -> Hosted:
+    def start(self, file: ControllerFile, choices: CheckedChoices, state_dir: Path) -> Hosted:
         """Open the pool that trains them: before there are DDS, threads, open ports or a loop in this process."""
         task = ConfiguredTask(file.task)
-        check_first_round(file.federated, task)
+        check_first_round(choices, task)
         bus = file.bus.model_copy(update={"faults": ""})
-        own = tuple(sorted({name for name in names_in(file.federated) if ":" in name}))  # it names them for both sides
+        own = tuple(sorted({name for name in names_in(choices.config) if ":" in name}))  # it names them for both sides
         client = ClientConfig(state_dir=state_dir, full_traceback=self.full_traceback, codecs=own)
         return Hosted.start(bus, task, range(self.clients), client, state_dir, self.pool)
 

@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from gradbus.actors.federated.controller.best_model import SavedBest
-from gradbus.actors.federated.controller.state import SavedRun
+from gradbus.actors.federated.controller.saved_run import SavedRun
 from gradbus.commands.amounts import size
 from gradbus.commands.rundir.directory import check_named, replaced
 from gradbus.commands.rundir.saved_models import FoundModel, RunCheckpoints, checkpoint_of_client, state_of

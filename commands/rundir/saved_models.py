@@ -17,8 +17,8 @@ from gradbus.actors.data_parallel.saved_state import saved_state as state_of_ran
 from gradbus.actors.data_parallel.state import SavedRank
 from gradbus.actors.federated.client.client_state import SavedClient
 from gradbus.actors.federated.controller.best_model import FOLDER, SavedBest
+from gradbus.actors.federated.controller.saved_run import SavedRun
 from gradbus.actors.federated.controller.saved_state import saved_state as state_of_rounds
-from gradbus.actors.federated.controller.state import SavedRun
 from gradbus.actors.federated.model.own_tensors import own_tensors
 from gradbus.actors.parameter_server.saved_state import saved_state as state_of_servers
 from gradbus.actors.parameter_server.state import has_servers, newest_version

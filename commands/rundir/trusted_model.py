@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from gradbus.actors.data_parallel.state import restore_model
-from gradbus.actors.federated.controller.state import SavedRun, restore_weights
+from gradbus.actors.federated.controller.saved_run import SavedRun, restore_weights
 from gradbus.actors.federated.model.own_tensors import own_tensors
 from gradbus.actors.federated.model.sharing import divide, specs_of
 from gradbus.actors.parameter_server.state import restore_model as restore_from_servers

@@ -34,7 +34,8 @@ class Probe:
 
     def note(self, event: str, **facts: Any) -> None:
         """Something has happened; see :meth:`.journal.History.note`."""
-        self.history.note(event, **facts)
+        if self.history.on:
+            self.history.note(event, **facts)
 
     def end(self, **facts: Any) -> None:
         """The process, or its part in the run, ends gracefully."""

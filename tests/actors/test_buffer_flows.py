@@ -24,8 +24,8 @@ from trees import tree
 
 import gradbus
 from gradbus.actors import Site
+from gradbus.actors.federated.controller.saved_run import restore_weights
 from gradbus.actors.federated.controller.saved_state import saved_state
-from gradbus.actors.federated.controller.state import restore_weights
 from gradbus.actors.federated.model.sharing import check_buffers_sent, specs_of
 from gradbus.commands.history.invariants import check
 from gradbus.commands.history.reader import read_history

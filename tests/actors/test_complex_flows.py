@@ -16,8 +16,8 @@ from torch import Tensor, nn
 import gradbus
 from gradbus.actors.federated.client.rules.base import RoundStart
 from gradbus.actors.federated.client.rules.fedprox import FedProx
+from gradbus.actors.federated.controller.saved_run import restore_weights
 from gradbus.actors.federated.controller.saved_state import saved_state
-from gradbus.actors.federated.controller.state import restore_weights
 from gradbus.actors.federated.model.flat_model import FlatModel
 from gradbus.actors.federated.model.sharing import Sharing
 from gradbus.models.task import EvalResult, TrainResult

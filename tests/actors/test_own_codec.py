@@ -20,7 +20,7 @@ from torch import nn
 from trees import DIM, UnequalTask, rules, site_of, tree
 
 import gradbus
-from gradbus.actors.federated.chosen_codecs import check_codecs, codec_of, own_codecs, read_codecs
+from gradbus.actors.federated.chosen_codecs import codec_of, make_codecs, own_codecs, read_codecs
 from gradbus.actors.federated.controller.combinations import check_combination
 from gradbus.models import NoopTask
 from gradbus.models.task import EvalResult, TrainResult
@@ -208,7 +208,7 @@ def test_codecs_whose_messages_cannot_be_told_apart_are_refused_on_both_sides() 
         own_codecs((COARSE, "like_coarse:Like"), "client.codecs")
     assert len(own_codecs((COARSE, COARSE, "fp32"))) == 1
     with pytest.raises(ConfigError, match=text.format("federated.codec")):
-        check_codecs(config_with(COARSE, downlink_codec="like_coarse:Like"))
+        make_codecs(config_with(COARSE, downlink_codec="like_coarse:Like"))
 
 
 BROKEN = """

@@ -22,14 +22,15 @@ from trees import DIM, DiesAfterCommit, UnequalTask, ended, rules, serve_site, s
 import gradbus
 from gradbus.actors import Site
 from gradbus.actors.federated.client.session import ControllerStart
-from gradbus.actors.federated.controller.state import SavedRun
+from gradbus.actors.federated.controller.saved_run import SavedRun
 from gradbus.actors.federated.site import site as site_module
-from gradbus.actors.federated.site.site import Followed, site_config
 from gradbus.actors.federated.site.site_controller import (
     RoundsAlone,
     SiteSum,
     UpstreamChanged,
 )
+from gradbus.actors.federated.site.site_member import Followed
+from gradbus.actors.federated.site.site_rules import site_config
 from gradbus.commands.history.invariants import check
 from gradbus.commands.history.reader import read_history
 from gradbus.models import NoopTask

@@ -25,7 +25,8 @@ from gradbus.actors.data_parallel.state import Position, WorkerState, position_o
 from gradbus.actors.federated.client.client_state import ClientStateStore
 from gradbus.actors.federated.controller.participation import Strike
 from gradbus.actors.federated.controller.report import RoundReport
-from gradbus.actors.federated.controller.state import RunState, SavedRun
+from gradbus.actors.federated.controller.saved_run import SavedRun
+from gradbus.actors.federated.controller.state import RunState
 from gradbus.actors.federated.model.flat_model import FlatModel
 from gradbus.commands.rundir.directory import json_text
 from gradbus.commands.rundir.whole_run import totals

@@ -125,8 +125,9 @@ def takes(function: Callable[..., Any], name: str) -> bool:
 
 def _make(choice: Choice, lr: float, parameters: Iterable[Tensor]) -> Optimizer:
     parameters = list(parameters)
-    optimizer = make_optimizer(CLIENT_OPTIMIZERS, choice, parameters, lr=lr)
-    limit = CLIENT_OPTIMIZERS.options(choice)["clip_norm"]
+    options: Any = CLIENT_OPTIMIZERS.checked(choice)
+    optimizer = make_optimizer(CLIENT_OPTIMIZERS, choice, parameters, checked=options, lr=lr)
+    limit = options.clip_norm
     if limit is not None:
 
         def clip(*_: Any) -> None:

@@ -159,7 +159,8 @@ class ClientRounds:
         update, receipt = delivered
         if receipt.accepted:
             self.counted += 1
-            self._observer.keep_personal(part_of(update.state, PERSONAL))  # before the model of this round comes
+            # Before the model of this round comes.
+            self._observer.keep_personal(part_of(update.state, PERSONAL) if update.state else {})
             current.count(command.round_id, self._outbox.answered_by)
         else:
             self.refused += 1

@@ -147,8 +147,11 @@ class LocalTraining:
             steps=num_steps,
             metrics=facts,
         )
-        personal = named(PERSONAL, checked_finite(self._model.read_personal()))
-        state = {**named(OF_RULE, end.state), **encoded.residuals, **optimizer, **own, **personal}
+        state = {**encoded.residuals, **optimizer, **own}
+        if end.state:
+            state |= named(OF_RULE, end.state)
+        if personal := checked_finite(self._model.read_personal()):
+            state |= named(PERSONAL, personal)
         update = EncodedUpdate(key, request, encoded.payload, state, buffers=buffers)
         self._shared_memory = bool(self._memory.here) and self._memory.here == welcome.memory
         if packets is not None and packets.leaves:
@@ -181,15 +184,16 @@ class LocalTraining:
 
     def _note_offered(self, request: UploadRequest, payload: bytes | memoryview) -> None:
         """Note in the journal what the controller is to count, just before it is offered."""
-        self._probe.note(
-            "offered",
-            run=f"{request.run_id:016x}",
-            round=request.round_id,
-            transfer=request.transfer,
-            bytes=request.total_bytes,
-            num_samples=request.num_samples,
-            crc32=self._probe.history.checksum(payload),
-        )
+        if self._probe.history.on:
+            self._probe.note(
+                "offered",
+                run=f"{request.run_id:016x}",
+                round=request.round_id,
+                transfer=request.transfer,
+                bytes=request.total_bytes,
+                num_samples=request.num_samples,
+                crc32=self._probe.history.checksum(payload),
+            )
         self._probe.reached("after_training_before_offer", request.round_id)
 
     def _offered(self, update: EncodedUpdate) -> EncodedUpdate:

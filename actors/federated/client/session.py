@@ -359,6 +359,10 @@ class ControllerSession:
         """When a controller's message came last, by ``time.monotonic``; before that, when the wait began."""
         return self._seen_s
 
+    def limit_silence(self, controller_timeout_s: float) -> None:
+        """Give up after another time without a message of a controller."""
+        self.controller_timeout_s = controller_timeout_s
+
     def check_controller(self, misconfiguration: str, advice: Callable[[], str] = str) -> None:
         """Raises BarrierTimeout: no controller for too long. ``misconfiguration``: the likely reason, for its text,
         and ``advice``: says what to do; to find that out takes a while."""

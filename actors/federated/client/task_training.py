@@ -129,7 +129,9 @@ class TaskTraining:
     def pack_changed_buffers(self) -> bytes:
         """Return the block of the merged buffers that training has changed; b"": the model has none."""
         layout = self._model.buffers
-        return layout.pack(layout.changes(self._buffers_before, self._model.read_buffers())) if layout else b""
+        if not layout.buffers:
+            return b""
+        return layout.pack(layout.changes(self._buffers_before, self._model.read_buffers()))
 
     def _begin(self, inputs: RoundInputs, kept: Mapping[str, Tensor]) -> None:
         """Set the module to the global model, with what this client keeps of its own."""

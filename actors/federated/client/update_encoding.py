@@ -95,7 +95,7 @@ class UpdateEncoder:
         if residual is not None:
             residuals[RESIDUAL] = residual
         return EncodedChange(
-            payload=updates.join([(updates.MODEL, encoded), *sections]),
+            payload=updates.join([(updates.MODEL, encoded), *sections]) if sections else encoded,
             residuals=residuals,
             update_norm=self._update_norm,
             residual_norm=-1.0 if self._feeds_back else 0.0 if residual is None else l2_norm(residual),

@@ -13,7 +13,8 @@ from pydantic import Field
 
 from gradbus.actors.federated.controller.early_stop import evaluated_metric
 from gradbus.actors.federated.controller.report import RoundReport
-from gradbus.actors.federated.controller.state import RunState, SavedRun
+from gradbus.actors.federated.controller.saved_run import SavedRun
+from gradbus.actors.federated.controller.state import RunState
 from gradbus.runtime.checkpoint import CheckpointStore, Meta
 from gradbus.runtime.config.federated import InitialCheckpointSettings
 from gradbus.runtime.errors import CheckpointError, ConfigError
@@ -47,29 +48,28 @@ class BestModel:
     """
 
     def __init__(self, settings: InitialCheckpointSettings, state: RunState, *, least_answered: float = 0.0) -> None:
-        """Go on with what is kept of this run. ``least_answered``: as of an EarlyStop.
+        """Go on with what is kept of this run, with ``keep_best`` set. ``least_answered``: as of an EarlyStop.
 
         Raises:
             CheckpointError: the folder cannot be used. ConfigError: there is none.
         """
+        assert settings.keep_best is not None, "without it there is no best model"
         self._metric, self._mode, self._state = settings.keep_best, settings.best_mode or "min", state
         self._least_answered = least_answered
-        self._store: CheckpointStore | None = None
         self.best: Best | None = None
         self.round_id = 0
-        if self._metric is None:
-            return
         if settings.dir is None:
             raise ConfigError("federated.checkpoint.keep_best needs federated.checkpoint.dir, where the model is kept")
         self._store = CheckpointStore(settings.dir / FOLDER, keep=1, inside=settings.dir)
         try:
-            self._go_on(self._store)
+            self._go_on()
         except BaseException:
             self._store.close()
             raise
 
-    def _go_on(self, store: CheckpointStore) -> None:
+    def _go_on(self) -> None:
         """Take up the newest model that is of this run and of this metric; others are removed."""
+        store = self._store
         for round_id in reversed(store.rounds()):
             try:
                 saved = SavedBest.of(store.load(round_id, SavedBest.of))
@@ -96,14 +96,11 @@ class BestModel:
         Raises:
             ConfigError: the controller's evaluation lacks the metric. CheckpointError: the model cannot be written.
         """
-        if self._metric is None:
-            return
         value = evaluated_metric(report, self._metric, "federated.checkpoint.keep_best", self._least_answered)
         if value is None or not self._is_better(value):
             return
         best = Best(metric=self._metric, mode=self._mode, value=value)
-        if self._store is not None:
-            self._store.save(self._state.checkpoint_of_weights(best=best.model_dump()))
+        self._store.save(self._state.checkpoint_of_weights(best=best.model_dump()))
         self.best, self.round_id = best, report.round_id
         log.info("best model so far", round=report.round_id, metric=self._metric, value=value)
 
@@ -115,8 +112,7 @@ class BestModel:
 
     def close(self) -> None:
         """Let another process use the folder."""
-        if self._store is not None:
-            self._store.close()
+        self._store.close()
 
 
 def place_of(state_dir: Path) -> Path:

@@ -12,10 +12,10 @@ from typing import Any
 
 from gradbus.actors.federated.controller.asynchronous import proportional_steps
 from gradbus.actors.federated.controller.clients import FIRST_HOST, ClientRegistry, Member
+from gradbus.actors.federated.controller.combinations import CheckedChoices
 from gradbus.actors.federated.controller.order_book import OrderBook
 from gradbus.actors.federated.controller.publish import ModelPublisher
 from gradbus.actors.federated.controller.state import RunContext
-from gradbus.runtime.choices import CODECS
 from gradbus.runtime.errors import BusError
 from gradbus.runtime.wire.control import RoundTerms, Welcome
 from gradbus.runtime.wire.id_ranges import MAX_CHARS, format_ids
@@ -49,21 +49,23 @@ class ClientTerms:
         publisher: ModelPublisher,
         book: OrderBook,
         *,
-        fetch_models: bool,
+        choices: CheckedChoices,
         names_commands: bool,
         above: Welcome | None,
     ) -> None:
         """Terms as of the settings and the orders in ``book``.
 
         Args:
-            fetch_models: not all clients take part in a round, and those that do not are not sent its model.
+            choices: the codecs that clients are told of. Where the selector asks a part of the clients, the others are
+                not sent the model of a round.
             names_commands: each command is repeated at once in a message that names this start of the controller.
         """
         self._context = context
         self._registry = registry
         self._publisher = publisher
         self._book = book
-        self._fetch_models = fetch_models
+        self._codecs = choices.codecs
+        self._fetch_models = choices.selector.partial
         self._names_commands = names_commands
         self.above = above
         self._speeds: dict[int, float] = {}
@@ -81,7 +83,7 @@ class ClientTerms:
             run_id=self._context.run_id,
             next_round=client.from_round,
             codec=config.codec.name,
-            codec_options=CODECS.to_json(config.codec),
+            codec_options=self._codecs.update_options,
             num_clients=config.clients.num or 0,
             heartbeat_s=config.clients.heartbeat_s,
             memory=self._context.bus.memory.here,
@@ -98,7 +100,7 @@ class ClientTerms:
             buffers=dict(sharing.buffers),
             buffer_layout=self._context.state.model.buffers.digest,
             section_codec=config.section_codec.name,
-            section_options=CODECS.to_json(config.section_codec),
+            section_options=self._codecs.section_options,
             downlink_codec=config.downlink_codec.name,
             client_id=-1 if is_host else client.client_id,
             named_commands=self._names_commands,

@@ -6,17 +6,18 @@
 from __future__ import annotations
 
 import bisect
+from dataclasses import dataclass, replace
 from typing import Any
 
 from gradbus.actors.aggregation.bounded_strategy import bounded
 from gradbus.actors.aggregation.clipping import within_limits
 from gradbus.actors.aggregation.grid_steps import MASKED_CODECS, on_common_grid
 from gradbus.actors.aggregation.strategies import Strategy, summing_strategies
-from gradbus.actors.federated.chosen_codecs import check_codecs
+from gradbus.actors.federated.chosen_codecs import RunCodecs, make_codecs
 from gradbus.actors.federated.controller.asynchronous import check_asynchronous
 from gradbus.actors.federated.controller.clients import MAX_MEMBERS as MAX_CLIENTS
 from gradbus.actors.federated.controller.selection import check_selection
-from gradbus.actors.federated.controller.selectors.base import make_selector
+from gradbus.actors.federated.controller.selectors.base import Selector, make_selector
 from gradbus.actors.privacy.mechanisms import with_privacy
 from gradbus.actors.secure_aggregation.keys import MAX_MEMBERS, MIN_MEMBERS
 from gradbus.runtime.choices import CLIENT_RULES, CLIENT_SCHEDULES, STRATEGIES
@@ -24,19 +25,37 @@ from gradbus.runtime.config.federated import FederatedConfig
 from gradbus.runtime.errors import ConfigError
 
 
-def check_choices(config: FederatedConfig) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class CheckedChoices:
+    """The settings of a run, checked, and what they name. A Controller that gets them checks and makes nothing of this
+    again; its strategy it makes itself, as that needs the size of the model.
+
+    Attributes:
+        codecs, selector: that the settings name.
+        fits_strategy: whether the strategy was found to work with all other choices.
+    """
+
+    config: FederatedConfig
+    codecs: RunCodecs
+    selector: Selector
+    fits_strategy: bool = False
+
+
+def check_choices(config: FederatedConfig) -> CheckedChoices:
     """Check what is configured by name, before anything starts. Built-in names were checked when settings were read.
 
     Raises:
         ConfigError: there is none of that name, or its options are wrong.
     """
     STRATEGIES.check_own(config.strategy)
-    check_codecs(config)
+    codecs = make_codecs(config)
     CLIENT_RULES.check_own(config.training.rule)
     CLIENT_SCHEDULES.check_own(config.training.schedule)
-    check_selection(config, make_selector(config.selection))
+    selector = make_selector(config.selection)
+    check_selection(config, selector)
     _check_evaluation(config)
     _check_modes(config)
+    return CheckedChoices(config=config, codecs=codecs, selector=selector)
 
 
 def _check_modes(config: FederatedConfig) -> None:
@@ -76,7 +95,7 @@ def _check_evaluation(config: FederatedConfig) -> None:
         )
 
 
-def check_combination(config: FederatedConfig) -> None:
+def check_combination(config: FederatedConfig) -> CheckedChoices:
     """As :func:`check_choices`, and refuse choices that do not work together.
 
     A strategy of the user's own is not made for this: it may need the size of its model. The controller makes it.
@@ -84,12 +103,13 @@ def check_combination(config: FederatedConfig) -> None:
     Raises:
         ConfigError: they do not; it says why, and what to choose.
     """
-    check_choices(config)
+    choices = check_choices(config)
     if ":" in config.strategy.name:
-        return
+        return choices
     strategy = make_strategy(config, 1)
     strategy.lay_out([[1]])
-    check_strategy(config, strategy)
+    check_strategy(choices, strategy)
+    return replace(choices, fits_strategy=True)
 
 
 def make_strategy(config: FederatedConfig, dim: int, given: Strategy | None = None) -> Strategy:
@@ -104,15 +124,23 @@ def make_strategy(config: FederatedConfig, dim: int, given: Strategy | None = No
     return bounded(strategy, config) if config.limits.is_adversarial else strategy
 
 
-def check_strategy(config: FederatedConfig, strategy: Strategy) -> None:
-    """Raises ConfigError: the strategy, as of :func:`make_strategy`, cannot work with the other settings."""
-    strategy.check(config)
+def check_strategy(choices: CheckedChoices, strategy: Strategy) -> None:
+    """Raises ConfigError: the strategy, as of :func:`make_strategy`, cannot work with the other settings, or with a
+    model of this size."""
+    strategy.check(choices.config)
+    if not choices.fits_strategy:
+        _check_with_others(choices, strategy)
+
+
+def _check_with_others(choices: CheckedChoices, strategy: Strategy) -> None:
+    """Raises ConfigError: the strategy cannot work with the other settings, whatever the model."""
+    config = choices.config
     _check_rule(config, strategy)
     if config.mode == "asynchronous":
         check_asynchronous(config, strategy)
     _check_trust(config)
     if config.secure_aggregation.enabled:
-        _check_masked(config, strategy)
+        _check_masked(config, strategy, choices.selector)
     if config.clients.kind == "sites" and not strategy.adds_sums:
         raise ConfigError(
             f"federated.strategy: {config.strategy.name} needs the updates of single clients, and sites send their "
@@ -143,9 +171,9 @@ def _check_trust(config: FederatedConfig) -> None:
             raise ConfigError(f"federated.limits.trust = adversarial with {reason}")
 
 
-def _check_masked(config: FederatedConfig, strategy: Strategy) -> None:
+def _check_masked(config: FederatedConfig, strategy: Strategy, selector: Selector) -> None:
     """Raises ConfigError: with secure aggregation the Controller knows too little for this run, or cannot mask it."""
-    what, asked = "federated.secure_aggregation", _asked(config, config.clients.num or 0)
+    what, asked = "federated.secure_aggregation", _asked(config, selector, config.clients.num or 0)
     settings, timeout_s = config.secure_aggregation, config.round.timeout_s
     refusals = {
         "mode = asynchronous: what is masked with others counts with them, and there no clients share a round. Use "
@@ -179,18 +207,19 @@ def _check_masked(config: FederatedConfig, strategy: Strategy) -> None:
             raise ConfigError(f"{what}: {reason}")
 
 
-def _asked(config: FederatedConfig, count: int) -> int:
+def _asked(config: FederatedConfig, selector: Selector, count: int) -> int:
     """Return how many of so many clients a round asks."""
-    selector = make_selector(config.selection)
     return selector.asked(count, selector.wanted(count, config.clients.min))
 
 
-def most_clients(config: FederatedConfig) -> int:
+def most_clients(choices: CheckedChoices) -> int:
     """Clients that may be in a run at once. With secure aggregation a round can ask no more than can mask for each
     other."""
+    config, selector = choices.config, choices.selector
     if not config.secure_aggregation.enabled:
         return MAX_CLIENTS
-    return bisect.bisect_right(range(1, MAX_CLIENTS + 1), MAX_MEMBERS, key=lambda count: _asked(config, count))
+    counts = range(1, MAX_CLIENTS + 1)
+    return bisect.bisect_right(counts, MAX_MEMBERS, key=lambda count: _asked(config, selector, count))
 
 
 def fitting_rules(strategy: Strategy) -> list[str]:

@@ -13,7 +13,7 @@ import contextlib
 import os
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -23,10 +23,15 @@ from torch import nn
 from gradbus.actors.aggregation import partial_sum, updates
 from gradbus.actors.aggregation.orders import RoundOrder
 from gradbus.actors.aggregation.strategies import Strategy
-from gradbus.actors.federated.chosen_codecs import check_downlink, names_in, own_codecs
+from gradbus.actors.federated.chosen_codecs import check_downlink
 from gradbus.actors.federated.controller.asynchronous import Bases
 from gradbus.actors.federated.controller.best_model import BestModel
-from gradbus.actors.federated.controller.combinations import check_choices, check_strategy, make_strategy
+from gradbus.actors.federated.controller.combinations import (
+    CheckedChoices,
+    check_choices,
+    check_strategy,
+    make_strategy,
+)
 from gradbus.actors.federated.controller.deadline import RoundDeadline
 from gradbus.actors.federated.controller.early_stop import EarlyStop, RunCallbacks
 from gradbus.actors.federated.controller.liveness import MAX_NAMED, claim_job, tolerate_write_timeout
@@ -53,7 +58,7 @@ from gradbus.runtime.built_model import build_model
 from gradbus.runtime.bus.bus import Bus, check_bus
 from gradbus.runtime.callbacks import Callbacks
 from gradbus.runtime.checkpoint import copy_state
-from gradbus.runtime.choices import CLIENT_SCHEDULES, CODECS, STRATEGIES
+from gradbus.runtime.choices import CLIENT_SCHEDULES, STRATEGIES
 from gradbus.runtime.compute import ComputeThread
 from gradbus.runtime.config.federated import FederatedConfig
 from gradbus.runtime.config.timeouts import federated_timeouts, log_timeouts
@@ -84,7 +89,7 @@ class ActiveRun:
     prepared: PreparedRun
     parts: RunParts
     callbacks: RunCallbacks
-    best: BestModel
+    best: BestModel | None
     collector: RoundCollector
     committer: RoundCommitter
     on_report: Callable[[RoundReport], object]
@@ -105,7 +110,7 @@ class Controller:
         self,
         bus: Bus,
         task: FederatedTask,
-        config: FederatedConfig,
+        config: FederatedConfig | CheckedChoices,
         *,
         strategy: Strategy | None = None,
         on_open: Callable[[], object] = lambda: None,
@@ -117,7 +122,8 @@ class Controller:
         Args:
             bus: joined to the job.
             task: gives the model, and evaluates it where it can.
-            config: the rules.
+            config: the rules; or what :func:`.combinations.check_combination` has returned for them, which are then
+                not checked again.
             strategy: in place of the one that ``config.strategy`` names.
             on_open: called once the job is this controller's and the state is restored: from then on it is this run.
             fail_at: a fail point for tests, ``name:round``; by default from the environment.
@@ -131,28 +137,30 @@ class Controller:
         call = self._call
         check_bus(call, "bus", bus)
         advice = "Write gradbus.FederatedConfig(rounds=10, ...), and keep the order of the arguments"
-        check_instance(call, "config", config, FederatedConfig, advice)
+        rules = config.config if isinstance(config, CheckedChoices) else config
+        check_instance(call, "config", rules, FederatedConfig, advice)
         # With patterns only the model tells whether some of it is personal: see _prepare.
-        may_evaluate = self._evaluates and not Sharing.of(config).has_patterns
-        check_controller_task(call, task, config, evaluates=may_evaluate)
+        may_evaluate = self._evaluates and not Sharing.of(rules).has_patterns
+        check_controller_task(call, task, rules, evaluates=may_evaluate)
         if strategy is not None:
             check_instance(call, "strategy", strategy, Strategy, "Write its name in the settings, or give an object")
-        check_choices(config)
+        choices = config if isinstance(config, CheckedChoices) else check_choices(rules)
+        self._choices = choices if strategy is None else replace(choices, fits_strategy=False)
         self._bus = bus
         self._on_open = on_open
         self._task = task
-        self._config = config
-        self._callbacks = Callbacks("federated", callbacks, config.callbacks)
+        self._config = rules
+        self._callbacks = Callbacks("federated", callbacks, rules.callbacks)
         self._given_strategy = strategy
-        self._probe = Probe("controller", config.history.dir, payloads=config.history.payloads, fail_at=fail_at)
+        self._probe = Probe("controller", rules.history.dir, payloads=rules.history.payloads, fail_at=fail_at)
         self._compute = ComputeThread("controller")
         self._prepared: PreparedRun | None = None
         self._running: ActiveRun | None = None
-        self.progress = Progress(rounds=config.rounds, minimum=config.clients.min)
+        self.progress = Progress(rounds=rules.rounds, minimum=rules.clients.min)
 
     def _prepare(self, *, has_caller: bool = False) -> PreparedRun:
         """Build the model and restore the state, off the loop. ``has_caller``: it orders each round, in its own way."""
-        config = self._config
+        config, choices, codecs = self._config, self._choices, self._choices.codecs
         training, given = config.training, self._given_strategy
         rates = RoundRates(CLIENT_SCHEDULES, training.schedule, training.first_lr, config.rounds)
         sharing = Sharing.of(config, STRATEGIES.find(config.strategy.name) if given is None else type(given))
@@ -167,11 +175,9 @@ class Controller:
         base_strategy = self._make_base_strategy(model.dim)
         strategy = make_strategy(config, model.dim, base_strategy)
         strategy.lay_out(model.shapes)
-        check_strategy(config, strategy)
-        bases = (
-            Bases(config.asynchronous, CODECS.make(config.codec), model.dim) if config.mode == "asynchronous" else None
-        )
-        check_downlink(config, model.dim)
+        check_strategy(choices, strategy)
+        bases = Bases(config.asynchronous, codecs.update, model.dim) if config.mode == "asynchronous" else None
+        check_downlink(codecs, model.dim)
         max_update_bytes, own = self._max_update_bytes(model, strategy), self._own_codecs()
         with contextlib.ExitStack() as undo:
             state = RunState(config, model, strategy)
@@ -182,6 +188,7 @@ class Controller:
             incarnation = max(new_incarnation(), again)
             state.hold_as(incarnation)
             self._prepared = PreparedRun(
+                choices=choices,
                 identity=Identity(CONTROLLER, incarnation),
                 last_start=last_start,
                 model=model,
@@ -212,12 +219,12 @@ class Controller:
             return partial_sum.max_bytes(model.dim)
         if self._config.secure_aggregation.enabled:
             return size_of(strategy.masked_grid.count(model.dim))  # of a first round: later ones are shorter
-        longest = int(CODECS.make(self._config.longest_codec).max_bytes(model.dim))
-        return longest + updates.overhead_bytes(strategy.sections, CODECS.make(self._config.section_codec))
+        codecs = self._choices.codecs
+        return int(codecs.longest.max_bytes(model.dim)) + updates.overhead_bytes(strategy.sections, codecs.section)
 
     def _own_codecs(self) -> tuple[type[Codec], ...]:
         """Codecs that are not built in, which updates may be in: those that this configuration names."""
-        return own_codecs(names_in(self._config))
+        return self._choices.codecs.own
 
     def _level_above(self) -> Welcome | None:
         """The Welcome of the level above; None: there is none."""
@@ -258,10 +265,12 @@ class Controller:
         await self._compute.run(state.note_start, context.history)
         stop, best, least = config.early_stop, config.checkpoint, config.evaluation.least_answered
         stop = stop.replaced("mode", config.mode_of(stop.metric, stop.mode))
-        best = best.replaced("best_mode", config.mode_of(best.keep_best or "", best.best_mode))
         early_stop = EarlyStop(stop, self._callbacks, state.history, least_answered=least)
-        best_model = await self._compute.run(BestModel, best, state, least_answered=least)
-        stack.callback(best_model.close)
+        best_model = None
+        if best.keep_best is not None:
+            best = best.replaced("best_mode", config.mode_of(best.keep_best, best.best_mode))
+            best_model = await self._compute.run(BestModel, best, state, least_answered=least)
+            stack.callback(best_model.close)
         callbacks = RunCallbacks(self._compute, self._callbacks, early_stop)
         deadline = RoundDeadline(config.round.timeout_times_median, config.round.timeout_s)
         return ActiveRun(
@@ -478,7 +487,7 @@ class Controller:
         if (stop := run.callbacks.stop).reason:
             progress.ended_early = stop.reason
             log.info("stopped early", round=state.round_id, reason=stop.reason, best=stop.best_round)
-        if self._config.evaluation.cross_site and state.round_id > began_after:
+        if parts.cross_site is not None and state.round_id > began_after:
             progress.phase = "evaluating"
             progress.cross_site = await parts.cross_site.run()
         run.callbacks.run_has_ended()
@@ -510,7 +519,8 @@ class Controller:
         if run.requests is not None:
             run.requests.note(report)
         try:
-            await self._compute.run(run.best.note, report)
+            if run.best is not None:
+                await self._compute.run(run.best.note, report)
             await run.callbacks.call(run.callbacks.stop.note_round, report)
             await self._compute.run(self._note_end)
         finally:
@@ -561,7 +571,8 @@ class Controller:
 
     def _note_evaluation(self, report: RoundReport) -> None:
         """The evaluation of the newest model decides whether the run goes on, and whether the model is the best one."""
-        self._run.best.note(report)
+        if self._run.best is not None:
+            self._run.best.note(report)
         self._run.callbacks.stop.note(report)
 
 

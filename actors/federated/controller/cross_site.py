@@ -128,12 +128,12 @@ class LocalModelReceiver:
         request = upload.request
         try:
             async with asyncio.timeout(timeout_s):
-                upload.payload = await self._context.compute.run(read, request.memory, request.total_bytes)
+                upload.hold(await self._context.compute.run(read, request.memory, request.total_bytes))
         except TimeoutError:
             pass  # the deadline is over, which its caller sees
         except SharedMemoryFault as error:  # it is sent, like one of another machine
             log.warning("no shared memory", **self._context.client_facts(upload.source.client_id), reason=str(error))
-            upload.in_memory, upload.progress_s = False, time.monotonic()
+            upload.leave_memory()
             if self._wanted is not None and self._wanted.upload is upload:  # else its client offers another one
                 await self._uploads.grant(upload)
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from gradbus.actors.federated.controller.client_evaluation import ClientEvaluator
 from gradbus.actors.federated.controller.clients import FIRST_HOST, ClientRegistry, HostedClient
-from gradbus.actors.federated.controller.cross_site import LocalModelReceiver
+from gradbus.actors.federated.controller.cross_site import NOT_WANTED, LocalModelReceiver
 from gradbus.actors.federated.controller.current_round import CurrentRound
 from gradbus.actors.federated.controller.joining import ClientJoining
 from gradbus.actors.federated.controller.liveness import DuplicateControllers, LivenessMonitor
@@ -20,6 +20,7 @@ from gradbus.actors.federated.controller.run_membership import RunMembership
 from gradbus.actors.federated.controller.selection import ParticipantSelection
 from gradbus.actors.federated.controller.state import RunContext
 from gradbus.actors.federated.controller.updates_in import UpdateReceiver
+from gradbus.actors.federated.controller.uploads import RequestedUpload
 from gradbus.runtime.bus.bus import Subscription
 from gradbus.runtime.errors import BusClosed, ControllerReplaced, GradbusError, JobInUse
 from gradbus.runtime.logs import get_logger
@@ -47,17 +48,18 @@ class Recipients(NamedTuple):
     """Holds the parts that take what clients send.
 
     Attributes:
-        joining: Hellos. updates: uploads of updates. local_models: of models that clients show others.
-        publisher: requests of models. evaluator: results of evaluations.
+        joining: Hellos. updates: uploads of updates.
+        local_models: of models that clients show others; None: they show none.
+        publisher: requests of models. evaluator: results of evaluations; None: there are none.
         masked: answers of secure aggregation; None: the run has none.
         losses: failures in rounds. selection: failures before the first round, and who has left.
     """
 
     joining: ClientJoining
     updates: UpdateReceiver
-    local_models: LocalModelReceiver
+    local_models: LocalModelReceiver | None
     publisher: ModelPublisher
-    evaluator: ClientEvaluator
+    evaluator: ClientEvaluator | None
     masked: MaskedRounds | None
     losses: RoundLosses
     selection: ParticipantSelection
@@ -113,8 +115,10 @@ class Dispatcher:
         match message:
             case ClientUpdate():
                 self._membership.mark_alive(message.client_id, message.frame.key.incarnation)
-                is_local_model = message.frame.key.round_id in CANDIDATE_ROUNDS
-                await (self._to.local_models if is_local_model else self._to.updates).on_frame(message)
+                if message.frame.key.round_id not in CANDIDATE_ROUNDS:
+                    await self._to.updates.on_frame(message)
+                elif self._to.local_models is not None:
+                    await self._to.local_models.on_frame(message)
             case Control(sender=sender, incarnation=incarnation) if sender != CONTROLLER:
                 if isinstance(message.body, Hello):
                     await self._to.joining.on_hello(Identity(sender, incarnation), message.body, message.number)
@@ -168,7 +172,7 @@ class Dispatcher:
     async def _on_client(self, client_id: int, incarnation: int, body: Body, group: asyncio.TaskGroup) -> None:
         match body:
             case UploadRequest() if body.round_id in CANDIDATE_ROUNDS:
-                await self._to.local_models.on_request(client_id, incarnation, body)
+                await self._on_local_model(client_id, incarnation, body)
             case UploadRequest():
                 if body.run_id == self._context.run_id:
                     self._registry.note_model(client_id, incarnation, body.round_id - 1)  # its base
@@ -176,8 +180,10 @@ class Dispatcher:
             case ModelRequest():
                 self._to.publisher.on_request(client_id, body, group)
             case EvaluationResult():
-                self._to.local_models.on_result(client_id, body)
-                self._to.evaluator.on_result(client_id, body)
+                if self._to.local_models is not None:
+                    self._to.local_models.on_result(client_id, body)
+                if self._to.evaluator is not None:
+                    self._to.evaluator.on_result(client_id, body)
             case TrainingFailure() if body.run_id == self._context.run_id:
                 self._note_failure(client_id, body)
             case MaskAnswer() if self._to.masked is not None:
@@ -188,6 +194,14 @@ class Dispatcher:
                 self._gone(client_id, incarnation, f"has left: {body.reason}")
             case _:
                 pass  # for a controller only
+
+    async def _on_local_model(self, client_id: int, incarnation: int, request: UploadRequest) -> None:
+        """Pass on what a client offers others of its model. One that a start before this one has asked for may come
+        where none is wanted."""
+        if self._to.local_models is not None:
+            await self._to.local_models.on_request(client_id, incarnation, request)
+        else:
+            await self._context.publish(RequestedUpload(client_id, incarnation, request).receipt(NOT_WANTED))
 
     def _gone(self, client_id: int, incarnation: int, why: str) -> None:
         if isinstance(self._registry.get(client_id, incarnation), HostedClient):

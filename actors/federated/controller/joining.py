@@ -186,7 +186,7 @@ class ClientJoining:
             return ""
         if not hello.masks:
             return _MASKS_NOTHING
-        if not hello.grids and not CODECS.make(config.codec).lossless:
+        if not hello.grids and not CODECS.find(config.codec.name).lossless:
             return _ROUNDS_TO_NO_GRID.format(codec=config.codec.name)
         return ""
 

@@ -76,9 +76,14 @@ class ModelEvaluation:
     or the task has no evaluation."""
 
     def __init__(
-        self, context: RunContext, task: FederatedTask, model: FlatModel, evaluator: ClientEvaluator, progress: Progress
+        self,
+        context: RunContext,
+        task: FederatedTask,
+        model: FlatModel,
+        evaluator: ClientEvaluator | None,
+        progress: Progress,
     ) -> None:
-        """``model``: it holds what was evaluated last. ``evaluator``: asks the clients."""
+        """``model``: it holds what was evaluated last. ``evaluator``: asks the clients; None: they evaluate nothing."""
         self._context = context
         self._task = task
         self._model = model
@@ -129,6 +134,7 @@ class ModelEvaluation:
         names.difference_update(*(report.by_clients.metrics for report in reports))
         if not names:
             return
+        assert self._evaluator is not None, "settings that name a metric of clients have them evaluate"
         self._progress.phase = "evaluating"
         found = await self._evaluator.evaluate_present(names)
         answered, asked = len(found.results), len(found.asked)
@@ -157,12 +163,13 @@ class ModelEvaluation:
 
     async def evaluate_round(self, round_id: int) -> dict[str, Any]:
         """Evaluate the present weights by this Controller, and by the clients at the same time, where that is due."""
-        if not self._evaluator.is_due(round_id):
+        evaluator = self._evaluator
+        if evaluator is None or not evaluator.is_due(round_id):
             return await self._by_controller(round_id)
         self._progress.phase = "evaluating"
         try:
             async with TaskGroup() as group:
-                clients = group.create_task(self._evaluator.evaluate_round(round_id), name="evaluation-by-clients")
+                clients = group.create_task(evaluator.evaluate_round(round_id), name="evaluation-by-clients")
                 found = await self._by_controller(round_id)
         except BaseExceptionGroup as errors:
             raise single_error(errors) from None
@@ -201,11 +208,11 @@ class ModelEvaluation:
 
     async def complete_newest_by_clients(self, reports: Sequence[RoundReport]) -> RoundReport | None:
         """Return the same with what the clients find, once they are here."""
-        last = _newest(reports)
-        if last is None or last.by_clients.asked or not self._evaluator.is_due(last.round_id):
+        last, evaluator = _newest(reports), self._evaluator
+        if evaluator is None or last is None or last.by_clients.asked or not evaluator.is_due(last.round_id):
             return None
         self._progress.phase = "evaluating"
-        return self._amended(last, {"by_clients": await self._evaluator.evaluate_round(last.round_id)})
+        return self._amended(last, {"by_clients": await evaluator.evaluate_round(last.round_id)})
 
     def _amended(self, last: RoundReport, found: dict[str, Any]) -> RoundReport | None:
         if not found:

@@ -302,6 +302,10 @@ class RoundTotals:
         self.train_s = max(self.train_s, request.train_s)
         self.encode_s = max(self.encode_s, request.encode_s)
 
+    def add_aggregation(self, seconds: float) -> None:
+        """Count the time that one update took to be added."""
+        self.aggregate_s += seconds
+
     def loss(self) -> float | None:
         """Mean training loss, weighted by samples, summed in an order that does not depend on arrival."""
         parts, total = self.loss_parts()

@@ -30,9 +30,11 @@ class RunMembership:
         progress: Progress,
         current_round: CurrentRound,
         losses: RoundLosses,
-        evaluator: ClientEvaluator,
+        evaluator: ClientEvaluator | None,
     ) -> None:
-        """A membership as of the registry. ``losses``: of the open round. ``evaluator``: awaits clients as well."""
+        """A membership as of the registry. ``losses``: of the open round.
+
+        ``evaluator``: awaits clients as well; None: there is none."""
         self._context = context
         self._registry = registry
         self._progress = progress
@@ -51,7 +53,8 @@ class RunMembership:
         progress.clients = tuple(sorted(member.client_id for member in self._registry if not member.silent))
         progress.out = state.quarantine.excluded(state.round_id + 1)
         self._changed.set()
-        self._evaluator.follow_registry()
+        if self._evaluator is not None:
+            self._evaluator.follow_registry()
         current_round.notify()
 
     async def wait_for_change(self, timeout_s: float) -> None:

@@ -8,7 +8,7 @@ from gradbus.actors.aggregation.strategies import Strategy
 from gradbus.actors.federated.controller.client_evaluation import ClientEvaluator
 from gradbus.actors.federated.controller.client_terms import ClientTerms
 from gradbus.actors.federated.controller.clients import ClientRegistry, ExpectedModel, duplicate_after_s
-from gradbus.actors.federated.controller.combinations import most_clients
+from gradbus.actors.federated.controller.combinations import CheckedChoices, most_clients
 from gradbus.actors.federated.controller.cross_site import CrossSiteEvaluation, LocalModelReceiver
 from gradbus.actors.federated.controller.current_round import CurrentRound
 from gradbus.actors.federated.controller.dispatch import Dispatcher, Recipients
@@ -22,14 +22,12 @@ from gradbus.actors.federated.controller.report import Progress
 from gradbus.actors.federated.controller.round_losses import RoundLosses
 from gradbus.actors.federated.controller.run_membership import RunMembership
 from gradbus.actors.federated.controller.selection import ParticipantSelection
-from gradbus.actors.federated.controller.selectors.base import make_selector
 from gradbus.actors.federated.controller.state import RunContext, RunState
 from gradbus.actors.federated.controller.update_admission import UpdateAdmission
 from gradbus.actors.federated.controller.update_sum import UpdateForm, UpdateSum
 from gradbus.actors.federated.controller.updates_in import UpdateReceiver
 from gradbus.actors.federated.model.flat_model import FlatModel
 from gradbus.actors.federated.task import FederatedTask
-from gradbus.runtime.choices import CODECS
 from gradbus.runtime.wire.control import Welcome
 from gradbus.runtime.wire.messages import Identity, TrainCmd
 
@@ -39,12 +37,14 @@ class PreparedRun:
     """A run that is restored, or fresh, and of which nothing has been sent.
 
     Attributes:
+        choices: the settings, and what they name.
         identity: of this start of the controller. last_start: incarnation of the start before this one, which may still
             run; 0: there was none.
         base_strategy: what ``strategy`` is without its limits and its privacy.
         form: of the updates. max_update_bytes: length of the longest one that a participant can send.
     """
 
+    choices: CheckedChoices
     identity: Identity
     last_start: int
     model: FlatModel
@@ -68,8 +68,6 @@ class RunParts:
     registry: ClientRegistry
     current_round: CurrentRound
     losses: RoundLosses
-    evaluator: ClientEvaluator
-    membership: RunMembership
     admission: UpdateAdmission
     update_sum: UpdateSum
     receiver: UpdateReceiver
@@ -81,7 +79,7 @@ class RunParts:
     joining: ClientJoining
     dispatcher: Dispatcher
     evaluation: ModelEvaluation
-    cross_site: CrossSiteEvaluation
+    cross_site: CrossSiteEvaluation | None
 
 
 def make_parts(
@@ -100,6 +98,7 @@ def make_parts(
         keeps_counted: as of :class:`~.updates_in.UpdateReceiver`.
     """
     config, state, model, strategy = context.config, context.state, prepared.model, prepared.strategy
+    choices = prepared.choices
     context.bus.open_writer(TrainCmd)  # clients are ready when they are matched with it
     registry = ClientRegistry(
         ExpectedModel(model.dim, model.layout, "shared" if model.sharing.has_patterns else config.exchange),
@@ -107,11 +106,11 @@ def make_parts(
         dead_after_s=config.clients.dead_after_s,
         duplicate_after_s=duplicate_after_s(config.clients.heartbeat_s),
         memory=context.bus.memory.here,
-        max_members=most_clients(config),
+        max_members=most_clients(choices),
     )
     current_round = CurrentRound(progress)
     losses = RoundLosses(context.dropped, state.names)
-    evaluator = ClientEvaluator(context, registry, current_round)
+    evaluator = ClientEvaluator(context, registry, current_round) if config.evaluation.is_on else None
     membership = RunMembership(context, registry, progress, current_round, losses, evaluator)
     admission = UpdateAdmission(
         state.quarantine,
@@ -133,21 +132,23 @@ def make_parts(
     masked = None
     if config.secure_aggregation.enabled:
         masked = MaskedRounds(context, registry, receiver, membership, progress, current_round)
-    publisher = ModelPublisher(context, CODECS.make(config.downlink_codec), registry)
-    selector = make_selector(config.selection)
-    selection = ParticipantSelection(context, registry, progress, selector, current_round)
+    publisher = ModelPublisher(context, choices.codecs.downlink, registry)
+    selection = ParticipantSelection(context, registry, progress, choices.selector, current_round)
     terms = ClientTerms(
         context,
         registry,
         publisher,
         prepared.book,
-        fetch_models=selector.partial,
+        choices=choices,
         names_commands=prepared.last_start > 0 or state.adopts,  # a site has the run of its level above
         above=above,
     )
     monitor = LivenessMonitor(context, registry, progress, current_round, membership)
     joining = ClientJoining(context, registry, membership, receiver, terms, monitor, current_round)
-    local_models = LocalModelReceiver(context, registry, current_round, dim=model.dim)
+    local_models = cross_site = None
+    if config.evaluation.cross_site and evaluator is not None:
+        local_models = LocalModelReceiver(context, registry, current_round, dim=model.dim)
+        cross_site = CrossSiteEvaluation(context, publisher, evaluator, local_models)
     recipients = Recipients(joining, receiver, local_models, publisher, evaluator, masked, losses, selection)
     return RunParts(
         context=context,
@@ -158,8 +159,6 @@ def make_parts(
         registry=registry,
         current_round=current_round,
         losses=losses,
-        evaluator=evaluator,
-        membership=membership,
         admission=admission,
         update_sum=update_sum,
         receiver=receiver,
@@ -171,5 +170,5 @@ def make_parts(
         joining=joining,
         dispatcher=Dispatcher(context, registry, membership, monitor, current_round, recipients),
         evaluation=ModelEvaluation(context, task, model, evaluator, progress),
-        cross_site=CrossSiteEvaluation(context, publisher, evaluator, local_models),
+        cross_site=cross_site,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from gradbus.actors.federated.controller.state import NOTHING, Load, SavedRun, load_integers
+from gradbus.actors.federated.controller.saved_run import NOTHING, Load, SavedRun, load_integers
 from gradbus.actors.federated.model.flat_model import hash_of
 from gradbus.actors.federated.model.own_tensors import own_tensors
 from gradbus.runtime.checkpoint import Checkpoint, tensor_of
@@ -23,14 +23,14 @@ def saved_state(checkpoint: Checkpoint, load: Load, client: Checkpoint | None = 
     Raises:
         CheckpointError: it does not fit together, or the client's is of another model.
     """
-    saved, state = SavedRun.of(checkpoint), SavedState()
+    saved = SavedRun.of(checkpoint)
+    state = SavedState(personal=[name for name, _, _ in saved.personal])
     state.add_vector(tensor_of(checkpoint, "weights"), saved.tensors)
     _add_frozen(state, saved, load)
     for name, tensor in (load_integers(saved.integers, load) if saved.integers != NOTHING else {}).items():
         state.add(name, tensor.clone())
     for name, tensor in own_copies(checkpoint.tensors, BUFFER).items():
         state.add(name, tensor)
-    state.personal = [name for name, _, _ in saved.personal]
     if client is not None:
         _take_own(state, saved, client)
     if saved.names is None:
@@ -71,5 +71,4 @@ def _take_own(state: SavedState, saved: SavedRun, client: Checkpoint) -> None:
             )
         state.tensors.pop(name, None)
         state.add(name, tensor.to(dtype, copy=True))
-    state.left_out += [name for name in state.personal if name not in own]
-    state.personal = list(own)
+    state.replace_personal(list(own))

@@ -70,6 +70,22 @@ class IncomingUpdate(IncomingUpload):
         """Whether all of it is here, and will count or be refused in a moment."""
         return self.adding or self.payload is not None or bool(self.packets)
 
+    def hold_packets(self, packets: Sequence[memoryview], last: RequestedUpload | None) -> None:
+        """Keep the payloads of all its packets. ``last``: the last one."""
+        self.packets, self.last_packet = packets, last
+
+    def begin_reading(self) -> None:
+        """Note that it is being read."""
+        self.adding = True
+
+    def end_reading(self) -> None:
+        """Note that it is not being read any more, and not added yet."""
+        self.adding = False
+
+    def note_measured(self) -> None:
+        """Note that its norms are known."""
+        self.is_measured = True
+
 
 class MaskedUpdate(NamedTuple):
     """An update that is in the sum of an attempt with secure aggregation. ``weight``: in front of the strategy.
@@ -195,10 +211,11 @@ class UpdateSum:
     def _payload(self, transfer: IncomingUpdate) -> memoryview:
         """The bytes of a complete update."""
         if transfer.packets:
-            transfer.payload = sum_packets(transfer.packets, dim=self.form.dim, own=self.form.own_codecs)
+            transfer.hold(sum_packets(transfer.packets, dim=self.form.dim, own=self.form.own_codecs))
             transfer.packets = ()
         if transfer.payload is None:
-            transfer.payload = read(transfer.request.memory, transfer.request.total_bytes)
+            transfer.hold(read(transfer.request.memory, transfer.request.total_bytes))
+        assert transfer.payload is not None
         return transfer.payload
 
     def _parsed(self, content: memoryview, round_id: int, staleness: int) -> Update:

@@ -338,7 +338,7 @@ class UpdateReceiver:
         whole = self._packets.add(update, payload, time.monotonic())
         if whole is not None:
             complete = self._begin(whole.source)
-            complete.packets, complete.last_packet = whole.packets, whole.last
+            complete.hold_packets(whole.packets, whole.last)
             self._complete.append(complete)
             self._work.set()
         if whole is None or not update.is_announced:
@@ -408,7 +408,7 @@ class UpdateReceiver:
             self._let_go(transfer)  # the round ended meanwhile
             return
         staleness = max(0, round_.staleness(update.request.round_id))
-        transfer.adding = True
+        transfer.begin_reading()
         try:
             norms = await self._context.compute.run(self._sum.norms_of, transfer, staleness)
         except SharedMemoryFault as error:
@@ -419,12 +419,12 @@ class UpdateReceiver:
             self._let_go(transfer)
             await self._reject(update, unusable(error))
         else:
-            transfer.is_measured = True
+            transfer.note_measured()
             held.note(transfer.key, norms)
         finally:
-            transfer.adding = False
+            transfer.end_reading()
             if transfer.in_memory:
-                transfer.payload = None  # it is still there
+                transfer.let_go()  # it is still there
 
     def _let_go(self, transfer: IncomingUpdate) -> None:
         """Hold an update no longer."""
@@ -464,7 +464,7 @@ class UpdateReceiver:
             return
         started_s = time.perf_counter()
         self.timing.note(update.client_id, "adding")
-        transfer.adding = True
+        transfer.begin_reading()
         try:
             weight = self._weight_of(update)
             partial = await self._add(transfer, weight, staleness)
@@ -474,7 +474,7 @@ class UpdateReceiver:
         except (ValueError, ArithmeticError) as error:  # such as a division by what a client has announced
             await self._reject(update, unusable(error))
         else:
-            self.totals.aggregate_s += time.perf_counter() - started_s
+            self.totals.add_aggregation(time.perf_counter() - started_s)
             self._count(round_, update, weight, from_memory=transfer.in_memory, partial=partial)
             if self.masked is not None:
                 self._masked_updates[update.client_id] = MaskedUpdate(update, weight, transfer.crc32, transfer.buffers)
@@ -485,7 +485,7 @@ class UpdateReceiver:
             self._transfers.pop(transfer.key, None)
             if transfer.in_memory and transfer.payload is not None:
                 self._context.bus.memory.read_bytes[CHANNELS[ClientUpdate].name] += len(transfer.payload)
-            transfer.payload = None  # also where an error's traceback holds the transfer
+            transfer.let_go()  # also where an error's traceback holds the transfer
 
     async def _add(self, transfer: IncomingUpdate, weight: int, staleness: int) -> SumSummary | None:
         """Add an update on the compute thread, as of :meth:`.UpdateSum.add`."""

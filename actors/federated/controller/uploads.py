@@ -105,6 +105,18 @@ class IncomingUpload:
         """Return what its client has announced."""
         return self.source.request
 
+    def hold(self, payload: memoryview) -> None:
+        """Keep the whole payload."""
+        self.payload = payload
+
+    def let_go(self) -> None:
+        """Keep the payload no longer."""
+        self.payload = None
+
+    def leave_memory(self) -> None:
+        """Note that it cannot be read in its client's memory, and is to come in frames."""
+        self.in_memory, self.progress_s = False, time.monotonic()
+
 
 U = TypeVar("U", bound=IncomingUpload)
 

@@ -4,23 +4,38 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from gradbus.actors.aggregation.merged_buffers import MERGEABLE
+from gradbus.actors.aggregation.merged_buffers import BufferLayout
 from gradbus.actors.federated.model.module_structure import Structure, misfit, structure_of
-from gradbus.actors.federated.model.sharing import Shape, Sharing, TensorSpec, divide, layout_of, shape_of, specs_of
-from gradbus.actors.federated.model.state_layout import StateLayout
+from gradbus.actors.federated.model.sharing import Shape, Sharing, TensorSpec, divide, shape_of, specs_of
+from gradbus.actors.federated.model.state_layout import StateLayout, VectorLayout
 from gradbus.actors.federated.model.unexchanged import UnexchangedTensors
-from gradbus.runtime.complex_pairs import as_pairs, count_floats, from_pairs, restored
+from gradbus.runtime.complex_pairs import as_pairs, from_pairs, restored
 from gradbus.runtime.errors import CheckpointError, ConfigError
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.saved_state import Row
 from gradbus.runtime.torch_compat import uncompiled_names
 
 log = get_logger("model")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Arrangement:
+    """Holds what a module has for one sharing.
+
+    Attributes:
+        layout: of its vector. state_layout: of its whole state.
+        vector: of which its tensors are views; None: they have several dtypes or devices.
+    """
+
+    layout: VectorLayout
+    state_layout: StateLayout
+    vector: Tensor | None
 
 
 class FlatModel:
@@ -33,25 +48,10 @@ class FlatModel:
     ones as pairs of floats.
 
     Attributes:
-        dim: number of exchanged elements. frozen_dim: of the others.
-        layout: 64-bit hash over names, shapes and dtypes: equal on nodes whose vectors mean the same. layouts: that,
-            and the one that gradbus 0.1 has written into a checkpoint of a compiled model.
         frozen: 64-bit hash over the frozen values as float32; 0: there are none.
-        table: name, dtype and shape of each exchanged tensor, in the order of the vector. frozen_table: of the others.
-        sharing: what decides that.
-        unexchanged: names, once, what is neither and is trained all the same.
-        personal: each personal tensor, in the module's order.
-        buffers: the buffers of integers and booleans that are merged: they are not in the vector either.
-        integers: the parameters of integers, which stay as they were built.
-        names: what names of the module's state are tied, or have no saved values, for ``StateNames`` of a checkpoint.
-        state_layout: where the values of each name of the state are, for any thread.
+        unexchanged: names, once, what is neither exchanged nor personal and is trained all the same.
         everything, trained: ``dim`` and ``layout`` with all exchanged, and with the trained part alone; zeros if equal.
     """
-
-    dim: int
-    frozen_dim: int
-    layout: int
-    frozen: int
 
     def __init__(
         self, module: nn.Module, sharing: Sharing | None = None, *, rebuild: Callable[[], nn.Module] | None = None
@@ -81,7 +81,8 @@ class FlatModel:
         self.everything, self.trained = ((shape.dim, shape.layout) for shape in shapes)
         if self.everything == self.trained:
             self.trained = (0, 0)
-        self._lay_out(sharing or Sharing())
+        self._arrangement = self._arranged(sharing or Sharing())
+        self.frozen, self._frozen_versions = self._frozen_part()
         self.unexchanged = UnexchangedTensors(self.specs)
 
     def shape_of(self, sharing: Sharing) -> Shape:
@@ -91,80 +92,106 @@ class FlatModel:
     def arrange(self, sharing: Sharing) -> None:
         """Lay the vector out for this sharing; the module keeps its values."""
         if self.sharing != sharing:
-            self._lay_out(sharing)
+            self._arrangement = self._arranged(sharing)
+            self._note_frozen()
 
-    def _lay_out(self, sharing: Sharing) -> None:
-        division = divide(self.specs, sharing)
-        self.sharing = sharing
-        self.integers = [
-            spec for spec in self.specs if spec.kind != "buffer" and spec.dtype in MERGEABLE and spec.name == spec.first
-        ]
+    def _arranged(self, sharing: Sharing) -> _Arrangement:
+        """Lay the module out for this sharing: its tensors become views of a new vector, where they can."""
         state = self.module.state_dict(keep_vars=True)
-        self._places: dict[str, slice] = {}  # of every name in the vector; tied weights share one
-        self.table: list[Row] = []
-        self.frozen_table: list[Row] = []
-        seen: dict[int, slice] = {}
-        size = 0
-        for names, table in ((division.shared, self.table), (division.constant, self.frozen_table)):
-            for spec in self.specs:
-                if spec.name not in names:
-                    continue
-                tensor = state[spec.name]
-                if id(tensor) not in seen:
-                    seen[id(tensor)] = slice(size, size + count_floats(spec.dtype, spec.shape))
-                    size = seen[id(tensor)].stop
-                    table.append(spec.row)
-                self._places[spec.name] = seen[id(tensor)]
-            if table is self.table:
-                self.dim = size
-        self.frozen_dim = size - self.dim
-        self._frozen_names = [spec.name for spec in self.specs if spec.name in division.constant]
-        self.personal = [one for one in self.specs if one.name in division.personal and one.name == one.first]
-        self.buffers = layout_of(self.specs, sharing)
-        self._note_names(state)
-        self.layout = shape_of(self.specs, division).layout
-        self.layouts = frozenset({self.layout, shape_of(self.specs, division, as_named=True).layout})
-        self._initial = self._initial_values()
-        self._vector: Tensor | None = None
-        kinds = {(state[name].dtype, state[name].device) for name in self._places}
+        layout = VectorLayout.of(self.specs, state, sharing)
+        vector: Tensor | None = None
+        kinds = {(state[name].dtype, state[name].device) for name in layout.places}
         if len(kinds) == 1 and next(iter(kinds))[0] == torch.float32:
-            self._vector = torch.empty(size, dtype=torch.float32, device=next(iter(kinds))[1])
-            for tensor, place in self._tensors():
-                view = self._vector[place].view(tensor.shape)
-                view.copy_(tensor.detach())
-                tensor.data = view
-        self._note_frozen()
-        in_vector_or_built = {*self._places, *self.buffers.names, *(spec.name for spec in self.personal)}
-        self.state_layout = StateLayout(
-            sharing=sharing,
+            size = layout.dim + layout.frozen_dim
+            vector = torch.empty(size, dtype=torch.float32, device=next(iter(kinds))[1])
+        built = self._initial_values(layout)
+        if vector is not None:
+            for name, place in layout.places.items():
+                view = vector[place].view(state[name].shape)
+                view.copy_(state[name].detach())
+                state[name].data = view
+        in_vector_or_built = {*layout.places, *layout.buffers.names, *(spec.name for spec in layout.personal)}
+        state_layout = StateLayout(
+            layout=layout,
             specs=self._spec_of,
             names=tuple(state),
-            dim=self.dim,
-            places=self._places,
-            personal=frozenset(spec.name for spec in self.personal),
-            buffers=self.buffers,
-            built=self._initial,
+            built=built,
             held={
                 name: one
                 for name, one in state.items()
                 if name not in self._spec_of or self._spec_of[name].first not in in_vector_or_built
             },
         )
+        return _Arrangement(layout, state_layout, vector)
 
-    def _note_names(self, state: Mapping[str, object]) -> None:
-        """Note which names of the state are not those of saved tensors, as plain data for ``StateNames`` of a
-        checkpoint."""
-        saved = {*self._places, *self.buffers.names, *(spec.name for spec in (*self.personal, *self.integers))}
-        tied = {spec.name: spec.first for spec in self.specs if spec.first != spec.name}
-        unsaved = [name for name in state if name not in saved and name not in tied]
-        self.names: dict[str, Any] = {"tied": tied, "unsaved": unsaved}
-
-    def _initial_values(self) -> dict[str, Tensor]:
+    def _initial_values(self, layout: VectorLayout) -> dict[str, Tensor]:
         """Copies of the personal tensors and the merged buffers as they were built."""
-        names = [*(spec.name for spec in self.personal), *self.buffers.names]
+        names = [*(spec.name for spec in layout.personal), *layout.buffers.names]
         is_changed = names and not self._is_as_built and self._rebuild is not None
         source = self._rebuild() if is_changed and self._rebuild is not None else self.module
         return _copied(source.state_dict(), names)
+
+    # The arrangement: see :class:`.VectorLayout`
+
+    @property
+    def sharing(self) -> Sharing:
+        """Return what decides which tensors are exchanged, frozen, or personal."""
+        return self._arrangement.layout.sharing
+
+    @property
+    def dim(self) -> int:
+        """Return the number of exchanged values."""
+        return self._arrangement.layout.dim
+
+    @property
+    def frozen_dim(self) -> int:
+        """Return the number of frozen values, which follow the exchanged ones in the vector."""
+        return self._arrangement.layout.frozen_dim
+
+    @property
+    def layout(self) -> int:
+        """Return the 64-bit hash that is equal on nodes whose vectors mean the same."""
+        return self._arrangement.layout.layout
+
+    @property
+    def layouts(self) -> frozenset[int]:
+        """Return ``layout``, and the one that gradbus 0.1 has written into a checkpoint of a compiled model."""
+        return self._arrangement.layout.layouts
+
+    @property
+    def table(self) -> list[Row]:
+        """Return name, dtype and shape of each exchanged tensor, in the order of the vector."""
+        return self._arrangement.layout.table
+
+    @property
+    def frozen_table(self) -> list[Row]:
+        """Return the same of the frozen tensors."""
+        return self._arrangement.layout.frozen_table
+
+    @property
+    def personal(self) -> list[TensorSpec]:
+        """Return each personal tensor, in the module's order."""
+        return self._arrangement.layout.personal
+
+    @property
+    def integers(self) -> list[TensorSpec]:
+        """Return the parameters of integers, which stay as they were built."""
+        return self._arrangement.layout.integers
+
+    @property
+    def buffers(self) -> BufferLayout:
+        """Return the buffers of integers and booleans that are merged: they are not in the vector either."""
+        return self._arrangement.layout.buffers
+
+    @property
+    def names(self) -> dict[str, Any]:
+        """Return what names of the state are tied, or have no saved values, for ``StateNames`` of a checkpoint."""
+        return self._arrangement.layout.names
+
+    @property
+    def state_layout(self) -> StateLayout:
+        """Return where the values of each name of the state are, for any thread."""
+        return self._arrangement.state_layout
 
     # What the task has done to the module
 
@@ -213,10 +240,12 @@ class FlatModel:
                 f"the model has to be built again, as a training has changed it, and build_model returns a module that "
                 f"differs from the first one: {why}. Let build_model make a new module in each call"
             )
-        frozen = None if self._vector is None else self._vector[self._rest].to("cpu", copy=True)
+        vector = self._arrangement.vector
+        frozen = None if vector is None else vector[self._rest].to("cpu", copy=True)
         known = self.frozen
         self.module, self._is_as_built = module, True
-        self._lay_out(self.sharing)
+        self._arrangement = self._arranged(self.sharing)
+        self._note_frozen()
         if frozen is not None and self.frozen != known and hash_of(frozen) == known:
             self.write_frozen(frozen)
 
@@ -233,7 +262,7 @@ class FlatModel:
             spec.name: found[spec.name]
             for spec in self.personal
             if (spec.is_inexact and spec.kind != "frozen")
-            or not torch.equal(found[spec.name], self._initial[spec.name])
+            or not torch.equal(found[spec.name], self.state_layout.built[spec.name])
         }
 
     def write_personal(self, kept: Mapping[str, Tensor]) -> None:
@@ -244,7 +273,7 @@ class FlatModel:
             CheckpointError: it is of a model with other personal tensors.
         """
         own, merged = {spec.name: spec for spec in self.personal}, set(self.buffers.names)
-        known = {name: one for name, one in self._initial.items() if name in own}
+        known = {name: one for name, one in self.state_layout.built.items() if name in own}
         self._write_named({**known, **{name: one for name, one in kept.items() if name not in merged}}, own)
 
     @property
@@ -272,7 +301,7 @@ class FlatModel:
     @property
     def built_buffers(self) -> dict[str, Tensor]:
         """The merged buffers as they were built, which stay as they are."""
-        return {name: self._initial[name] for name in self.buffers.names}
+        return {name: self.state_layout.built[name] for name in self.buffers.names}
 
     def read_integers(self) -> dict[str, Tensor]:
         """Copies of the parameters of integers on the CPU."""
@@ -327,30 +356,29 @@ class FlatModel:
         state = self.module.state_dict(keep_vars=True)
         return [
             (state[name], place)
-            for name, place in self._places.items()
+            for name, place in self._arrangement.layout.places.items()
             if part is None or part.start <= place.start < part.stop or place.start == place.stop
         ]
 
     def layers(self) -> dict[str, slice]:
         """The place of each exchanged tensor in the vector, by its name; tied weights share one."""
-        return {name: place for name, place in self._places.items() if place.stop <= self.dim}
+        return {name: place for name, place in self._arrangement.layout.places.items() if place.stop <= self.dim}
 
     def parameters(self) -> list[tuple[nn.Parameter, slice]]:
         """Exchanged parameters that are trained, each once, whatever its names, with its place in the vector."""
         state = {id(one): (one, place) for one, place in self._tensors(self._exchanged)}
         return [(one, place) for one, place in state.values() if isinstance(one, nn.Parameter) and one.requires_grad]
 
-    @property
-    def _in_place(self) -> bool:
-        """Whether the tensors are still views of the vector: a training function may have moved them."""
-        if self._vector is None:
-            return False
-        item = self._vector.element_size()
-        start = self._vector.data_ptr()
-        return all(
+    def _vector_in_place(self) -> Tensor | None:
+        """Return the vector, if the tensors are still views of it: a training function may have moved them."""
+        if (vector := self._arrangement.vector) is None:
+            return None
+        item, start = vector.element_size(), vector.data_ptr()
+        are_views = all(
             tensor.data_ptr() == start + place.start * item and tensor.is_contiguous() and tensor.dtype == torch.float32
             for tensor, place in self._tensors()
         )
+        return vector if are_views else None
 
     @property
     def _exchanged(self) -> slice:
@@ -370,9 +398,8 @@ class FlatModel:
 
     @torch.no_grad()
     def _read(self, part: slice) -> Tensor:
-        if self._in_place:
-            assert self._vector is not None
-            values = self._vector if part.stop - part.start == self._vector.numel() else self._vector[part]
+        if (whole := self._vector_in_place()) is not None:
+            values = whole if part.stop - part.start == whole.numel() else whole[part]
             return values if values.device.type == "cpu" else values.cpu()
         vector = torch.empty(part.stop - part.start, dtype=torch.float32)
         for tensor, place in self._tensors(part):
@@ -403,19 +430,18 @@ class FlatModel:
     @torch.no_grad()
     def _write(self, part: slice, vector: Tensor) -> None:
         self._is_as_built = False
-        if self._in_place:
-            assert self._vector is not None
-            self._vector[part].copy_(vector)
+        if (whole := self._vector_in_place()) is not None:
+            whole[part].copy_(vector)
             return
         for tensor, place in self._tensors(part):
             tensor.copy_(from_pairs(vector[_shifted(place, part)], tensor))
 
     def check_frozen(self) -> None:
         """Raises ValueError: a frozen parameter has been trained, on this node alone."""
-        if not self._frozen_names:
+        if not self._arrangement.layout.frozen_names:
             return
         state = self.module.state_dict(keep_vars=True)
-        thawed = [name for name in self._frozen_names if state[name].requires_grad]
+        thawed = [name for name in self._arrangement.layout.frozen_names if state[name].requires_grad]
         if not thawed and self._versions() == self._frozen_versions:
             return
         if thawed or hash_of(self.read_frozen()) != self.frozen:
@@ -427,17 +453,20 @@ class FlatModel:
             )
 
     def _note_frozen(self) -> None:
-        self.frozen = hash_of(self.read_frozen()) if self.frozen_dim else 0
-        self._frozen_versions = self._versions()
+        self.frozen, self._frozen_versions = self._frozen_part()
+
+    def _frozen_part(self) -> tuple[int, list[tuple[int, int]]]:
+        """Return the hash of the frozen values as they are, and their versions."""
+        return hash_of(self.read_frozen()) if self.frozen_dim else 0, self._versions()
 
     def _versions(self) -> list[tuple[int, int]]:
         """Changes when a frozen tensor is written to or replaced."""
-        if not self._frozen_names:
+        if not self._arrangement.layout.frozen_names:
             return []
         state = self.module.state_dict(keep_vars=True)
         return [
             (state[name].data_ptr(), state[name]._version)  # noqa: SLF001 - torch has no public name for it
-            for name in self._frozen_names
+            for name in self._arrangement.layout.frozen_names
         ]
 
     def vector_of(self, tensors: Mapping[str, Tensor]) -> Tensor:
@@ -448,8 +477,8 @@ class FlatModel:
             KeyError: a tensor of this model is missing. ValueError: one has another shape.
         """
         vector = torch.empty(self.dim + self.frozen_dim, dtype=torch.float32)
-        plain = uncompiled_names(tensors)
-        tensors, own = {plain[name]: one for name, one in tensors.items()}, uncompiled_names(self._places)
+        plain, own = uncompiled_names(tensors), uncompiled_names(self._arrangement.layout.places)
+        tensors = {plain[name]: one for name, one in tensors.items()}
         for name, (tensor, place) in zip(own.values(), self._tensors(), strict=True):
             if name not in tensors:
                 raise KeyError(f"no tensor {name!r}, there are {sorted(tensors)[:8]}")

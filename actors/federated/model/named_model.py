@@ -40,7 +40,7 @@ class NamedModel:
 
     def is_laid_out(self, welcome: Welcome) -> bool:
         """Whether the trained model is laid out for what this run exchanges."""
-        return self._trained().state_layout.sharing == Sharing.of_welcome(welcome)
+        return self._trained().sharing == Sharing.of_welcome(welcome)
 
     def is_complete(self, welcome: Welcome) -> bool:
         """Whether all is here that a model of this run has beside what arrives in each round: the layout, and the

@@ -334,6 +334,10 @@ class SiteController(RelayingController):
             with tolerate_write_timeout("model", round_id):
                 await self._run.parts.publisher.publish_full(round_id)
 
+    def expect_rounds(self, rounds: int) -> None:
+        """Note of how many rounds the run of the level above is."""
+        self.progress.rounds = rounds
+
     def note_counted(self, round_id: int) -> None:
         """Note that the sum of this site counts in a round."""
         self.counted_round = round_id

@@ -11,7 +11,8 @@ from torch import nn
 
 from gradbus.actors.federated.controller.best_model import BestModel, SavedBest, place_of
 from gradbus.actors.federated.controller.report import RoundReport
-from gradbus.actors.federated.controller.state import RunState, restore_weights
+from gradbus.actors.federated.controller.saved_run import restore_weights
+from gradbus.actors.federated.controller.state import RunState
 from gradbus.actors.federated.model.flat_model import FlatModel
 from gradbus.runtime.checkpoint import CheckpointStore
 from gradbus.runtime.choices import STRATEGIES

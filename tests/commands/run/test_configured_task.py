@@ -96,4 +96,4 @@ def test_evaluations_on_samples_that_nobody_holds_out_are_refused_before_data_ar
 ) -> None:
     file = ControllerFile(federated={"evaluation": evaluation})  # type: ignore[arg-type]
     with ControllerDirectory(tmp_path) as run, pytest.raises(ConfigError, match=r"task\.validation_share is 0"):
-        federated.checked_config(file, run)
+        federated.checked_choices(file, run)

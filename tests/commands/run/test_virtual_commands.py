@@ -15,11 +15,13 @@ from fresh_shells import command_lines, write_mnist
 from patience import until
 from ports import kept_ports
 
+from gradbus.actors.federated.controller.combinations import check_choices
 from gradbus.actors.virtual.simulation import SimulationOptions
 from gradbus.commands.exit_codes import ExitCode
 from gradbus.commands.files import ControllerFile
 from gradbus.commands.run import virtual
 from gradbus.commands.run.demo import DemoOptions, plan
+from gradbus.runtime.config.federated import FederatedConfig
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
@@ -130,7 +132,9 @@ def test_a_whole_traceback_is_asked_of_the_processes_that_train(
     asked: list[bool] = []
     monkeypatch.setattr(virtual.Hosted, "start", lambda *given: asked.append(given[3].full_traceback))
     monkeypatch.setattr(virtual, "check_first_round", lambda *_: None)
-    virtual.VirtualClients(3, None, SimulationOptions(processes=1), full).start(ControllerFile(), tmp_path)
+    virtual.VirtualClients(3, None, SimulationOptions(processes=1), full).start(
+        ControllerFile(), check_choices(FederatedConfig()), tmp_path
+    )
     assert asked == [full]
 
 

@@ -20,7 +20,8 @@ from gradbus.actors.data_parallel.state import Position, RunTensors, WorkerState
 from gradbus.actors.federated.client.client_state import ClientStateStore, SavedClient
 from gradbus.actors.federated.controller.best_model import BestModel
 from gradbus.actors.federated.controller.report import RoundReport
-from gradbus.actors.federated.controller.state import RunState, SavedRun
+from gradbus.actors.federated.controller.saved_run import SavedRun
+from gradbus.actors.federated.controller.state import RunState
 from gradbus.actors.federated.model.flat_model import FlatModel
 from gradbus.actors.federated.model.sharing import Sharing
 from gradbus.commands.files import CLIENT_ONLY_SETTINGS, ControllerFile, TaskSettings, WorkerFile
