@@ -34,7 +34,7 @@ def check(settings: BusSettings, *, rank: int | None = None) -> None:
             parse_rules(settings.faults)
         except ConfigError as error:
             raise ConfigError(f"bus.faults: {error}") from None
-    level = level_in_force(security_of(settings), reach_of(settings))
+    level = level_in_force(security_of(settings), reach_of(settings).is_exposed)
     if level in ("psk", "user"):
         from gradbus.runtime.security.user_key import load_key  # loads cryptography
 

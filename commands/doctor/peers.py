@@ -209,7 +209,7 @@ def _not_in_peers(
 
 def _protection(settings: BusSettings) -> str:
     """Level and id of the key, which is no secret."""
-    level = level_in_force(security_of(settings), reach_of(settings))
+    level = level_in_force(security_of(settings), reach_of(settings).is_exposed)
     if level not in ("user", "psk"):
         return level
     return f"key {load_key(level, settings.key_file)[0].id.hex()}"

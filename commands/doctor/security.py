@@ -22,7 +22,7 @@ from gradbus.runtime.fast_paths import LOOPBACK
 from gradbus.runtime.security.identity.key import public_text
 from gradbus.runtime.security.identity.opening import read_identity
 from gradbus.runtime.security.job_key import new_job_key, write_secret_file
-from gradbus.runtime.security.settings import is_exposed, level_in_force, names_key, other_users, security_of
+from gradbus.runtime.security.settings import level_in_force, names_key, other_users, security_of
 from gradbus.runtime.security.user_key import load_key
 from gradbus.runtime.wire.messages import Control
 
@@ -81,7 +81,7 @@ async def security(settings: BusSettings, *, trusted: bool = False) -> Finding:
     """
     if settings.security == "identity":
         return await _identity(settings)
-    level = level_in_force(security_of(settings), reach_of(settings))
+    level = level_in_force(security_of(settings), reach_of(settings).is_exposed)
     if level == "none":
         return _unprotected(settings, trusted)
     try:
@@ -97,7 +97,7 @@ async def security(settings: BusSettings, *, trusted: bool = False) -> Finding:
 
 def _unprotected(settings: BusSettings, trusted: bool) -> Finding:
     """The finding where nothing is sealed, by request or for want of a key on a network."""
-    if not trusted and is_exposed(reach_of(settings)):
+    if not trusted and reach_of(settings).is_exposed:
         return Finding(
             "security",
             "none, on a network",

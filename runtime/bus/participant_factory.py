@@ -18,7 +18,7 @@ from gradbus.runtime.fast_paths import LOOPBACK
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.network.network_config import NetworkConfig, Profile
 from gradbus.runtime.network.peers import check_peers
-from gradbus.runtime.security.settings import Level, Security, is_exposed, level_in_force, other_users
+from gradbus.runtime.security.settings import Level, Security, level_in_force, other_users
 from gradbus.runtime.testing.fault_injection import FaultInjector
 from gradbus.runtime.transport.api import Transport
 from gradbus.runtime.transport.dds.participant import Participant
@@ -73,11 +73,11 @@ def participant_maker(
     """
     if not isinstance(security, Security):
         security = Security(level=security)
-    reach = reach_of(domain, network)
-    level = level_in_force(security, reach)
+    exposed = reach_of(domain, network).is_exposed
+    level = level_in_force(security, exposed)
     place: dict[str, Any] = {"domain_id": domain, "partition": job, "network": network, "fast": fast}
     if level == "none":
-        return partial(_open_unprotected, exposed=is_exposed(reach), **place)
+        return partial(_open_unprotected, exposed=exposed, **place)
     from gradbus.runtime.security.endpoints import EncryptedParticipant  # loads cryptography
 
     if level == "identity":

@@ -8,13 +8,10 @@ import pwd
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import Literal, get_args
 
 from gradbus.runtime.config.bus import BusSettings
 from gradbus.runtime.errors import ConfigError
-
-if TYPE_CHECKING:
-    from gradbus.runtime.transport.api import Reachable
 
 Level = Literal["user", "none", "psk", "identity"]
 LEVELS: tuple[Level, ...] = get_args(Level)
@@ -99,19 +96,14 @@ def names_key(path: Path | None, environment: Mapping[str, str] | None = None) -
     return path is not None or any(environment.get(name) for name in (KEY_FILE_VARIABLE, KEY_VARIABLE))
 
 
-def is_exposed(reach: Reachable) -> bool:
-    """Return whether processes of other machines could read unprotected data of a bus, or join in."""
-    return reach.leaves_machine or reach.has_peers_elsewhere
-
-
-def level_in_force(security: Security, reach: Reachable, environment: Mapping[str, str] | None = None) -> Level:
+def level_in_force(security: Security, is_exposed: bool, environment: Mapping[str, str] | None = None) -> Level:
     """Return the level that protects a bus; refuse a bus that would send unprotected data from this machine.
 
     The key of a user is for one machine. It never protects a bus that leaves it, not even where several machines share
     the home that holds it, unless ``key_file`` names its file.
 
     Args:
-        reach: of the bus.
+        is_exposed: data of the bus can reach other machines.
         environment: of this process, which may name a key.
 
     Returns:
@@ -124,7 +116,7 @@ def level_in_force(security: Security, reach: Reachable, environment: Mapping[st
     level = security.level
     if level == "user" and names_key(security.key_file, environment):
         level = "psk"
-    if level in ("psk", "identity") or not is_exposed(reach):
+    if level in ("psk", "identity") or not is_exposed:
         return level
     if security.insecure:
         return "none"

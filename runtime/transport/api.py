@@ -84,8 +84,8 @@ class Reachable(Protocol):
         """Return whether other machines can be reached at all."""
 
     @property
-    def has_peers_elsewhere(self) -> bool:
-        """Return whether its settings name machines that are not this one."""
+    def is_exposed(self) -> bool:
+        """Return whether data can reach another machine, or is meant to: others there could read it, and join in."""
 
     @property
     def meeting_place(self) -> str:

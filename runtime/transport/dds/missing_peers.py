@@ -13,7 +13,7 @@ from gradbus.runtime.network.addresses import FAMILIES, address_of, interfaces
 from gradbus.runtime.network.host_names import LOOKUPS, describe_missing
 from gradbus.runtime.network.network_config import NetworkConfig
 from gradbus.runtime.transport.dds.examination import port_range
-from gradbus.runtime.transport.dds.network import build_xml, has_peers_elsewhere, leaves_machine, uses_ipv6
+from gradbus.runtime.transport.dds.network import build_xml, is_exposed, leaves_machine, uses_ipv6
 from gradbus.runtime.transport.dds.peers import names_in
 
 
@@ -23,8 +23,8 @@ class Reach:
 
     Attributes:
         domain: of DDS. interface, peers, multicast: as it is set.
-        leaves_machine: whether other machines can be reached at all. has_peers_elsewhere: whether peers are named that
-            are not this machine.
+        leaves_machine: whether other machines can be reached at all. is_exposed: whether they can, or peers are named
+            that are not this machine.
         by_document: whether ``CYCLONEDDS_URI`` has a say in that.
         names: host names among the peers of both. ipv6: whether it uses IPv6, else IPv4.
     """
@@ -34,7 +34,7 @@ class Reach:
     peers: tuple[str, ...]
     multicast: bool
     leaves_machine: bool
-    has_peers_elsewhere: bool = False
+    is_exposed: bool = False
     by_document: bool = False
     names: tuple[str, ...] = ()
     ipv6: bool = False
@@ -50,7 +50,7 @@ class Reach:
             peers=network.peers,
             multicast=network.multicast,
             leaves_machine=leaves_machine(merged),
-            has_peers_elsewhere=has_peers_elsewhere(merged),
+            is_exposed=is_exposed(merged),
             by_document=bool(document),
             names=tuple(names_in(merged)),
             ipv6=uses_ipv6(merged),

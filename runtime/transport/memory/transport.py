@@ -20,7 +20,7 @@ class MemoryReach:
     """Describes who can be met on a network in memory."""
 
     leaves_machine: bool = True
-    has_peers_elsewhere: bool = False
+    is_exposed: bool = False
     meeting_place: str = "the network in memory"
     attachment: str = "memory"
 

@@ -12,19 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from gradbus.runtime.bus.reach import reach_of
 from gradbus.runtime.errors import ConfigError
-from gradbus.runtime.network.network_config import NetworkConfig
 from gradbus.runtime.security import user_key
 from gradbus.runtime.security.job_key import new_job_key
-from gradbus.runtime.security.settings import Security, is_exposed, level_in_force
+from gradbus.runtime.security.settings import Security, level_in_force
 from gradbus.runtime.security.user_key import load_user_key, places_of_user
-from gradbus.runtime.transport.memory.transport import MemoryReach
 
 NOBODY = 65534
 _AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
-_HERE = reach_of(0, NetworkConfig())
-_ELSEWHERE = reach_of(0, NetworkConfig(peers=("192.0.2.1",)))
+_HERE, _ELSEWHERE = False, True  # whether the bus is exposed
 
 
 @pytest.fixture
@@ -162,14 +158,6 @@ def test_a_key_that_another_process_has_made_meanwhile_is_the_users(
 
     monkeypatch.setattr(os, "link", second)
     assert load_user_key((folder,)).key == other
-
-
-@pytest.mark.parametrize(("leaves_machine", "has_peers_elsewhere"), [(False, False), (True, False), (False, True)])
-def test_a_bus_is_exposed_where_it_leaves_the_machine_and_where_peers_are_elsewhere(
-    leaves_machine: bool, has_peers_elsewhere: bool
-) -> None:
-    reach = MemoryReach(leaves_machine=leaves_machine, has_peers_elsewhere=has_peers_elsewhere)
-    assert is_exposed(reach) is (leaves_machine or has_peers_elsewhere)
 
 
 def test_a_key_that_is_given_comes_before_that_of_the_user_and_none_leaves_the_machine_unless_it_is_given() -> None:

@@ -35,14 +35,21 @@ def test_on_a_network_it_names_peers_ports_and_the_doctor(monkeypatch: pytest.Mo
         assert text in reach.advice()
 
 
-def test_it_knows_who_can_be_met_where_and_whether_peers_are_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_knows_where_others_are_met_and_whether_others_elsewhere_could_join_in(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     here = Reach.of(3, NetworkConfig())
-    assert (here.leaves_machine, here.has_peers_elsewhere) == (False, False)
+    assert (here.leaves_machine, here.is_exposed) == (False, False)
     assert (here.meeting_place, here.attachment) == ("DDS domain 3", "lo")
-    assert Reach.of(3, NetworkConfig(peers=("192.0.2.2",))).has_peers_elsewhere
+    elsewhere = Reach.of(3, NetworkConfig(peers=("192.0.2.2",)))
+    assert (elsewhere.leaves_machine, elsewhere.is_exposed) == (False, True)
     peers = '<Discovery><Peers><Peer Address="192.0.2.2"/></Peers></Discovery>'
     monkeypatch.setenv("CYCLONEDDS_URI", f"<CycloneDDS><Domain>{peers}</Domain></CycloneDDS>")
-    assert Reach.of(3, NetworkConfig()).has_peers_elsewhere
+    assert Reach.of(3, NetworkConfig()).is_exposed
+    interface = '<General><Interfaces><NetworkInterface autodetermine="true"/></Interfaces></General>'
+    monkeypatch.setenv("CYCLONEDDS_URI", f"<CycloneDDS><Domain>{interface}</Domain></CycloneDDS>")
+    there = Reach.of(3, NetworkConfig())
+    assert (there.leaves_machine, there.is_exposed) == (True, True)
 
 
 @pytest.mark.parametrize("elsewhere", [None, True, False])
