@@ -210,7 +210,9 @@ class Controller:
     def _make_book(self, strategy: Strategy, state: RunState, rates: RoundRates, *, has_caller: bool) -> OrderBook:
         return OrderBook(self._config, strategy, state, rates, has_caller=has_caller)
 
-    def _make_committer(self, parts: RunParts, callbacks: RunCallbacks, deadline: RoundDeadline) -> RoundCommitter:
+    def _make_committer(
+        self, parts: RunParts, callbacks: RunCallbacks, deadline: RoundDeadline | None
+    ) -> RoundCommitter:
         return RoundCommitter(parts, callbacks, deadline)
 
     def _max_update_bytes(self, model: FlatModel, strategy: Strategy) -> int:
@@ -220,7 +222,8 @@ class Controller:
         if self._config.secure_aggregation.enabled:
             return size_of(strategy.masked_grid.count(model.dim))  # of a first round: later ones are shorter
         codecs = self._choices.codecs
-        return int(codecs.longest.max_bytes(model.dim)) + updates.overhead_bytes(strategy.sections, codecs.section)
+        longest, others = int(codecs.longest.max_bytes(model.dim)), strategy.sections
+        return longest + updates.overhead_bytes(others, codecs.section) if others else longest
 
     def _own_codecs(self) -> tuple[type[Codec], ...]:
         """Codecs that are not built in, which updates may be in: those that this configuration names."""
@@ -272,7 +275,9 @@ class Controller:
             best_model = await self._compute.run(BestModel, best, state, least_answered=least)
             stack.callback(best_model.close)
         callbacks = RunCallbacks(self._compute, self._callbacks, early_stop)
-        deadline = RoundDeadline(config.round.timeout_times_median, config.round.timeout_s)
+        times_median, deadline = config.round.timeout_times_median, None
+        if times_median is not None:
+            deadline = RoundDeadline(times_median, config.round.timeout_s)
         return ActiveRun(
             prepared=prepared,
             parts=parts,

@@ -43,8 +43,8 @@ class CollectedRound(NamedTuple):
 class RoundCollector:
     """Commands rounds, and waits until each has enough updates."""
 
-    def __init__(self, parts: RunParts, callbacks: RunCallbacks, deadline: RoundDeadline) -> None:
-        """``callbacks``: are called for updates. ``deadline``: of the rounds."""
+    def __init__(self, parts: RunParts, callbacks: RunCallbacks, deadline: RoundDeadline | None) -> None:
+        """``callbacks``: are called for updates. ``deadline``: of the rounds; None: that of the settings."""
         self._parts = parts
         self._context = parts.context
         self._config = parts.context.config
@@ -134,7 +134,9 @@ class RoundCollector:
         config, least_s = self._config, 0.0
         if (secure := config.secure_aggregation).enabled:
             least_s = secure.exchange_s  # a client that hangs makes them take that long, whatever other rounds took
-        deadline_s = max(self._deadline.seconds(self._parts.book.most_work(round_id), attempt), 1.1 * least_s)
+        deadline_s = config.round.timeout_s
+        if self._deadline is not None:
+            deadline_s = max(self._deadline.seconds(self._parts.book.most_work(round_id), attempt), 1.1 * least_s)
         left_s = max(0.0, due_s - time.monotonic())
         return RoundRules(
             minimum=config.clients.min,
@@ -147,7 +149,9 @@ class RoundCollector:
         """An attempt at a round, in which the updates of the clients in ``accepted`` count already."""
         parts, config, left_out = self._parts, self._config, self._left_out
         named = parts.book.named(round_id)
-        most = most_samples(config.limits, self._context.state.participation.samples().values())
+        most = None
+        if self._selects_part:  # else nobody is chosen by the samples that are known
+            most = most_samples(config.limits, self._context.state.participation.samples().values())
         ready, enough = parts.selection.participants(round_id, accepted, most, named=named, without=left_out)
         rules = dataclasses.replace(rules, enough=enough)
         # Of those that were not asked nobody waits for one that sends again.

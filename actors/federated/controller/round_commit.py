@@ -24,8 +24,8 @@ log = get_logger("controller")
 class RoundCommitter:
     """Commits one round after the other."""
 
-    def __init__(self, parts: RunParts, callbacks: RunCallbacks, deadline: RoundDeadline) -> None:
-        """``callbacks``: are called for new models. ``deadline``: learns from the time of each round."""
+    def __init__(self, parts: RunParts, callbacks: RunCallbacks, deadline: RoundDeadline | None) -> None:
+        """``callbacks``: are called for new models. ``deadline``: learns from each round; None: there is none."""
         self._parts = parts
         self._context = parts.context
         self._state = parts.context.state
@@ -77,7 +77,9 @@ class RoundCommitter:
         if self._calls_on_aggregate:
             await self._callbacks.call(self._callbacks.stop.call_on_aggregate, report)
         state.participation.commit(round_id, totals.samples, parts.losses.of(round_), totals.loss_of)
-        if attempts == 1:  # of another one the time says little: some updates were there when it began
+        if (
+            self._deadline is not None and attempts == 1
+        ):  # of another one the time says little: some updates were there when it began
             self._deadline.note_round(round_.answered_s, parts.book.most_work(round_id))
         parts.losses.clear()
         # The message is made before the commit: what the clients will hold is part of the state.

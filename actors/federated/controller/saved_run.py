@@ -29,7 +29,7 @@ CountedUpdate = tuple[Count, Count, Hex64, Count]
 
 
 class SavedRun(Meta):
-    """The metadata of a checkpoint: attributes of :class:`RunState`, and
+    """The metadata of a checkpoint: attributes of :class:`.state.RunState`, and
 
     Attributes:
         tensors: name, dtype and shape of each tensor in the vector of weights, in its order.

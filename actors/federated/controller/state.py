@@ -444,7 +444,7 @@ class RunState:
                 self._orders_from = past + 1
 
     def checkpoint_of_weights(self, **more: Any) -> Checkpoint:
-        """The model alone, as a checkpoint that :func:`restore_weights` takes; ``more``: beside its metadata."""
+        """Return the model alone, as a checkpoint for :func:`.saved_run.restore_weights`; ``more``: of its metadata."""
         meta = {
             **self._meta([]),
             "downlink": "full",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -49,7 +50,6 @@ class FlatModel:
 
     Attributes:
         frozen: 64-bit hash over the frozen values as float32; 0: there are none.
-        unexchanged: names, once, what is neither exchanged nor personal and is trained all the same.
         everything, trained: ``dim`` and ``layout`` with all exchanged, and with the trained part alone; zeros if equal.
     """
 
@@ -83,7 +83,11 @@ class FlatModel:
             self.trained = (0, 0)
         self._arrangement = self._arranged(sharing or Sharing())
         self.frozen, self._frozen_versions = self._frozen_part()
-        self.unexchanged = UnexchangedTensors(self.specs)
+
+    @cached_property
+    def unexchanged(self) -> UnexchangedTensors:
+        """Return what names, once, the tensors that are neither exchanged nor personal and are trained all the same."""
+        return UnexchangedTensors(self.specs)
 
     def shape_of(self, sharing: Sharing) -> Shape:
         """Sizes and layout with that sharing, which is not arranged. Raises ConfigError: as :func:`.sharing.divide`."""
@@ -131,7 +135,7 @@ class FlatModel:
         source = self._rebuild() if is_changed and self._rebuild is not None else self.module
         return _copied(source.state_dict(), names)
 
-    # The arrangement: see :class:`.VectorLayout`
+    # The arrangement: see :class:`.state_layout.VectorLayout`
 
     @property
     def sharing(self) -> Sharing:

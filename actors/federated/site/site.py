@@ -2,9 +2,9 @@
 
     async for report in gradbus.Site(above, bus, task, FederatedConfig(), UpstreamConfig(site=0)).rounds(): ...
 
-To the level above it is a client (:class:`.SiteMember`) whose training is a round of its own clients, and whose update
-is their exact sum. Where that level cannot be reached, the clients go on with a run of their own, which has its own id
-and its own checkpoints, until it is back.
+To the level above it is a client (:class:`.site_member.SiteMember`) whose training is a round of its own clients, and
+whose update is their exact sum. Where that level cannot be reached, the clients go on with a run of their own, which
+has its own id and its own checkpoints, until it is back.
 """
 
 from __future__ import annotations

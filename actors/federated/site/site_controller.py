@@ -214,7 +214,9 @@ class RelayingController(Controller):
 class AdoptingCommitter(RoundCommitter):
     """Commits the model that the level above has made of the sums of all sites."""
 
-    def __init__(self, parts: RunParts, callbacks: RunCallbacks, deadline: RoundDeadline, own_sum: SiteSum) -> None:
+    def __init__(
+        self, parts: RunParts, callbacks: RunCallbacks, deadline: RoundDeadline | None, own_sum: SiteSum
+    ) -> None:
         """``own_sum``: the innermost strategy of the site, which has the next model."""
         super().__init__(parts, callbacks, deadline)
         self._sum = own_sum
@@ -287,7 +289,9 @@ class SiteController(RelayingController):
         assert isinstance(own_sum, SiteSum), "made so"
         return own_sum
 
-    def _make_committer(self, parts: RunParts, callbacks: RunCallbacks, deadline: RoundDeadline) -> AdoptingCommitter:
+    def _make_committer(
+        self, parts: RunParts, callbacks: RunCallbacks, deadline: RoundDeadline | None
+    ) -> AdoptingCommitter:
         return AdoptingCommitter(parts, callbacks, deadline, self._sum)
 
     @property
