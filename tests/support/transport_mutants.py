@@ -132,9 +132,9 @@ def a_newcomer_gets_nothing_that_was_retained(patch: pytest.MonkeyPatch) -> None
     def find_for_the_first_time(self: MemoryNetwork, pair: EndpointPair) -> None:
         kept, retained = pair.writer.kept, pair.writer.kept._retained  # noqa: SLF001 - nobody else asks for it
         if pair.epoch == 0:
-            kept._retained = deque(maxlen=retained.maxlen)  # noqa: SLF001 - nobody else asks for it
+            kept._retained = deque(maxlen=retained.maxlen)  # noqa: SLF001 - likewise
         finds(self, pair)
-        kept._retained = retained  # noqa: SLF001 - nobody else asks for it
+        kept._retained = retained  # noqa: SLF001 - likewise
 
     patch.setattr(MemoryNetwork, "writer_finds", find_for_the_first_time)
 

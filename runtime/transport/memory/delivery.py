@@ -3,7 +3,7 @@
 **Theory of operation.** An outlet numbers its samples. Each packet goes its own way: it may be late, overtake others,
 or get lost. An inlet hands samples over in the order of their numbers, and keeps those behind a gap until the gap is
 filled. It acknowledges with the first number that it lacks, once for all that has arrived meanwhile. The outlet keeps
-what is not acknowledged, and sends that again, at longer and longer intervals, until some of it is. After a reconnect
+what is not acknowledged, and sends that again, at longer intervals at first, until some of it is. After a reconnect
 the inlet names the first number that it lacks, and the outlet sends all from there.
 
 An inlet of a channel that keeps the last sample, and one that is not reliable, waits for no gap: it skips it.
@@ -19,7 +19,7 @@ from gradbus.runtime.transport.memory.pairs import EndpointPair, Node
 from gradbus.runtime.transport.memory.schedule import NetworkSchedule
 
 LAST_WORDS_S = 0.005  # samples of a dead process are on their way for so long at most: no process sends them again
-RESEND_MAX_S = 1.0  # between two attempts to send a sample again
+RESEND_MAX_S = 0.2  # from a round trip without an answer until the next attempt
 
 
 class Links(Protocol):
@@ -67,14 +67,14 @@ class SampleDelivery:
     def _resend_later(self, pair: EndpointPair) -> None:
         if not pair.resends:
             pair.resends = True
-            round_trip_s = 2 * (self._links.base_s + self._links.jitter_s)
+            round_trip_s = 2 * self._links.base_s + self._links.jitter_s  # on average
             wait_s = min(RESEND_MAX_S, self._links.resend_s * 2.0 ** min(pair.attempts, 10))
             self._links.at(round_trip_s + self._links.wait_s(wait_s), self._resend, pair, pair.epoch, pair.acknowledged)
 
     def _resend(self, pair: EndpointPair, epoch: int, acknowledged: int) -> None:
         """Send what the inlet lacks again, or later, if it has acknowledged something meanwhile."""
         pair.resends = False
-        if pair.source.dead or not pair.lacks_samples:
+        if not (pair.is_sending and pair.lacks_samples):
             return
         if epoch != pair.epoch or acknowledged < pair.acknowledged:
             self._resend_later(pair)
@@ -88,7 +88,7 @@ class SampleDelivery:
 
     def _hear(self, pair: EndpointPair, wanted: int, epoch: int, *, sends_all: bool) -> None:
         """Have the outlet receive what its inlet lacks. ``sends_all``: it sends everything from there."""
-        if epoch != pair.epoch or pair.source.dead or not self._links.is_up(pair.source, pair.target):
+        if epoch != pair.epoch or not pair.is_sending or not self._links.is_up(pair.source, pair.target):
             return
         pair.writer.note_acknowledged(pair, wanted - 1)
         if sends_all and pair.lacks_samples:
@@ -100,7 +100,7 @@ class SampleDelivery:
         source, target = pair.source, pair.target
         if epoch != pair.epoch or target.dead or pair.reader.is_closed:
             return
-        if source.dead and self._links.schedule.now_s() > source.ended_s + LAST_WORDS_S:
+        if not pair.is_sending and self._links.schedule.now_s() > source.ended_s + LAST_WORDS_S:
             return
         if not self._links.is_up(source, target):
             return  # it is lost with the link

@@ -261,13 +261,15 @@ class MemoryNetwork:
 
     def _say_goodbye(self, pair: EndpointPair, until_s: float) -> None:
         """Have the reader of an outlet that is closed lose it, after it has received the samples, or in time."""
-        if pair.lacks_samples and not pair.source.dead and self.schedule.now_s() < until_s:
+        if pair.lacks_samples and self.schedule.now_s() < until_s:
             self.at(self.resend_s / 2, self._say_goodbye, pair, until_s)
         else:
             self.at(self.base_s + self.jitter_s, self._part, self.reader_loses, pair)
 
     def _part(self, lose: Callable[[EndpointPair], None], pair: EndpointPair) -> None:
         lose(pair)
+        pair.reader_knows = pair.writer_knows = False  # the other side is closed: nobody asks it
+        pair.epoch += 1
         for pairs in (self.pairs, pair.writer.pairs, pair.reader.pairs):
             if pair in pairs:
                 pairs.remove(pair)

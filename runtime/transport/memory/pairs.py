@@ -141,6 +141,11 @@ class EndpointPair:
         return self.source.dead or self.target.dead or self.writer.is_closed or self.reader.is_closed
 
     @property
+    def is_sending(self) -> bool:
+        """Return whether the writer sends again what is lost: it lives, or was closed, for which its process waits."""
+        return not self.source.dead or self.writer.is_closed
+
+    @property
     def is_reliable(self) -> bool:
         """Return whether the writer keeps samples for the reader until it has them."""
         return self.reader.channel.reliable

@@ -106,7 +106,7 @@ FOUND = (
         5088, "tree",
         (
             Fault(Moment("note", 2, "client-2", "offered", "after"), "kill", "client-2", 3.23),
-            Fault(Moment("step", 2904, CONTROLLER), "kill", CONTROLLER, 0.31),
+            Fault(Moment("note", 3, CONTROLLER, "counted", "before"), "kill", CONTROLLER, 0.31),
             Fault(Moment("note", 2, "client-0", "offered", "before"), "power", "client-0", 0.72),
         ),
     ),
@@ -117,7 +117,7 @@ FOUND = (
     ),
     Found(
         "A site that was stopped in the midst of a round left a task behind, of which asyncio warned.",
-        73, "tree_alone", (Fault(Moment("step", 1943, "site-1"), "stop", "site-1", 0.04),),
+        74, "tree_alone", (Fault(Moment("note", 3, "site-1", "commanded", "after"), "stop", "site-1", 0.04),),
     ),
     Found(
         "A worker on another machine dies before it comes to a meeting, which is at server 0. Server 0 held the others "
@@ -144,10 +144,10 @@ FOUND = (
     Found(
         "All members of an elastic group die, and processes that take their places are there. Each took what others "
         "told of the members for the members themselves, and waited for ever as a spare, without a sentence.",
-        45, "elastic",
+        47, "elastic",
         (
-            Fault(Moment("decision", 2, "rank-1", "generation", "before"), "power", "rank-1", 0.19),
-            Fault(Moment("step", 1698, "rank-0"), "kill", "rank-0", 0.08),
+            Fault(Moment("decision", 1, "rank-1", "generation", "before"), "power", "rank-1", 0.19),
+            Fault(Moment("decision", 10, "rank-0", "view", "after"), "kill", "rank-0", 0.08),
         ),
     ),
     Found(
