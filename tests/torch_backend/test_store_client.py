@@ -17,6 +17,7 @@ from gradbus.runtime.wire.frames import Frame
 from gradbus.torch.store import client as store_client
 from gradbus.torch.store.address import Address
 from gradbus.torch.store.client import StoreClient
+from gradbus.torch.store.link import patience_s
 from gradbus.torch.store.messages import Message, StoreJoin, StoreStatus, decode, frame_of
 
 ARBITER = 7
@@ -122,3 +123,8 @@ def test_news_that_the_loop_has_no_time_for_are_bounded() -> None:
         assert len(posted) == store_client.MAX_BACKLOG
         while posted:
             posted.pop()()
+
+
+def test_a_taken_rank_is_asked_for_during_leases_between_machines_and_for_a_moment_where_the_kernel_tells() -> None:
+    assert patience_s(None) == 3.0
+    assert patience_s(10.0) == 25.0

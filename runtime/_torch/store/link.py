@@ -48,6 +48,15 @@ def acquire_bus(address: Address) -> background.BusThread:
     return background.acquire(background.numbered_job(address.number, settings), settings, address.rank)
 
 
+def patience_s(remote_lease_s: float | None) -> float:
+    """Return how long a process asks again while another one with its rank is there, which may be a dead one.
+
+    Args:
+        remote_lease_s: of its bus; None: all are on this machine, where the kernel reports deaths.
+    """
+    return _PATIENCE_S if remote_lease_s is None else _PATIENCE_LEASES * remote_lease_s
+
+
 class StoreLink:
     """Shared by all handles of one address in this process.
 
@@ -99,9 +108,7 @@ class StoreLink:
         try:
             end = thread.start(self._make(thread)).result()
             if isinstance(end, StoreClient):
-                lease_s = thread.bus.remote_lease_s  # None: all are on this machine, where the kernel reports deaths
-                patience_s = _PATIENCE_S if lease_s is None else _PATIENCE_LEASES * lease_s
-                joining = thread.start(end.join(timeout_s, patience_s))
+                joining = thread.start(end.join(timeout_s, patience_s(thread.bus.remote_lease_s)))
                 joining.result()
             self.end = end
         except BaseException:
