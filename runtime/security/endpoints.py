@@ -12,13 +12,13 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any, Protocol
 
-from gradbus.runtime.security.foreign_readers import ForeignReaders
 from gradbus.runtime.security.peers import Release
 from gradbus.runtime.security.streams import OutboundEnvelope
 from gradbus.runtime.transport.access_policy import AccessPolicy
 from gradbus.runtime.transport.api import IoThread
 from gradbus.runtime.transport.channels import Channel
 from gradbus.runtime.transport.dds import libddsc
+from gradbus.runtime.transport.dds.foreign_readers import ForeignReaders
 from gradbus.runtime.transport.dds.libddsc import MatchedReader
 from gradbus.runtime.transport.dds.network import NetworkConfig
 from gradbus.runtime.transport.dds.participant import Participant, Reader, Writer

@@ -35,8 +35,9 @@ from gradbus.runtime.security.identity.join_messages import (
 )
 from gradbus.runtime.security.identity.key import NodeKey, public_text
 from gradbus.runtime.security.identity.key_epoch import GRACE_S, KeyRotation, RankKeys
-from gradbus.runtime.security.rate_limits import AuditEvents, TokenBucket, TokenBuckets
+from gradbus.runtime.security.rate_limits import AuditEvents
 from gradbus.runtime.security.streams import InboundStreams, OutboundEnvelope, OutboundStreams, SharedKey
+from gradbus.runtime.token_buckets import TokenBucket, TokenBuckets
 from gradbus.runtime.wire.messages import new_incarnation
 
 SILENT_S = 5.0  # after this silence a member may be replaced by a process with an earlier start number

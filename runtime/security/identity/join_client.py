@@ -30,8 +30,8 @@ from gradbus.runtime.security.identity.join_messages import (
 )
 from gradbus.runtime.security.identity.key import NodeKey, public_text
 from gradbus.runtime.security.identity.key_epoch import MembershipKeys, RankKeys
-from gradbus.runtime.security.rate_limits import TokenBucket, TokenBuckets
 from gradbus.runtime.security.streams import InboundStreams, OutboundEnvelope, OutboundStreams, SharedKey
+from gradbus.runtime.token_buckets import TokenBucket, TokenBuckets
 from gradbus.runtime.wire.messages import new_incarnation
 
 # A Hello without result is repeated with exponential backoff. A late answer to the Hello before is void then, so the

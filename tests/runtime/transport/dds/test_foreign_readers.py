@@ -30,16 +30,17 @@ from torch_node import SceneRanks
 
 import gradbus
 from gradbus.runtime.bus.bus import Bus
-from gradbus.runtime.security import Security, foreign_readers
+from gradbus.runtime.security import Security
 from gradbus.runtime.security.job_key import new_job_key, write_secret_file
 from gradbus.runtime.transport.api import Periodic
+from gradbus.runtime.transport.dds import foreign_readers
 from gradbus.runtime.transport.dds.libddsc import MatchedReader
 from gradbus.runtime.transport.dds.network import NetworkConfig
 from gradbus.runtime.wire.frames import CONTROLLER, FrameKey, Kind
 from gradbus.runtime.wire.messages import ModelBlob
 
 pytestmark = pytest.mark.slow
-STRANGER = Path(__file__).parents[2] / "support" / "never_takes.py"
+STRANGER = Path(__file__).parents[3] / "support" / "never_takes.py"
 MODEL = bytes(4 << 20)
 LEASE_S = 20.0  # a busy machine stands still for longer than a short one
 _numbers = count()

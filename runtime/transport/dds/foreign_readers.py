@@ -22,7 +22,7 @@ from typing import ClassVar
 
 from gradbus.runtime import forks
 from gradbus.runtime.logs import get_logger
-from gradbus.runtime.security.rate_limits import TokenBucket
+from gradbus.runtime.token_buckets import TokenBucket
 from gradbus.runtime.transport.api import IoThread, Periodic
 from gradbus.runtime.transport.dds.discovery import Claim
 from gradbus.runtime.transport.dds.exclusion import Exclusion, describe
