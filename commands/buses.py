@@ -13,7 +13,7 @@ from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.fast_paths import LOOPBACK
 from gradbus.runtime.security.settings import Security, level_in_force, rank_security, security_of
 from gradbus.runtime.testing.faults import parse_rules
-from gradbus.runtime.transport.dds.network import NetworkConfig, build_xml
+from gradbus.runtime.transport.dds.network import NetworkConfig, build_xml, is_exposed
 
 if TYPE_CHECKING:
     from gradbus.runtime.bus.bus import Bus
@@ -32,7 +32,7 @@ def check(settings: BusSettings, *, rank: int | None = None) -> None:
             parse_rules(settings.faults)
         except ConfigError as error:
             raise ConfigError(f"bus.faults: {error}") from None
-    level = level_in_force(security_of(settings), document_of(settings))
+    level = level_in_force(security_of(settings), is_exposed(document_of(settings)))
     if level in ("psk", "user"):
         from gradbus.runtime.security.user_key import load_key  # loads cryptography
 

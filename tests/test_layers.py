@@ -36,6 +36,8 @@ BEHIND_THE_DOOR = {
     "runtime/bus", "runtime/collectives", "runtime/_torch", "runtime/_torch/store", "runtime/_torch/elastic",
     "runtime/transport", "runtime/transport/memory",
 }  # fmt: skip
+ABOVE_ANY_TRANSPORT = ("runtime/security", "runtime/testing")
+OF_ANY_TRANSPORT = {"access_policy", "api", "channels", "sample_layout", "samples", "wrappers"}
 LOGGING_SET_UP_ONLY_IN = {"runtime/logs.py"}
 UNSAFE_MODULES = {"pickle", "marshal", "shelve", "cPickle", "dill", "cloudpickle", "joblib", "yaml", "torch.package"}
 # What runs or unpickles what it is given. torch's own object collectives do.
@@ -198,6 +200,18 @@ def the_bus_knows_its_transport_by_protocols(path: PurePosixPath, source: str) -
     return [f"line {line}: {name}" for line, name, _ in imports(path, source) if name.startswith(DDS_ENDPOINTS)]
 
 
+def security_and_faults_work_over_any_transport(path: PurePosixPath, source: str) -> list[str]:
+    """They wrap a transport: what they know of it is its contract, and how a sample is laid out."""
+    if not str(path.parent).startswith(ABOVE_ANY_TRANSPORT):
+        return []
+    found = [(line, name, name.split(".")) for line, name, _ in imports(path, source)]
+    return [
+        f"line {line}: {name}"
+        for line, name, parts in found
+        if parts[:3] == ["gradbus", "runtime", "transport"] and parts[3] not in OF_ANY_TRANSPORT
+    ]
+
+
 def logging_is_set_up_once(path: PurePosixPath, source: str) -> list[str]:
     if str(path) in LOGGING_SET_UP_ONLY_IN:
         return []
@@ -346,6 +360,7 @@ RULES: list[Rule] = [
     folders_of_runtime_keep_their_order,
     dds_stays_behind_the_bus,
     the_bus_knows_its_transport_by_protocols,
+    security_and_faults_work_over_any_transport,
     logging_is_set_up_once,
     nothing_runs_foreign_code,
     what_comes_from_outside_is_read_within_limits,
@@ -551,6 +566,12 @@ BAD = [
     (dds_stays_behind_the_bus, "commands/doctor.py", "def f():\n    import cyclonedds"),
     (the_bus_knows_its_transport_by_protocols, "runtime/bus/bus.py", f"from {DDS_ENDPOINTS} import Writer"),
     (the_bus_knows_its_transport_by_protocols, "runtime/_torch/store/peer.py", f"def f():\n    import {DDS_ENDPOINTS}"),
+    (
+        security_and_faults_work_over_any_transport,
+        "runtime/security/identity/admission.py",
+        "def f():\n    from gradbus.runtime.transport.dds import libddsc",
+    ),
+    (security_and_faults_work_over_any_transport, "runtime/testing/faults.py", f"import {DDS_ENDPOINTS}"),
     (logging_is_set_up_once, "actors/serve.py", "import structlog\nstructlog.configure(processors=[])"),
     (logging_is_set_up_once, "actors/serve.py", "from structlog import configure"),
     (nothing_runs_foreign_code, "runtime/wire/messages.py", "import pickle"),
@@ -625,6 +646,11 @@ GOOD = [
         the_bus_knows_its_transport_by_protocols,
         "runtime/bus/bus.py",
         "from gradbus.runtime.transport.api import Outlet",
+    ),
+    (
+        security_and_faults_work_over_any_transport,
+        "runtime/security/sealed.py",
+        "from gradbus.runtime.transport import api\nfrom gradbus.runtime.transport.sample_layout import LAYOUTS",
     ),
     (logging_is_set_up_once, "runtime/logs.py", "import structlog\nstructlog.configure(processors=[])"),
     (

@@ -20,7 +20,7 @@ from gradbus.runtime.security.settings import level_in_force, security_of
 from gradbus.runtime.security.user_key import load_key
 from gradbus.runtime.transport.dds.addresses import FAMILIES, address_of, uses_ipv6
 from gradbus.runtime.transport.dds.missing_peers import port_range
-from gradbus.runtime.transport.dds.network import DATAGRAM_BYTES, NetworkConfig
+from gradbus.runtime.transport.dds.network import DATAGRAM_BYTES, NetworkConfig, is_exposed
 
 JOB = "gradbus-doctor"
 _LINGER_S = 1.5  # for the last samples to the other one
@@ -209,7 +209,7 @@ def _not_in_peers(
 
 def _protection(settings: BusSettings) -> str:
     """Level and id of the key, which is no secret."""
-    level = level_in_force(security_of(settings), document_of(settings))
+    level = level_in_force(security_of(settings), is_exposed(document_of(settings)))
     if level not in ("user", "psk"):
         return level
     return f"key {load_key(level, settings.key_file)[0].id.hex()}"

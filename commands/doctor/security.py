@@ -24,7 +24,7 @@ from gradbus.runtime.security.identity.opening import read_identity
 from gradbus.runtime.security.job_key import new_job_key, write_secret_file
 from gradbus.runtime.security.settings import level_in_force, names_key, other_users, security_of
 from gradbus.runtime.security.user_key import load_key
-from gradbus.runtime.transport.dds.network import has_peers_elsewhere, leaves_machine
+from gradbus.runtime.transport.dds.network import is_exposed
 from gradbus.runtime.wire.messages import Control
 
 TRIP_S = 10.0
@@ -82,7 +82,7 @@ async def security(settings: BusSettings, *, trusted: bool = False) -> Finding:
     """
     if settings.security == "identity":
         return await _identity(settings)
-    level = level_in_force(security_of(settings), document_of(settings))
+    level = level_in_force(security_of(settings), is_exposed(document_of(settings)))
     if level == "none":
         return _unprotected(settings, trusted)
     try:
@@ -98,8 +98,7 @@ async def security(settings: BusSettings, *, trusted: bool = False) -> Finding:
 
 def _unprotected(settings: BusSettings, trusted: bool) -> Finding:
     """The finding where nothing is sealed, by request or for want of a key on a network."""
-    document = document_of(settings)
-    if not trusted and (leaves_machine(document) or has_peers_elsewhere(document)):
+    if not trusted and is_exposed(document_of(settings)):
         return Finding(
             "security",
             "none, on a network",

@@ -12,7 +12,6 @@ from typing import Literal, get_args
 
 from gradbus.runtime.config.bus import BusSettings
 from gradbus.runtime.errors import ConfigError
-from gradbus.runtime.transport.dds.network import has_peers_elsewhere, leaves_machine
 
 Level = Literal["user", "none", "psk", "identity"]
 LEVELS: tuple[Level, ...] = get_args(Level)
@@ -97,14 +96,14 @@ def names_key(path: Path | None, environment: Mapping[str, str] | None = None) -
     return path is not None or any(environment.get(name) for name in (KEY_FILE_VARIABLE, KEY_VARIABLE))
 
 
-def level_in_force(security: Security, document: str, environment: Mapping[str, str] | None = None) -> Level:
+def level_in_force(security: Security, is_exposed: bool, environment: Mapping[str, str] | None = None) -> Level:
     """Return the level that protects a bus; refuse a bus that would send unprotected data from this machine.
 
     The key of a user is for one machine. It never protects a bus that leaves it, not even where several machines share
     the home that holds it, unless ``key_file`` names its file.
 
     Args:
-        document: the configuration of DDS.
+        is_exposed: data of the bus can reach other machines.
         environment: of this process, which may name a key.
 
     Returns:
@@ -117,7 +116,7 @@ def level_in_force(security: Security, document: str, environment: Mapping[str, 
     level = security.level
     if level == "user" and names_key(security.key_file, environment):
         level = "psk"
-    if level in ("psk", "identity") or not (leaves_machine(document) or has_peers_elsewhere(document)):
+    if level in ("psk", "identity") or not is_exposed:
         return level
     if security.insecure:
         return "none"

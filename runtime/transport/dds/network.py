@@ -204,6 +204,11 @@ def leaves_machine(document: str) -> bool:
     return not listed or any(element.get("name") != LOOPBACK for element in listed)
 
 
+def is_exposed(document: str) -> bool:
+    """Whether data can reach another machine, or is meant to, under this configuration."""
+    return leaves_machine(document) or has_peers_elsewhere(document)
+
+
 def has_peers_elsewhere(document: str) -> bool:
     """Whether the configuration names machines that are not this one."""
     return not all(_is_here(peer.host) for peer in peers_in(document))

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from gradbus.runtime.transport.api import PEER_ID_BYTES, PeerId
 from gradbus.runtime.transport.memory.pairs import EndpointPair, InletEnd, Node, OutletEnd, PairEnd
 from gradbus.runtime.transport.memory.schedule import NetworkSchedule, ThreadSchedule
 
@@ -62,10 +63,15 @@ class MemoryNetwork:
         self.delivered = 0
         self._cuts: dict[frozenset[int], int] = {}
         self._numbers = itertools.count(1)
+        self._peer_ids = itertools.count(1)
 
     def close(self) -> None:
         """End its schedule: nothing arrives any more."""
         self.schedule.close()
+
+    def new_peer_id(self) -> PeerId:
+        """Return what one more transport is to call itself."""
+        return next(self._peer_ids).to_bytes(PEER_ID_BYTES, "big")
 
     def at(self, delay_s: float, function: Callable[..., object], *arguments: Any) -> None:
         """Call a function of the network after a delay."""

@@ -17,12 +17,10 @@ from gradbus.runtime.security import user_key
 from gradbus.runtime.security.job_key import new_job_key
 from gradbus.runtime.security.settings import Security, level_in_force
 from gradbus.runtime.security.user_key import load_user_key, places_of_user
-from gradbus.runtime.transport.dds.network import NetworkConfig, build_xml
 
 NOBODY = 65534
 _AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
-_HERE = build_xml(NetworkConfig())
-_ELSEWHERE = _HERE.replace('"lo"', '"eth0"')
+_HERE, _ELSEWHERE = False, True  # whether the bus is exposed
 
 
 @pytest.fixture
