@@ -11,7 +11,7 @@ import struct
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 from gradbus.runtime.transport.samples import SAMPLES
 
@@ -52,9 +52,9 @@ class SampleLayout(ABC):
 
     def octets(self, data: Any) -> memoryview:
         """Return the octets of a sample, in place. Raises SampleError: it is damaged, or its type has none."""
-        return self._refuse()
+        self._refuse()
 
-    def _refuse(self, *_: Any) -> Any:
+    def _refuse(self, *_: Any) -> NoReturn:
         raise SampleError(f"{self.name}: this type has no octets")
 
     def _checked(self, data: Any, need: int) -> memoryview:
