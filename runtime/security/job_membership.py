@@ -30,7 +30,7 @@ class Decrypt(Protocol):
 
 
 class JobMembership(AccessPolicy, ABC):
-    """The membership of one process in its job. Implements :class:`.transport.api.JobMembers`."""
+    """The membership of one process in its job. Implements :class:`~gradbus.runtime.transport.api.JobMembers`."""
 
     knows_all = True
 
@@ -41,7 +41,7 @@ class JobMembership(AccessPolicy, ABC):
 
     @abstractmethod
     def known(self) -> Collection[PeerId] | None:
-        """See :meth:`.transport.api.JobMembers.known`."""
+        """See :meth:`~gradbus.runtime.transport.api.JobMembers.known`."""
 
     def authenticated(self) -> Collection[PeerId] | None:
         """Return other members that have proved to be alive, and have got the same proof of this process; None: this

@@ -1,9 +1,9 @@
 """Encryption between a bus and any transport: outlets encrypt, and inlets decrypt, what the membership of the process
 has keys for.
 
-An envelope holds a whole sample: its fields as well as its octets, as :mod:`..transport.sample_layout` lays them out.
-The fields that the transport carries beside the envelope are zero and ignored. A TrainCmd has no octets, so encrypted
-ones have a channel of their own.
+An envelope holds a whole sample: its fields as well as its octets, as
+:mod:`~gradbus.runtime.transport.sample_layout` lays them out. The fields that the transport carries beside the envelope
+are zero and ignored. A TrainCmd has no octets, so encrypted ones have a channel of their own.
 """
 
 from __future__ import annotations

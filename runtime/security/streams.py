@@ -129,7 +129,7 @@ class EncryptionKeys(Protocol):
 
 
 class OutboundEnvelope:
-    """One envelope to be written. Implements :class:`.transport.api.Envelope`."""
+    """One envelope to be written. Implements :class:`~gradbus.runtime.transport.api.Envelope`."""
 
     __slots__ = ("_context", "_encryptor", "_key", "_plain", "counter", "header", "size")
 
@@ -145,13 +145,13 @@ class OutboundEnvelope:
         self.size = size
 
     def seal_into(self, room: memoryview) -> None:
-        """See :meth:`.transport.api.Envelope.seal_into`. The GIL is free meanwhile."""
+        """See :meth:`~gradbus.runtime.transport.api.Envelope.seal_into`. The GIL is free meanwhile."""
         # The small parts before the payload are joined: each call of the cipher has a price of its own.
         parts = self._plain if len(self._plain) < 3 else (b"".join(self._plain[:-1]), self._plain[-1])
         self._key.encrypt_parts_into(envelope.nonce(self.counter), parts, self._context, room)
 
     def octets(self) -> bytes:
-        """See :meth:`.transport.api.Envelope.octets`."""
+        """See :meth:`~gradbus.runtime.transport.api.Envelope.octets`."""
         sealed = self._key.encrypt(envelope.nonce(self.counter), b"".join(self._plain), self._context)
         return self.header + sealed
 
