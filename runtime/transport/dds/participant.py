@@ -482,6 +482,7 @@ class Participant:
                     return  # a thread is in a write: what it uses must stay
             domains.delete(entity)
         self._made.clear()
+        self._foreign = None  # which holds this
         self.topics.close()  # after their readers and writers
         domains.release(self._lease, self._partition)
 

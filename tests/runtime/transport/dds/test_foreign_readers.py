@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -423,3 +424,42 @@ def test_a_reader_that_takes_its_samples_is_not_excluded_for_the_time_that_anoth
     waited_s, excluded = deletes_together(monkeypatch, [math.inf, 0.001])
     assert waited_s == pytest.approx([foreign_readers.ACKS_S, 0.001])
     assert excluded == 1
+
+
+def test_the_io_thread_goes_on_checking_while_a_deletion_waits_for_a_foreign_reader(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    waits, may_end, clock = threading.Event(), threading.Event(), _Clock()
+
+    def wait_for_acks(timeout_s: float) -> bool:
+        waits.set()
+        assert may_end.wait(30)
+        return False
+
+    guest = bytes([201]) * 12
+    writer = Mock(
+        channel=SimpleNamespace(name="train/x"),
+        awaited_since_s=0.0,
+        refused_since_s=0.0,
+        throttled_s=0.0,
+        wait_for_acks=wait_for_acks,
+        readers={1: MatchedReader(guest, True)},
+    )
+    receiver: Any = SimpleNamespace(rejected=Counter[str](), add_periodic=lambda periodic: None)
+    node: Any = SimpleNamespace(writers=[writer], own_prefixes=set, claims=dict, exclusion=lambda: Mock())
+    nobody: Any = SimpleNamespace(known=set, knows_all=True)
+    monkeypatch.setattr(foreign_readers, "time", clock)
+    monkeypatch.setattr(foreign_readers.ForeignReaders, "_all", WeakSet())
+    readers = foreign_readers.ForeignReaders(node, receiver, nobody)
+    readers.check()
+    clock.now_s += foreign_readers.GRACE_S + 0.1
+    deleting = threading.Thread(target=readers.exclude_late, args=([writer],), daemon=True)
+    deleting.start()
+    assert waits.wait(30)
+    checking = threading.Thread(target=readers.check, daemon=True)
+    checking.start()
+    checking.join(30)
+    assert not checking.is_alive()
+    may_end.set()
+    deleting.join(30)
+    assert receiver.rejected["foreign reader"] == 1
