@@ -39,11 +39,8 @@ KNOWS_DDS = {
     "experiments/bench/bare_dds.py": "measures DDS alone, as a reference for the bus",
     "experiments/bench/idle.py": "measures what DDS sends while it searches for others, and how soon it finds them",
 }
-# Those that encrypt by inheriting from DDS endpoints. A transport that is wrapped needs none of them.
-NOT_WRAPPED_YET = {
-    "runtime/security/endpoints.py", "runtime/security/foreign_readers.py", "runtime/security/liveness_challenge.py",
-    "runtime/security/identity/join_transport.py", "runtime/testing/fault_injection.py",
-}  # fmt: skip
+ABOVE_ANY_TRANSPORT = ("runtime/security", "runtime/testing")
+OF_ANY_TRANSPORT = {"access_policy", "api", "channels", "sample_layout", "samples", "wrappers"}
 # Parts of names that only DDS has: ids and messages of its protocol, its settings, its library.
 DDS_WORDS = {
     "dds", "ddsc", "libddsc", "ddsi", "cyclone", "cyclonedds", "guid", "guids", "qos", "rtps", "sedp", "serdata",
@@ -223,7 +220,7 @@ def imports_of_the_transport_on_dds(path: PurePosixPath, source: str) -> list[st
 
 def who_is_not_of_the_transport_knows_it_by_its_protocols(path: PurePosixPath, source: str) -> list[str]:
     """runtime/transport/api.py has them."""
-    if str(path).startswith(f"{DDS_FOLDER}/") or str(path) in KNOWS_DDS.keys() | NOT_WRAPPED_YET:
+    if str(path).startswith(f"{DDS_FOLDER}/") or str(path) in KNOWS_DDS:
         return []
     return imports_of_the_transport_on_dds(path, source)
 
@@ -256,9 +253,21 @@ def has_dds_word(name: str) -> bool:
 def words_of_dds_stay_behind_the_door(path: PurePosixPath, source: str) -> list[str]:
     """Settings keep their names (``bus.domain``, ``CYCLONEDDS_URI``), and texts may say DDS."""
     where = str(path)
-    if where.startswith((f"{DDS_FOLDER}/", *(f"{place}/" for place in NAMED_AFTER_DDS))) or where in NOT_WRAPPED_YET:
+    if where.startswith((f"{DDS_FOLDER}/", *(f"{place}/" for place in NAMED_AFTER_DDS))):
         return []
     return [f"{name} has a word of DDS" for name in names_with_dds_words(source)]
+
+
+def security_and_faults_work_over_any_transport(path: PurePosixPath, source: str) -> list[str]:
+    """They wrap a transport: what they know of it is its contract, and how a sample is laid out."""
+    if not str(path.parent).startswith(ABOVE_ANY_TRANSPORT):
+        return []
+    found = [(line, name, name.split(".")) for line, name, _ in imports(path, source)]
+    return [
+        f"line {line}: {name}"
+        for line, name, parts in found
+        if parts[:3] == ["gradbus", "runtime", "transport"] and parts[3] not in OF_ANY_TRANSPORT
+    ]
 
 
 def logging_is_set_up_once(path: PurePosixPath, source: str) -> list[str]:
@@ -431,6 +440,7 @@ RULES: list[Rule] = [
     dds_stays_behind_the_bus,
     who_is_not_of_the_transport_knows_it_by_its_protocols,
     words_of_dds_stay_behind_the_door,
+    security_and_faults_work_over_any_transport,
     logging_is_set_up_once,
     nothing_runs_foreign_code,
     what_comes_from_outside_is_read_within_limits,
@@ -476,7 +486,6 @@ def test_each_exception_from_the_door_is_still_needed() -> None:
     speaking = [path for path, source in files.items() if names_with_dds_words(source)]
     over = "no longer needed: take these off the list"
     assert KNOWS_DDS.keys() - importing == set(), over
-    assert NOT_WRAPPED_YET - importing - set(speaking) == set(), over
     assert [place for place in NAMED_AFTER_DDS if not any(path.startswith(f"{place}/") for path in speaking)] == [], (
         over
     )
@@ -679,6 +688,12 @@ BAD = [
     (words_of_dds_stay_behind_the_door, "actors/serve.py", "f(reader_qos=1)"),
     (words_of_dds_stay_behind_the_door, "commands/doctor/machine.py", "import x as cyclone"),
     (words_of_dds_stay_behind_the_door, "commands/doctor/machine.py", "from x import spdp_port"),
+    (
+        security_and_faults_work_over_any_transport,
+        "runtime/security/identity/admission.py",
+        "def f():\n    from gradbus.runtime.transport.dds import libddsc",
+    ),
+    (security_and_faults_work_over_any_transport, "runtime/testing/faults.py", f"import {DDS_PACKAGE}.participant"),
     (logging_is_set_up_once, "actors/serve.py", "import structlog\nstructlog.configure(processors=[])"),
     (logging_is_set_up_once, "actors/serve.py", "from structlog import configure"),
     (nothing_runs_foreign_code, "runtime/wire/messages.py", "import pickle"),
@@ -767,6 +782,11 @@ GOOD = [
         "import cyclonedds\nfrom a.dds.b import c\nadds_up(domain, adds=0, guide='a DDS domain', x='CYCLONEDDS_URI')",
     ),
     (words_of_dds_stay_behind_the_door, "runtime/_torch/backend.py", "class DdsBackend: ..."),
+    (
+        security_and_faults_work_over_any_transport,
+        "runtime/security/sealed.py",
+        "from gradbus.runtime.transport import api\nfrom gradbus.runtime.transport.sample_layout import LAYOUTS",
+    ),
     (logging_is_set_up_once, "runtime/logs.py", "import structlog\nstructlog.configure(processors=[])"),
     (
         nothing_runs_foreign_code,

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 _BUS = (
     "gradbus.connecting",
     "gradbus.runtime.bus.bus",
-    "gradbus.runtime.security.endpoints",
+    "gradbus.runtime.security.sealed",
     "gradbus.runtime.security.encryption",
     "gradbus.runtime.security.membership",
     "gradbus.runtime.security.user_key",

@@ -23,7 +23,6 @@ from gradbus.runtime import drive, forks
 from gradbus.runtime.bus.participant_factory import (
     check_job,
     closed_on_error,
-    inject,
     open_participant,
     participant_maker,
     short_switch_interval,
@@ -451,8 +450,8 @@ async def connect(
 async def connect_over(
     transport: Callable[[str], Transport], job: str, *, stall_timeout_s: float = 30.0
 ) -> AsyncIterator[Bus]:
-    """Join a job over a given transport, without protection: for tests and simulations, such as over
-    :mod:`gradbus.runtime.transport.memory`.
+    """Join a job over a given transport, protected as that is: for tests and simulations, such as over
+    :mod:`gradbus.runtime.transport.memory`, where :class:`gradbus.runtime.security.sealed.Sealed` may stand above it.
 
     ``transport``: opens that of the job, off the loop. Raises what this raises.
     """
@@ -471,10 +470,11 @@ async def _opened(
     """Hold a bus open on the transport that is made by what ``find`` returns."""
     with short_switch_interval():
         transport = await open_participant(find)
+        if injector is not None:
+            transport = injector.over(transport)
         async with closed_on_error(transport):
             bus = Bus(job, transport, asyncio.get_running_loop(), stall_timeout_s)
-        if injector is not None:  # what is opened from now on; the security's own messages pass unharmed
-            inject(injector, transport)
+        if injector is not None:
             bus.faults = injector.faults
         try:
             yield bus

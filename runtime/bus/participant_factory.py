@@ -19,12 +19,11 @@ from gradbus.runtime.logs import get_logger
 from gradbus.runtime.network.network_config import NetworkConfig, Profile
 from gradbus.runtime.network.peers import check_peers
 from gradbus.runtime.security.settings import Level, Security, level_in_force, other_users
-from gradbus.runtime.testing.fault_injection import FaultInjector
 from gradbus.runtime.transport.api import Transport
 from gradbus.runtime.transport.dds.participant import Participant
 
 if TYPE_CHECKING:
-    from gradbus.runtime.security.endpoints import JobMembership
+    from gradbus.runtime.security.job_membership import JobMembership
 
 T = TypeVar("T")
 
@@ -78,20 +77,23 @@ def participant_maker(
     place: dict[str, Any] = {"domain_id": domain, "partition": job, "network": network, "fast": fast}
     if level == "none":
         return partial(_open_unprotected, exposed=exposed, **place)
-    from gradbus.runtime.security.endpoints import EncryptedParticipant  # loads cryptography
-
     if level == "identity":
         from gradbus.runtime.security.identity.opening import identity_membership
 
         made = identity_membership(job, security)
-        return partial(EncryptedParticipant, membership=lambda: made, **place)
-    return partial(
-        EncryptedParticipant, membership=partial(_shared_key_membership, job, level, security.key_file), **place
-    )
+        return partial(_open_sealed, lambda: made, **place)
+    return partial(_open_sealed, partial(_shared_key_membership, job, level, security.key_file), **place)
+
+
+def _open_sealed(membership: Callable[[], JobMembership], **place: Any) -> Transport:
+    from gradbus.runtime.security.sealed import Sealed  # loads cryptography
+
+    made = membership()  # first: a key that cannot be read is an error before anything is opened
+    return Sealed(Participant(**place), made)
 
 
 def _shared_key_membership(job: str, level: Level, key_file: Path | None) -> JobMembership:
-    """Membership with the key of the job, or of the user, which may have to be made."""
+    """Return the membership with the key of the job, or of the user, which may have to be made."""
     from gradbus.runtime.security.encryption import PskKeys, SessionCipher
     from gradbus.runtime.security.membership import SharedKeyMembership
     from gradbus.runtime.security.user_key import load_key
@@ -122,12 +124,6 @@ async def open_participant(find: Callable[[], Callable[[], Transport]]) -> Trans
     if participant.traits.slow_because is not None:
         log.warning("slow path", reason=participant.traits.slow_because, effect="large messages hold the GIL")
     return participant
-
-
-def inject(injector: FaultInjector, transport: Transport) -> None:
-    """Have the outlets that a transport opens from now on apply faults."""
-    assert isinstance(transport, Participant), "only a bus on DDS is opened with faults"
-    transport.make_writer = injector.make_writer
 
 
 @contextlib.asynccontextmanager

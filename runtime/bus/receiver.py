@@ -112,16 +112,9 @@ class Receiver:
         self._changes: list[_Change | None] = []  # of matched endpoints, not reported yet
         self._liveness_call = Periodic(self._look_at_liveness, IDLE_S)
         self.thread.add_periodic(self._liveness_call)
-        self.on_new_readers: Callable[[], None] = _nothing
-        self.before_deletion: Callable[[Sequence[Outlet]], None] = _nothing
         self.rejections = DroppedSamples()
         self.rejected = self.rejections.counts
         self.received_bytes: Counter[str] = Counter()
-
-    @property
-    def writers(self) -> Sequence[Outlet]:
-        """See :class:`~gradbus.runtime.transport.api.IoThread`."""
-        return self._endpoints.writers
 
     # From any thread
 
@@ -226,10 +219,7 @@ class Receiver:
         if not removals:
             return
         endpoints = [endpoint for some, _ in removals for endpoint in some]
-        self.before_deletion([one for one in self._endpoints.writers if one in endpoints])
         readers, writers = self._endpoints.detach(endpoints)
-        if writers:
-            self.on_new_readers()
 
         def delete() -> None:
             try:
@@ -247,16 +237,12 @@ class Receiver:
     def _refresh(self, endpoints: Collection[_Watched]) -> Iterator[_Change | None]:
         """Ask which matched peers have changed. Yields each channel whose have, and those it has now; None for an
         outlet."""
-        has_new_readers = False
         for one in endpoints:
             if not isinstance(one, InboundChannel):
                 if one.refresh():
-                    has_new_readers = True
                     yield None
             elif one.inlet.refresh():
                 yield one, one.inlet.peers()
-        if has_new_readers:
-            self.on_new_readers()
 
     def _report_changes(self) -> None:
         changes, self._changes = self._changes, []
@@ -361,8 +347,6 @@ class Receiver:
         return message
 
     def _ended(self) -> None:
-        if self.thread.fault is None:
-            self.before_deletion(self._endpoints.writers)
         self._liveness.close()
 
     def _post(self, function: Callable[..., None], *arguments: Any) -> None:
@@ -374,10 +358,6 @@ class Receiver:
 
 def _not_handed_over(sample: object) -> None:
     raise AssertionError("a reader that uses its samples itself has handed one over")
-
-
-def _nothing(*_: object) -> None:
-    pass
 
 
 class InboundChannel:

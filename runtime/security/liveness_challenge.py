@@ -2,7 +2,7 @@
 
 Each process announces a random challenge of its own on a common topic, and with it the challenges that it has received
 from others, and when. The announcements are encrypted, so only a holder of the key can make one, and one that answers
-this process's challenge is no older than this process. They are state: DDS retains the newest for late readers, and
+this process's challenge is no older than this process. They are state: the newest is retained for late readers, and
 each repeats all that is still valid.
 """
 
@@ -17,9 +17,8 @@ from typing import Any, NamedTuple
 from gradbus.runtime.errors import FrameError
 from gradbus.runtime.security.encryption import SessionCipher
 from gradbus.runtime.security.peers import CHALLENGE_TOPIC, LEEWAY_S, Peer
-from gradbus.runtime.transport.api import IoThread, Periodic
+from gradbus.runtime.transport.api import IoThread, Outlet, PeerId, Periodic
 from gradbus.runtime.transport.channels import CHANNELS, Channel
-from gradbus.runtime.transport.dds.participant import Writer
 from gradbus.runtime.wire.frames import Frame
 from gradbus.runtime.wire.messages import Message, ModelBlob, TrainCmd
 
@@ -29,8 +28,8 @@ REPEAT_S = 0.5  # shortest interval of announcements caused by samples of unauth
 ACKNOWLEDGED_S = 0.5  # for readers to acknowledge an announcement; one that never does must not keep members apart
 _PACE_S = 0.004  # least interval for each 16 peers: many processes may start together
 _PACE_PEERS = 16
-# version, reserved, answers, bytes of the label, challenge, prefix of the participant's GUID, oldest retained command,
-# oldest retained frame of a model
+# version, reserved, answers, bytes of the label, challenge, id of the transport, oldest retained command, oldest
+# retained frame of a model
 _HEAD = struct.Struct("<BBHH16s12sQQ")
 _ANSWER = struct.Struct("<16sI")
 _VERSION = 2
@@ -43,23 +42,23 @@ class ChallengeMessage(NamedTuple):
     Attributes:
         challenge: its own.
         answers: challenges that it has received, and in which second of its session.
-        retained: of the topics that DDS retains, command and model: the oldest counter that it may still have.
+        retained: of the topics that are retained, command and model: the oldest counter that its transport may have.
         label: host and process, for log events.
-        participant: GUID prefix of its DDS participant.
+        peer_id: what its transport calls itself.
     """
 
     challenge: bytes
     answers: dict[bytes, int]
     retained: tuple[int, int]
     label: str
-    participant: bytes
+    peer_id: PeerId
 
 
 def pack_challenge(message: ChallengeMessage) -> bytes:
     """Return the bytes of an announcement, with the newest ``MAX_ANSWERS`` answers."""
     answers = list(message.answers.items())[-MAX_ANSWERS:]
     name = message.label.encode()[:MAX_LABEL_BYTES]
-    numbers = message.challenge, message.participant, *message.retained
+    numbers = message.challenge, message.peer_id, *message.retained
     head = _HEAD.pack(_VERSION, 0, len(answers), len(name), *numbers)
     return b"".join((head, *(_ANSWER.pack(*answer) for answer in answers), name))
 
@@ -68,14 +67,14 @@ def parse_challenge(data: memoryview) -> ChallengeMessage:
     """Parse an announcement. Raises FrameError: ``greeting``."""
     if len(data) < _HEAD.size:
         raise FrameError("greeting", f"challenge of {len(data)} bytes, at least {_HEAD.size}")
-    version, reserved, count, label_bytes, challenge, participant, command, model = _HEAD.unpack_from(data)
+    version, reserved, count, label_bytes, challenge, own, command, model = _HEAD.unpack_from(data)
     answers_end = _HEAD.size + count * _ANSWER.size
     is_within = count <= MAX_ANSWERS and label_bytes <= MAX_LABEL_BYTES
     if version != _VERSION or reserved or not is_within or len(data) != answers_end + label_bytes:
         raise FrameError("greeting", f"challenge of {len(data)} bytes, version {version}, with {count} answers")
     answers = dict(_ANSWER.iter_unpack(data[_HEAD.size : answers_end]))
     label = str(data[answers_end:], "utf-8", "replace")
-    return ChallengeMessage(challenge, answers, (command, model), label, participant)
+    return ChallengeMessage(challenge, answers, (command, model), label, own)
 
 
 def _none(sample: Any) -> Message | Frame:
@@ -89,15 +88,15 @@ class LivenessChallenge:
     """Announces challenges and answers for one bus, on its receive thread.
 
     Attributes:
-        proven: GUID prefixes of the DDS participants of processes that have proved to be alive, and have acknowledged
-            the same proof of this one; replaced when it changes.
+        proven: ids of the transports of processes that have proved to be alive, and have acknowledged the same proof of
+            this one; replaced when it changes.
     """
 
-    def __init__(self, cipher: SessionCipher, participant: bytes, writer: Writer, thread: IoThread) -> None:
+    def __init__(self, cipher: SessionCipher, own: PeerId, writer: Outlet, thread: IoThread) -> None:
         """Announce soon for the first time.
 
         Args:
-            participant: GUID prefix of this process's DDS participant. writer: of :data:`SESSION_TOPIC`.
+            own: what the transport of this process calls itself. writer: of :data:`SESSION_TOPIC`.
         """
         self._cipher = cipher
         self._peers = cipher.peers
@@ -107,9 +106,9 @@ class LivenessChallenge:
         self._acknowledged: frozenset[bytes] = frozenset()  # of one that all readers have, or have had time for
         self._acknowledged_by_s = 0.0
         self._is_waiting = False  # for that
-        self.proven: frozenset[bytes] = frozenset()
+        self.proven: frozenset[PeerId] = frozenset()
         self._label = f"{socket.gethostname()} (process {os.getpid()})"
-        self._participant = participant
+        self._own = own
         self._announced_s = -REPEAT_S
         self._writer = writer
         self._peers.on_unauthenticated = self._ask
@@ -122,7 +121,7 @@ class LivenessChallenge:
         if peer is self._peers.own:
             return
         message = parse_challenge(data)
-        peer.label, peer.participant, peer.challenge = message.label, message.participant, message.challenge
+        peer.label, peer.peer_id, peer.challenge = message.label, message.peer_id, message.challenge
         answered_at = message.answers.get(self._peers.challenge)
         if answered_at is not None and not peer.authenticated:
             peer.floor = max(0, answered_at - LEEWAY_S)
@@ -141,7 +140,7 @@ class LivenessChallenge:
         self._thread.add_periodic(Periodic(self._announce))
 
     def _look_for_acknowledgements(self) -> bool:
-        """Return whether to look again soon. DDS sends a lost sample again, but only once it has noticed the loss."""
+        """Return whether to look again soon. A lost sample is sent again, but only once the loss is noticed."""
         if not self._writer.is_acknowledged and time.monotonic() < self._acknowledged_by_s:
             return True
         self._is_waiting, self._acknowledged = False, self._sent
@@ -150,9 +149,7 @@ class LivenessChallenge:
 
     def _look_who_is_proven(self) -> None:
         proven = frozenset(
-            one.participant
-            for one in self._peers.authenticated()
-            if one.participant and one.challenge in self._acknowledged
+            one.peer_id for one in self._peers.authenticated() if one.peer_id and one.challenge in self._acknowledged
         )
         if proven != self.proven:
             self.proven = proven
@@ -172,13 +169,13 @@ class LivenessChallenge:
         if self._is_due and now_s > self._announced_s + _PACE_S * (len(self._peers) // _PACE_PEERS):
             oldest = self._cipher.retained
             retained = oldest.get(_RETAINED[0], 1), oldest.get(_RETAINED[1], 1)
-            message = ChallengeMessage(self._peers.challenge, self._answers, retained, self._label, self._participant)
+            message = ChallengeMessage(self._peers.challenge, self._answers, retained, self._label, self._own)
             self._is_due = not self._writer.write((), (pack_challenge(message),))
             if not self._is_due:
                 self._sent = frozenset(self._answers)
                 if not self._is_waiting:
                     self._is_waiting, self._acknowledged_by_s = True, now_s + ACKNOWLEDGED_S
                     self._thread.add_periodic(Periodic(self._look_for_acknowledgements))
-            # A write that DDS does not take has held up this thread for 10 ms: others need it more.
+            # A write that is refused has held up this thread for 10 ms: others need it more.
             self._announced_s = now_s + REPEAT_S * self._is_due
         return self._is_due

@@ -6,11 +6,12 @@ from collections.abc import Collection
 from typing import Any
 
 from gradbus.runtime.security.encryption import Opened, SessionCipher
-from gradbus.runtime.security.endpoints import Decrypt, EncryptedParticipant, JobMembership
+from gradbus.runtime.security.job_membership import Decrypt, JobMembership
 from gradbus.runtime.security.liveness_challenge import SESSION_TOPIC, LivenessChallenge
 from gradbus.runtime.security.peers import MAX_SOURCES, Release
 from gradbus.runtime.security.streams import OutboundEnvelope
-from gradbus.runtime.transport.api import IoThread
+from gradbus.runtime.transport import api
+from gradbus.runtime.transport.api import IoThread, PeerId, Transport
 from gradbus.runtime.transport.channels import Channel
 
 
@@ -29,16 +30,16 @@ class SharedKeyMembership(JobMembership):
     def has_key(self) -> bool:
         return self.cipher.keys.has_key
 
-    def participants(self) -> set[bytes] | None:
-        return self.cipher.peers.participants if self.has_key else None
+    def known(self) -> Collection[PeerId] | None:
+        return self.cipher.peers.peer_ids if self.has_key else None
 
-    def authenticated(self) -> Collection[bytes]:
+    def authenticated(self) -> Collection[PeerId]:
         return () if self.liveness is None else self.liveness.proven
 
-    def start(self, node: EncryptedParticipant, thread: IoThread) -> None:
-        reader, writer = node.inlet(SESSION_TOPIC), node.outlet(SESSION_TOPIC)
-        self.liveness = LivenessChallenge(self.cipher, node.prefix, writer, thread)
-        thread.add_reader(reader)
+    def start(self, below: Transport, sealed: Transport, thread: IoThread) -> None:
+        inlet, outlet = sealed.inlet(SESSION_TOPIC), sealed.outlet(SESSION_TOPIC)
+        self.liveness = LivenessChallenge(self.cipher, sealed.own, outlet, thread)
+        thread.add_reader(inlet)
 
     def encrypt(self, topic: str, sample: tuple[Any, ...]) -> OutboundEnvelope | None:
         return self.cipher.encryptor(topic).envelope(sample) if self.has_key else None
@@ -46,7 +47,7 @@ class SharedKeyMembership(JobMembership):
     def decryptor(self, channel: Channel) -> Decrypt:
         return self.cipher.decryptor(channel.name, ignores_own=channel.ignore_local).open
 
-    def accepts(self, channel: Channel, opened: Opened, sample: Any, source: int, release: Release) -> bool:
+    def accepts(self, channel: Channel, opened: Opened, sample: Any, source: api.Peer, release: Release) -> bool:
         """Accept the samples of authenticated sessions; hold those of others until they are authenticated."""
         peer = opened.peer
         if len(peer.sources) < MAX_SOURCES:

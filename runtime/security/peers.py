@@ -3,8 +3,8 @@
 A session is known as soon as one of its envelopes was decrypted, which needs the key. It is *authenticated* when it has
 answered this process's challenge, random bytes that are not older than this process: a recording of an earlier run
 never is. The answer tells when the challenge was received: what the session encrypted before that may be a recording,
-and is accepted only if DDS still retains it. Samples that come before the answer are held, within bounds, and handed
-over then: DDS delivers what it retains once and at once, so none of it may be dropped for being faster.
+and is accepted only if its transport still retains it. Samples that come before the answer are held, within bounds, and
+handed over then: what is retained arrives once and at once, so none of it may be dropped for being faster.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from typing import Any, NamedTuple
 from gradbus.runtime.errors import FrameError
 from gradbus.runtime.security.envelope import EnvelopeHeader
 from gradbus.runtime.security.streams import InboundStream
+from gradbus.runtime.transport import api
+from gradbus.runtime.transport.api import PeerId
 
 CHALLENGE_BYTES = 16
 CHALLENGE_TOPIC = "train/session"
@@ -29,13 +31,13 @@ MAX_HELD = 256  # samples of all unauthenticated sessions together
 MAX_HELD_EACH = 64
 MAX_HELD_BYTES = 64 << 20
 
-Release = Callable[[Any, int], None]  # a sample and the handle of the DDS writer that it came from
+Release = Callable[[Any, api.Peer], None]  # a sample and the outlet that it came from
 
 
 class _Held(NamedTuple):
     release: Release
     sample: Any
-    source: int
+    source: api.Peer
     topic: str
     header: EnvelopeHeader
 
@@ -45,29 +47,29 @@ class Peer:
     """One session of another process.
 
     Attributes:
-        label: host and process, as announced by it. participant: GUID prefix of its DDS participant, likewise.
+        label: host and process, as announced by it. peer_id: what its transport calls itself, likewise.
         floor: second of the session before which its envelopes are old.
-        retained: by topic, the oldest counter that DDS may still have.
+        retained: by topic, the oldest counter that its transport may still have.
         streams: by topic and key id. A removed process has the former key for a while: with a stream for each key, its
             envelope with a high counter cannot have those rejected that the session encrypts with the next key.
-        sources: handles of the DDS writers that it sends through.
+        sources: outlets that it sends through.
         held: its samples that wait until it is authenticated.
     """
 
     session: bytes
     authenticated: bool = False
     label: str = ""
-    participant: bytes = b""
+    peer_id: PeerId = b""
     challenge: bytes = b""
     floor: int = 0
     retained: dict[str, int] = field(default_factory=dict)
     last_seen_s: float = 0.0
     streams: dict[tuple[str, bytes], InboundStream] = field(default_factory=dict)
-    sources: set[int] = field(default_factory=set)
+    sources: set[api.Peer] = field(default_factory=set)
     held: deque[_Held] = field(default_factory=deque)
 
     def is_old(self, topic: str, header: EnvelopeHeader) -> bool:
-        """Whether an envelope is older than the answered challenge, and not retained by DDS."""
+        """Whether an envelope is older than the answered challenge, and not retained."""
         if header.moment >= self.floor or topic == CHALLENGE_TOPIC:
             return False
         oldest = self.retained.get(topic)
@@ -100,9 +102,9 @@ class Peers:
         return len(self._peers)
 
     @property
-    def participants(self) -> set[bytes]:
-        """GUID prefixes of the authenticated sessions' participants. Thread-safe."""
-        return {peer.participant for peer in list(self._peers.values()) if peer.authenticated and peer.participant}
+    def peer_ids(self) -> set[PeerId]:
+        """What the transports of the authenticated sessions call themselves. Thread-safe."""
+        return {peer.peer_id for peer in list(self._peers.values()) if peer.authenticated and peer.peer_id}
 
     def authenticated(self) -> list[Peer]:
         """Return the sessions of other processes that are."""
@@ -130,8 +132,8 @@ class Peers:
             self.challenge = secrets.token_bytes(CHALLENGE_BYTES)
             self.on_change()
 
-    def remove(self, session: bytes) -> set[int]:
-        """Reject a session from now on; returns the handles of the DDS writers that it has used."""
+    def remove(self, session: bytes) -> set[api.Peer]:
+        """Reject a session from now on; returns the outlets that it has used."""
         while len(self.removed) >= MAX_PEERS:
             del self.removed[next(iter(self.removed))]
         self.removed[session] = None
@@ -143,7 +145,9 @@ class Peers:
             self.on_change()
         return peer.sources
 
-    def hold(self, peer: Peer, topic: str, header: EnvelopeHeader, sample: Any, source: int, release: Release) -> None:
+    def hold(
+        self, peer: Peer, topic: str, header: EnvelopeHeader, sample: Any, source: api.Peer, release: Release
+    ) -> None:
         """Hold a sample of a session until that is authenticated.
 
         Where room is needed, the samples of the session that was seen first are dropped: a live one is authenticated

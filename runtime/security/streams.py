@@ -129,7 +129,7 @@ class EncryptionKeys(Protocol):
 
 
 class OutboundEnvelope:
-    """One envelope to be written. Implements ``participant.Envelope``."""
+    """One envelope to be written. Implements :class:`~gradbus.runtime.transport.api.Envelope`."""
 
     __slots__ = ("_context", "_encryptor", "_key", "_plain", "counter", "header", "size")
 
@@ -145,18 +145,18 @@ class OutboundEnvelope:
         self.size = size
 
     def seal_into(self, room: memoryview) -> None:
-        """See ``participant.Envelope``. The GIL is free meanwhile."""
+        """See :meth:`~gradbus.runtime.transport.api.Envelope.seal_into`. The GIL is free meanwhile."""
         # The small parts before the payload are joined: each call of the cipher has a price of its own.
         parts = self._plain if len(self._plain) < 3 else (b"".join(self._plain[:-1]), self._plain[-1])
         self._key.encrypt_parts_into(envelope.nonce(self.counter), parts, self._context, room)
 
     def octets(self) -> bytes:
-        """See ``participant.Envelope``."""
+        """See :meth:`~gradbus.runtime.transport.api.Envelope.octets`."""
         sealed = self._key.encrypt(envelope.nonce(self.counter), b"".join(self._plain), self._context)
         return self.header + sealed
 
-    def written(self) -> None:
-        """See ``participant.Envelope``. Envelopes that DDS refuses are not among those that it retains."""
+    def note_written(self) -> None:
+        """Note that the transport has it. Envelopes that it refuses are not among those that it retains."""
         if self._encryptor.retained is not None:
             self._encryptor.retained.append(self.counter)
 
@@ -166,7 +166,7 @@ class StreamEncryptor:
 
     Attributes:
         last: counter of the newest envelope; 0: there is none.
-        retained: counters of the envelopes that DDS retains for late readers; None: it retains none.
+        retained: counters of the envelopes that the transport retains for late readers; None: it retains none.
     """
 
     def __init__(
@@ -209,16 +209,16 @@ class StreamEncryptor:
         return self.envelope(tuple(parts)).octets()
 
     def retain(self, samples: int) -> None:
-        """Record the counters of the newest envelopes, as DDS retains so many of them for late readers."""
+        """Record the counters of the newest envelopes, as the transport retains so many of them for late readers."""
         self.retained = deque(self.retained or (), samples)
 
     @property
     def oldest(self) -> int | None:
-        """The oldest counter that DDS may still have; None: it retains none."""
+        """The oldest counter that the transport may still have; None: it retains none."""
         if self.retained is None:
             return None
-        # The minimum, not the first: DDS may take the envelopes of several threads in another order. If it has taken
-        # none yet, the newest may be on its way.
+        # The minimum, not the first: the envelopes of several threads may be written in another order. If none has been
+        # written yet, the newest may be on its way.
         return min(tuple(self.retained), default=max(1, self.last))
 
 
@@ -264,7 +264,7 @@ class OutboundStreams:
 
     @property
     def retained(self) -> dict[str, int]:
-        """The oldest counter that DDS may still have, of each topic that it retains."""
+        """The oldest counter that the transport may still have, of each topic that it retains."""
         encryptors = self._encryptors.copy()
         oldest = {topic: encryptor.oldest for topic, encryptor in encryptors.items()}
         return {topic: counter for topic, counter in oldest.items() if counter is not None}

@@ -1,12 +1,12 @@
-"""Writers that apply fault rules to samples on their way into DDS.
+"""Outlets that apply fault rules to samples on their way into a transport.
 
     async with gradbus.connect(job="mnist", faults="drop update p=0.1; duplicate control; seed=3") as bus:
         await gradbus.Client(bus, task, client_id=0).run()
         print(bus.faults.fired)
 
 or for whole processes ``--set bus.faults="..."``, or ``GRADBUS_BUS__FAULTS`` in the environment. Faults apply to what
-is sent: samples of all topics, those of collectives too. Shared memory does not pass here; switch it off
-(``shared_memory=False``) to have everything on the bus.
+is sent: samples of all topics, those of collectives too, before they are encrypted: one that is written twice has two
+envelopes. Shared memory does not pass here; switch it off (``shared_memory=False``) to have everything on the bus.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from gradbus.runtime.errors import BusClosed, BusError, FrameError
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.testing.failpoints import kill_self
 from gradbus.runtime.testing.faults import Faults, Rule
+from gradbus.runtime.transport.api import Outlet, Transport
 from gradbus.runtime.transport.channels import Channel
-from gradbus.runtime.transport.dds.participant import Seals, Writer
+from gradbus.runtime.transport.wrappers import OutletWrapper, TransportWrapper
 from gradbus.runtime.wire import control, frames
 
 _NAMES = {"train_cmd": "command", "client_update": "update", "model_blob": "model", "frame": "collective"}
@@ -37,15 +37,14 @@ log = get_logger("faults")
 
 
 class _Sample(NamedTuple):
-    """One on its way into DDS. ``taken`` is called when that has it."""
+    """One on its way into the transport."""
 
     fields: tuple[Any, ...]
     parts: tuple[Any, ...]
-    taken: Callable[[], None] | None = None
 
 
 class FaultInjector:
-    """Makes the writers of a bus that apply fault rules; a bus without faults has none of this.
+    """Puts fault rules between a bus and its transport; a bus without faults has none of this.
 
     Attributes:
         faults: the rules, and the counts of those that fired.
@@ -57,9 +56,10 @@ class FaultInjector:
         self._late = _LateWrites()
         log.warning("faults are switched on", rules=[str(rule) for rule in self.faults.rules])
 
-    def make_writer(self, channel: Channel, entity: Any, fast: bool) -> Writer:
-        """A writer for an entity, in place of :class:`~gradbus.runtime.transport.dds.participant.Writer`."""
-        return _FaultyWriter(channel, entity, fast, faults=self.faults, late=self._late)
+    def over(self, transport: Transport) -> Transport:
+        """Return the transport with faults at the outlets that its bus opens. What it sends itself, as its security
+        does, passes unharmed."""
+        return _FaultyTransport(transport, self.faults, self._late)
 
     def close(self) -> None:
         """Log what has fired, and write what is still delayed: it is late, not lost, also where its sender leaves."""
@@ -68,39 +68,37 @@ class FaultInjector:
         self._late.stop()
 
 
-class _FaultyWriter(Writer):
-    """Applies faults to samples on their way into DDS. A write that a fault has swallowed succeeds for its caller."""
+class _FaultyTransport(TransportWrapper):
+    def __init__(self, below: Transport, faults: Faults, late: _LateWrites) -> None:
+        super().__init__(below)
+        self._faults = faults
+        self._late = late
 
-    def __init__(self, channel: Channel, entity: Any, fast: bool, *, faults: Faults, late: _LateWrites) -> None:
-        super().__init__(channel, entity, fast)
+    def outlet(self, channel: Channel, *, retained_samples: int = 1) -> Outlet:
+        below = self.below.outlet(channel, retained_samples=retained_samples)
+        return _FaultyOutlet(channel, below, faults=self._faults, late=self._late)
+
+
+class _FaultyOutlet(OutletWrapper):
+    """Applies faults to samples on their way out. A write that a fault has swallowed succeeds for its caller."""
+
+    def __init__(self, channel: Channel, below: Outlet, *, faults: Faults, late: _LateWrites) -> None:
+        super().__init__(channel, below)
         self._faults = faults
         self._late = late
         self._holding = threading.Lock()
         self._held: _Sample | None = None  # until another one has overtaken it
-        # Those that DDS did not take, by their identity; what they are made of is kept, so that it is not used again.
+        # Those that were refused, by their identity; what they are made of is kept, so that it is not used again.
         self._tried: dict[tuple[int, int], tuple[Any, _Sample, int]] = {}
-        name = channel.name.split("/")[1].removesuffix("_sealed")
+        name = channel.name.split("/")[1]
         self._name = _NAMES.get(name, name)
 
     def write(self, fields: tuple[Any, ...], parts: tuple[Any, ...]) -> bool:
-        return self._write(fields, parts, lambda: _Sample(fields, parts))
-
-    def write_sealed(
-        self, clear: tuple[Any, ...], fields: tuple[Any, ...], parts: tuple[Any, ...], seals: Seals
-    ) -> bool:
-        def sealed() -> _Sample:
-            envelope = seals(fields, parts)
-            return _Sample(clear, (envelope.octets(),), envelope.written)
-
-        return self._write(fields, parts, sealed)
-
-    def _write(self, fields: tuple[Any, ...], parts: tuple[Any, ...], make: Callable[[], _Sample]) -> bool:
-        """``make`` gives what DDS is to get for the sample."""
         tried = self._tried.pop((id(fields), id(parts)), None)
-        if tried is not None:  # DDS was full: the same sample once more, which has been struck already, or spared
+        if tried is not None:  # a reader was full: the same sample once more, which has been struck already, or spared
             return self._write_copies(fields, parts, *tried[1:])
         struck = self._faults.strike(*self._describe(fields, parts))
-        sample = make()
+        sample = _Sample(fields, parts)
         if not struck:
             return self._write_copies(fields, parts, sample, 1)
         if sample.parts:
@@ -135,14 +133,11 @@ class _FaultyWriter(Writer):
         return self._let_go()
 
     def write_now(self, sample: _Sample) -> bool:
-        """Without faults. True as well when the writer has gone."""
+        """Write without faults. True as well when the outlet is closed."""
         try:
-            taken = super().write(sample.fields, sample.parts)
+            return self.below.write(sample.fields, sample.parts)
         except BusClosed:
             return True
-        if taken and sample.taken is not None:
-            sample.taken()
-        return taken
 
     def _let_go(self) -> bool:
         held = self.take_held()
@@ -164,9 +159,14 @@ class _FaultyWriter(Writer):
             return held
 
     def wait_for_acks(self, timeout_s: float) -> bool:
-        """As in :class:`Writer`. Samples that are delayed still count as not acknowledged."""
+        """See :meth:`.api.Outlet.wait_for_acks`. Samples that are delayed still count as not acknowledged."""
         until_s = time.monotonic() + timeout_s
-        return self._late.wait(self, timeout_s) and super().wait_for_acks(max(0.0, until_s - time.monotonic()))
+        return self._late.wait(self, timeout_s) and self.below.wait_for_acks(max(0.0, until_s - time.monotonic()))
+
+    @property
+    def is_acknowledged(self) -> bool:
+        """See :meth:`wait_for_acks`."""
+        return self.wait_for_acks(0.0)
 
     def _describe(self, fields: tuple[Any, ...], parts: tuple[Any, ...]) -> tuple[tuple[str, ...], int | None]:
         """Return what a sample is, and of which round."""
@@ -194,8 +194,8 @@ def _damaged(data: bytes, dice: random.Random) -> bytes:
     return bytes(damaged)
 
 
-# When it is due on the monotonic clock, its number, its writer, what it is, how often, and whether it is held back.
-_Late = tuple[float, int, _FaultyWriter, _Sample, int, bool]
+# When it is due on the monotonic clock, its number, its outlet, what it is, how often, and whether it is held back.
+_Late = tuple[float, int, _FaultyOutlet, _Sample, int, bool]
 
 
 class _LateWrites:
@@ -203,17 +203,17 @@ class _LateWrites:
 
     def __init__(self) -> None:
         self._due: list[_Late] = []
-        self._waiting: Counter[_FaultyWriter] = Counter()  # how many of a writer are due, or are being written
+        self._waiting: Counter[_FaultyOutlet] = Counter()  # how many of a outlet are due, or are being written
         self._numbers = itertools.count()
         self._wakeup = threading.Condition()
         self._stopped = False
         self._thread: threading.Thread | None = None
 
-    def add(self, seconds: float, writer: _FaultyWriter, sample: _Sample, copies: int, *, held: bool = False) -> None:
+    def add(self, seconds: float, outlet: _FaultyOutlet, sample: _Sample, copies: int, *, held: bool = False) -> None:
         """Write the sample so much later. ``held``: unless another one has overtaken it, and it is written already."""
-        late = (time.monotonic() + seconds, next(self._numbers), writer, sample, copies, held)
+        late = (time.monotonic() + seconds, next(self._numbers), outlet, sample, copies, held)
         with self._wakeup:
-            self._waiting[writer] += 1
+            self._waiting[outlet] += 1
             if not self._stopped:
                 heapq.heappush(self._due, late)
                 if self._thread is None:
@@ -221,20 +221,20 @@ class _LateWrites:
                     self._thread.start()
                 self._wakeup.notify_all()
                 return
-        self._write(late)  # without the lock: DDS may wait for a reader
+        self._write(late)  # without the lock: it may wait for a reader
 
-    def written(self, writer: _FaultyWriter) -> None:
-        """One that was late is in DDS, or lost."""
+    def written(self, outlet: _FaultyOutlet) -> None:
+        """One that was late is written, or lost."""
         with self._wakeup:
-            self._waiting[writer] -= 1
-            if not self._waiting[writer]:
-                del self._waiting[writer]
+            self._waiting[outlet] -= 1
+            if not self._waiting[outlet]:
+                del self._waiting[outlet]
             self._wakeup.notify_all()
 
-    def wait(self, writer: _FaultyWriter, timeout_s: float) -> bool:
-        """Whether all that is late of a writer has been written, within so long."""
+    def wait(self, outlet: _FaultyOutlet, timeout_s: float) -> bool:
+        """Whether all that is late of a outlet has been written, within so long."""
         with self._wakeup:
-            return self._wakeup.wait_for(lambda: not self._waiting[writer], timeout_s)
+            return self._wakeup.wait_for(lambda: not self._waiting[outlet], timeout_s)
 
     def stop(self) -> None:
         """Write what is left, in its order and at once; and what is added from now on."""
@@ -260,24 +260,24 @@ class _LateWrites:
             self._write(late)
 
     def _write(self, late: _Late) -> None:
-        _, _, writer, sample, copies, held = late
-        if held and writer.take_held(sample) is None:
+        _, _, outlet, sample, copies, held = late
+        if held and outlet.take_held(sample) is None:
             return
         try:
             for _ in range(copies):
-                self._write_one(writer, sample)
+                self._write_one(outlet, sample)
         finally:
-            self.written(writer)
+            self.written(outlet)
 
-    def _write_one(self, writer: _FaultyWriter, sample: _Sample) -> None:
-        reason = "DDS is full"
+    def _write_one(self, outlet: _FaultyOutlet, sample: _Sample) -> None:
+        reason = "a reader is full"
         for _ in range(_TRIES):
             try:
-                if writer.write_now(sample):
+                if outlet.write_now(sample):
                     return
                 if self._stopped:
                     break
             except (BusError, OSError) as error:
                 reason = str(error)
                 break
-        log.warning("late sample lost", topic=writer.channel.name, reason=reason)
+        log.warning("late sample lost", topic=outlet.channel.name, reason=reason)

@@ -20,7 +20,12 @@ Rules of a matched pair of one outlet and one inlet, which ``tests/runtime/trans
 5. **Loss.** What is written while an outlet does not know an inlet is lost to it (volatile), or arrives at the next
    match (retained). Only around the loss of a match are loss and repetition allowed.
 6. **Jobs.** Transports of two jobs do not see each other.
-7. **Threads and forks.** Any thread may write, close, and :meth:`Waiter.wake`. A child by fork uses nothing that it has
+7. **Octets in place.** The octets of a sample can be made right where the transport keeps them
+   (:meth:`Outlet.write_made`), and read without the rest of it (:meth:`Inlet.octets`): so whatever encrypts can stand
+   between the bus and any transport (:mod:`gradbus.runtime.security.sealed`).
+8. **Identity.** A transport has a name of its own among those of the job (:attr:`Transport.own`). An outlet tells by
+   these names whose its inlets are, if it can.
+9. **Threads and forks.** Any thread may write, close, and :meth:`Waiter.wake`. A child by fork uses nothing that it has
    inherited; :meth:`Waiter.wake` and :meth:`Transport.close` do nothing there.
 8. **Resending.** An outlet numbers its samples, and keeps each until all matched inlets have acknowledged it. An inlet
    acknowledges what it has received with the first number that it lacks, which stands for all before. The outlet sends
@@ -51,6 +56,12 @@ PERIOD_S = 0.002  # how often the thread of a bus calls what waits for an answer
 Peer: TypeAlias = Hashable
 """The other end of a match, as one inlet or outlet sees it: equal while the match lasts, and new after a new match. It
 has no meaning of its own. Of one process, two inlets may see two peers."""
+
+PeerId: TypeAlias = bytes
+"""What a transport calls itself among those of its job, in :data:`PEER_ID_BYTES`: no two that are open have the same.
+Nothing proves it: whoever knows it can claim it."""
+
+PEER_ID_BYTES = 12
 
 Trigger: TypeAlias = Any
 """What a :class:`Waiter` of the same transport waits for. It has no meaning elsewhere."""
@@ -132,8 +143,29 @@ class Endpoint(Protocol):
         :meth:`Transport.close_endpoints` for many."""
 
 
+class Envelope(Protocol):
+    """Makes the octets of one sample: a header, and what is made behind it.
+
+    Attributes:
+        header: the first octets. size: number of all octets.
+    """
+
+    header: bytes
+    size: int
+
+    def seal_into(self, room: memoryview) -> None:
+        """Make the octets behind the header in ``room``, which has their size and nothing in it yet."""
+
+    def octets(self) -> bytes:
+        """Return all octets, in memory of their own."""
+
+
 class Outlet(Endpoint, Protocol):
     """Sends the samples of one channel."""
+
+    def receivers(self) -> Collection[PeerId] | None:
+        """Return whose the matched inlets are, as of the last :meth:`refresh`, once for each inlet; None: this
+        transport cannot tell."""
 
     def write(self, fields: tuple[Any, ...], parts: tuple[Any, ...]) -> bool:
         """Write one sample, on any thread.
@@ -148,6 +180,9 @@ class Outlet(Endpoint, Protocol):
         Raises:
             BusClosed: the outlet is closed. BusError: the transport refuses the sample.
         """
+
+    def write_made(self, fields: tuple[Any, ...], envelope: Envelope) -> bool:
+        """Write one sample whose octets are made, once, in this call. Otherwise as :meth:`write`."""
 
     @property
     def is_acknowledged(self) -> bool:
@@ -185,6 +220,10 @@ class Inlet(Endpoint, Protocol):
         Raises:
             FrameError, SampleError, ValueError, TypeError, OverflowError: it is damaged or forged.
         """
+
+    def octets(self, raw: Any) -> Any:
+        """Return the octets of such a sample, in place where they are, without a look at its fields. Raises as
+        :meth:`decode`."""
 
 
 class Waiter(Protocol):
@@ -229,17 +268,9 @@ class IoThread(Protocol):
 
     Attributes:
         rejected: counts of dropped samples, by reason.
-        on_new_readers: called when an outlet's matched peers have changed, or an outlet has been closed.
-        before_deletion: called with outlets that are about to be closed.
     """
 
     rejected: Counter[str]
-    on_new_readers: Callable[[], None]
-    before_deletion: Callable[[Sequence[Any]], None]
-
-    @property
-    def writers(self) -> Sequence[Any]:
-        """Return the outlets of the bus, as its transport has made them."""
 
     def add_writer(self, writer: Any) -> None:
         """Watch for changes of the outlet's matched peers."""
@@ -263,14 +294,28 @@ class IoThread(Protocol):
         """Move the next call of a function to an earlier time."""
 
 
+class JobMembers(Protocol):
+    """Tells which transports belong to the job, where not everybody does. Any thread may ask."""
+
+    @property
+    def knows_all(self) -> bool:
+        """Return whether :meth:`known` are all that belong to it: any other one does not."""
+
+    def known(self) -> Collection[PeerId] | None:
+        """Return those of others that belong to it, as far as they are known; None: this process does not belong to it
+        itself yet, and cannot tell."""
+
+
 class Transport(Protocol):
     """One participant of one job. Whoever has made it closes it, once no thread uses what it has opened.
 
     Attributes:
+        own: what it calls itself, see :data:`PeerId`.
         traits: what it can do. reach: who can be met on it. access_policy: what its security says of this process.
         lease_s: after so long a silence a peer elsewhere is lost.
     """
 
+    own: PeerId
     traits: Traits
     access_policy: AccessPolicy
     lease_s: float
@@ -279,9 +324,13 @@ class Transport(Protocol):
     def reach(self) -> Reachable:
         """Return who can be met on it."""
 
-    def start(self, thread: IoThread) -> None:
+    def start(self, thread: IoThread, members: JobMembers | None = None) -> None:
         """Have the transport's own protocols run on the I/O thread of its bus from now on. Called once, before any
-        endpoint is opened by the bus."""
+        endpoint is opened by the bus.
+
+        Args:
+            members: who belongs to the job. The others must not hold up an outlet for long. None: everybody does.
+        """
 
     def look_around(self) -> bool:
         """Do what is due once a second, on the I/O thread. Returns True: it is due again."""

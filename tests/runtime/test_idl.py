@@ -28,8 +28,8 @@ import gradbus
 from gradbus.runtime.network.network_config import NetworkConfig
 from gradbus.runtime.transport.channels import CHANNELS
 from gradbus.runtime.transport.dds import idl_types
-from gradbus.runtime.transport.dds.idl_types import SampleError
 from gradbus.runtime.transport.dds.network import build_xml
+from gradbus.runtime.transport.sample_layout import SampleError
 from gradbus.runtime.wire import control, frames
 from gradbus.runtime.wire.control import Leave
 from gradbus.runtime.wire.frames import CONTROLLER, FrameKey, Kind

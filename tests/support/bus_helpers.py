@@ -11,6 +11,7 @@ from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.bus.receiver import Receiver
 from gradbus.runtime.bus.subscription import Subscription
 from gradbus.runtime.security.peers import CHALLENGE_TOPIC
+from gradbus.runtime.security.sealed import Sealed
 from gradbus.runtime.wire.assembler import Assembler, Verdict
 from gradbus.runtime.wire.control import Hello, Leave, RetransmitRequest, RunEnded, Status, Welcome
 from gradbus.runtime.wire.frames import CONTROLLER, FrameKey, Kind
@@ -39,9 +40,8 @@ async def reads(bus: Bus, kind: type[Any], count: int = 1) -> None:
 
 def readers_in_dds(bus: Bus, kind: type[Any]) -> int:
     """The readers that DDS matches with the bus's writer of the topic: also those that are no members'."""
-    writer = writer_of(bus, kind)
-    # One that encrypts shows the number of members' readers alone: no public name has that of all.
-    return int(getattr(writer, "_matched", writer.matched))
+    # An outlet that encrypts shows the number of members' readers alone.
+    return int(lowest(writer_of(bus, kind)).matched)
 
 
 def topics_of(bus: Bus) -> list[str]:
@@ -49,10 +49,24 @@ def topics_of(bus: Bus) -> list[str]:
     return [name for name in participant_of(bus).topics.names if name != CHALLENGE_TOPIC]
 
 
+def lowest(wrapped: Any) -> Any:
+    """What is below all wrappers of a transport, an outlet or an inlet."""
+    while hasattr(wrapped, "below"):
+        wrapped = wrapped.below
+    return wrapped
+
+
 def participant_of(bus: Bus) -> Any:
-    """The participant of the bus, for what DDS and the other processes of its job see. A secured one has a
-    ``membership``."""
-    return bus._transport  # noqa: SLF001 - a user's bus does not show what it has in DDS
+    """The participant of the bus, for what DDS and the other processes of its job see."""
+    return lowest(bus._transport)  # noqa: SLF001 - a user's bus does not show what it has in DDS
+
+
+def membership_of(bus: Bus) -> Any:
+    """The membership of the bus in its job."""
+    wrapped: Any = bus._transport  # noqa: SLF001 - as above
+    while not isinstance(wrapped, Sealed):
+        wrapped = wrapped.below
+    return wrapped.membership
 
 
 def receiver_of(bus: Bus) -> Receiver:

@@ -43,12 +43,13 @@ from gradbus.models import NoopTask
 from gradbus.runtime import logs
 from gradbus.runtime.config.federated import UpstreamConfig
 from gradbus.runtime.errors import GradbusError
-from gradbus.runtime.security import Security, foreign_readers
+from gradbus.runtime.security import Security
 from gradbus.runtime.security.identity import join_transport
 from gradbus.runtime.shm import shared_payload
 from gradbus.runtime.shm.segment import SharedMemoryFault
 from gradbus.runtime.tasks import single_error
 from gradbus.runtime.testing import failpoints
+from gradbus.runtime.transport.dds import foreign_readers
 from gradbus.runtime.wire.control import Hello, UploadRequest
 from gradbus.runtime.wire.messages import Identity, TrainCmd
 

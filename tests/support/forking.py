@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from bus_helpers import participant_of
+from bus_helpers import membership_of
 
 import gradbus
 from gradbus.runtime.bus.bus import Bus, connect
@@ -110,7 +110,7 @@ def bus_and_group() -> None:
     stack = contextlib.AsyncExitStack()
     os.environ["GRADBUS_KEY"] = new_job_key().text
     buses, groups = loop.run(two_ranks(stack, security=Security(level="psk")))
-    seal = participant_of(buses[0]).membership.cipher
+    seal = membership_of(buses[0]).cipher
     encryptor, early = seal.encryptor("t"), seal.encryptor("t").envelope((b"payload",))
     message = Status(1, 2, "training", 3, 4)
     say("before", works=loop.run(still_works(groups, "before")))

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from bus_helpers import participant_of
+from bus_helpers import membership_of
 from group_node import Rank
 from torch import Tensor
 
@@ -307,7 +307,7 @@ async def known_ranks(rank: Rank) -> None:
 
 def keys_of(group: Group) -> Any:
     """Of a bus with keys of its own."""
-    return participant_of(group.bus).membership.keys
+    return membership_of(group.bus).keys
 
 
 def current_epoch(group: Group) -> int:

@@ -14,7 +14,8 @@ from cyclonedds.core import Policy
 
 from gradbus.runtime.network.network_config import NetworkConfig
 from gradbus.runtime.transport.channels import Channel
-from gradbus.runtime.transport.dds.participant import IDL_TYPES, Participant
+from gradbus.runtime.transport.dds.idl_types import IDL_TYPES
+from gradbus.runtime.transport.dds.participant import Participant
 
 
 def main(domain: int, participants: int) -> None:

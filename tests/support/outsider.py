@@ -9,9 +9,9 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from gradbus.runtime.network.network_config import NetworkConfig
-from gradbus.runtime.security.endpoints import wire_channel
 from gradbus.runtime.security.envelope import MAGIC
 from gradbus.runtime.security.liveness_challenge import SESSION_TOPIC
+from gradbus.runtime.security.sealed import wire_channel
 from gradbus.runtime.transport.channels import CHANNELS, Channel
 from gradbus.runtime.transport.dds import libddsc
 from gradbus.runtime.transport.dds.participant import Participant, Writer

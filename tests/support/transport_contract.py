@@ -18,7 +18,7 @@ from channel_node import Channel
 from transport_scenes import PATIENCE_S, SHORT_LEASE_S, Scene, take, write
 
 from gradbus.runtime.errors import BusClosed
-from gradbus.runtime.transport.api import WOKEN, Endpoint, Inlet, Outlet, Transport
+from gradbus.runtime.transport.api import PEER_ID_BYTES, WOKEN, Endpoint, Inlet, Outlet, Transport
 from gradbus.runtime.transport.channels import CHANNELS, WINDOW_BYTES
 from gradbus.runtime.wire.messages import ClientUpdate
 
@@ -596,3 +596,79 @@ def a_child_by_fork_may_close_what_it_has_inherited_and_its_parent_goes_on(scene
     assert os.waitstatus_to_exitcode(status) == 0
     write_all(scene, outlet, 1)
     assert received(scene, inlet, 1) == [1]
+
+
+# Octets in place, and identity
+
+
+class Made:
+    """An envelope whose octets are made of a number, and counts how often."""
+
+    header = b"a header"
+
+    def __init__(self, size: int) -> None:
+        self.size = len(self.header) + size
+        self.whole = self.header + bytes(range(256)) * (size // 256)
+        self.times = 0
+
+    def seal_into(self, room: memoryview) -> None:
+        self.times += 1
+        room[:] = self.whole[len(self.header) :]
+
+    def octets(self) -> bytes:
+        self.times += 1
+        return self.whole
+
+
+@clause()
+def octets_that_are_made_in_a_write_arrive_whole(scene: Scene) -> None:
+    outlet, inlet = scene.open().outlet(CHANNELS[ClientUpdate]), scene.open().inlet(CHANNELS[ClientUpdate])
+    matched(scene, outlet, inlet)
+    for size in (256, 1 << 20):
+        envelope = Made(size)
+        assert outlet.write_made((3, 5, 7), envelope)
+        raw: list[Any] = []
+        scene.until(lambda raw=raw: raw.extend(inlet.take(1)) or raw, "the sample arrives")
+        sample = inlet.decode(raw[0][0])
+        assert (sample.client_id, sample.round_id, sample.num_samples) == (3, 5, 7)
+        assert bytes(sample.data) == envelope.whole
+        assert envelope.times == 1
+
+
+@clause()
+def the_octets_of_a_sample_can_be_had_alone(scene: Scene) -> None:
+    outlet, inlet = scene.open().outlet(CHANNELS[ClientUpdate]), scene.open().inlet(CHANNELS[ClientUpdate])
+    matched(scene, outlet, inlet)
+    assert outlet.write((3, 5, 7), (b"ab", b"cde"))
+    raw: list[Any] = []
+    scene.until(lambda: raw.extend(inlet.take(1)) or raw, "the sample arrives")
+    assert bytes(inlet.octets(raw[0][0])) == b"abcde"
+
+
+@clause()
+def transports_of_a_job_have_names_of_their_own(scene: Scene) -> None:
+    names = [scene.open().own for _ in range(3)]
+    assert len(set(names)) == 3
+    assert {len(name) for name in names} == {PEER_ID_BYTES}
+
+
+@clause()
+def an_outlet_tells_whose_its_inlets_are(scene: Scene) -> None:
+    outlet, transports = scene.open().outlet(VOLATILE.opened()), [scene.open(), scene.open()]
+    inlets = [one.inlet(VOLATILE.opened()) for one in transports]
+    for owners in (transports, transports[1:]):
+        if not counts(scene, outlet, len(owners)):
+            return  # clauses of its own say that it finds and loses them
+        receivers = outlet.receivers()
+        assert receivers is None or sorted(receivers) == sorted(one.own for one in owners)
+        inlets[0].close()
+
+
+def counts(scene: Scene, outlet: Outlet, inlets: int) -> bool:
+    """Return whether an outlet comes to count exactly so many inlets."""
+    for _ in range(100):
+        outlet.refresh()
+        if outlet.matched == inlets:
+            return True
+        scene.pass_time(0.03)
+    return False

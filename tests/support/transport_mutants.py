@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from gradbus.runtime.errors import BusClosed
+from gradbus.runtime.transport.api import PEER_ID_BYTES, Envelope
 from gradbus.runtime.transport.channels import Channel
 from gradbus.runtime.transport.memory import network
 from gradbus.runtime.transport.memory.delivery import SampleDelivery
@@ -413,3 +414,29 @@ def a_child_says_goodbye_for_its_parent(patch: pytest.MonkeyPatch) -> None:
         self.close_endpoints(list(self.inlets), list(self.outlets))
 
     patch.setattr(MemoryTransport, "close", close)
+
+
+# Octets in place, and identity
+
+
+@breaks("octets_that_are_made_in_a_write_arrive_whole")
+def an_envelope_loses_its_header(patch: pytest.MonkeyPatch) -> None:
+    def write_made(self: MemoryOutlet, fields: tuple[Any, ...], envelope: Envelope) -> bool:
+        return self.write(fields, (envelope.octets()[len(envelope.header) :],))
+
+    patch.setattr(MemoryOutlet, "write_made", write_made)
+
+
+@breaks("the_octets_of_a_sample_can_be_had_alone")
+def the_first_octet_is_lost(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(MemoryInlet, "octets", lambda self, raw: raw.data[1:])
+
+
+@breaks("transports_of_a_job_have_names_of_their_own")
+def all_transports_have_one_name(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(MemoryNetwork, "new_peer_id", lambda self: bytes(PEER_ID_BYTES))
+
+
+@breaks("an_outlet_tells_whose_its_inlets_are")
+def an_outlet_takes_all_inlets_for_its_own(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(MemoryOutlet, "receivers", lambda self: [self.place.own] * self.matched)

@@ -35,8 +35,10 @@ from gradbus.runtime.security.identity.join_messages import (
 )
 from gradbus.runtime.security.identity.key import NodeKey, public_text
 from gradbus.runtime.security.identity.key_epoch import GRACE_S, KeyRotation, RankKeys
-from gradbus.runtime.security.rate_limits import AuditEvents, TokenBucket, TokenBuckets
+from gradbus.runtime.security.rate_limits import AuditEvents
 from gradbus.runtime.security.streams import InboundStreams, OutboundEnvelope, OutboundStreams, SharedKey
+from gradbus.runtime.token_buckets import TokenBucket, TokenBuckets
+from gradbus.runtime.transport.api import PEER_ID_BYTES, PeerId
 from gradbus.runtime.wire.messages import new_incarnation
 
 SILENT_S = 5.0  # after this silence a member may be replaced by a process with an earlier start number
@@ -94,7 +96,7 @@ class AdmittedNode:
 
     Attributes:
         incoming, outgoing: streams under its pairwise keys.
-        participant: GUID prefix of its DDS participant, as announced by it.
+        peer_id: what its transport calls itself, as announced by it.
         rival, rival_s: session of another process with its key and an earlier start number, and when that one asked.
     """
 
@@ -106,7 +108,7 @@ class AdmittedNode:
     incoming: InboundStreams
     outgoing: OutboundStreams
     last_seen_s: float
-    participant: bytes = b""
+    peer_id: PeerId = b""
     rival: bytes = b""
     rival_s: float = 0.0
 
@@ -144,7 +146,7 @@ class Admission:
         session: random id of this start. refusal: why this controller must stop; empty: it may run.
         dropped: counts of rejected messages, by reason.
         ranks: in a job of ranks, the keys that this process itself encrypts with; None: a federated run.
-        participant: GUID prefix of this process's DDS participant.
+        own: what the transport of this process calls itself.
         on_removed: called with the sessions of removed processes. on_refused: called when :attr:`refusal` is set.
     """
 
@@ -164,7 +166,7 @@ class Admission:
         self.key = key
         self.session = secrets.token_bytes(envelope.SESSION_BYTES)
         self.start = new_incarnation()
-        self.participant = bytes(key_messages.PARTICIPANT_BYTES)
+        self.own: PeerId = bytes(PEER_ID_BYTES)
         self.refusal = ""
         self.dropped: Counter[str] = Counter()
         self.events = AuditEvents()
@@ -194,9 +196,9 @@ class Admission:
             ranks.take(self.group.key, self.session, now_s)
 
     @property
-    def participants(self) -> set[bytes]:
-        """GUID prefixes of the members' DDS participants, as announced by them. Thread-safe."""
-        return {member.participant for member in list(self.members.values()) if member.participant}
+    def peer_ids(self) -> set[PeerId]:
+        """What the members' transports call themselves, as announced by them. Thread-safe."""
+        return {member.peer_id for member in list(self.members.values()) if member.peer_id}
 
     @property
     def group(self) -> OutboundStreams:
@@ -302,7 +304,7 @@ class Admission:
             message = key_messages.parse(plain)
             if isinstance(message, key_messages.KeyAck):
                 self.rotation.acknowledge(member.id, message.epoch)
-                member.participant = message.participant
+                member.peer_id = message.peer_id
         return self.tick(now_s)
 
     def _check(self, signed: SignedMessage, public: bytes, bucket: TokenBucket, now_s: float) -> None:
@@ -500,15 +502,15 @@ class Admission:
         if self.ranks is not None:
             message = key_messages.RankKeyGrant(key.epoch, key.secret, member.entry.ids, tuple(self._removed))
         else:
-            # Of a topic that DDS retains, all that it may still have counts: more than the newest ones by counter, as
-            # a write that DDS refuses has used one up.
+            # Of a topic that is retained, all that the transport may still have counts: more than the newest ones by
+            # counter, as a write that is refused has used one up.
             last, oldest = group.last, group.retained
             commands, models, controls = (
                 oldest[topic] - 1 if topic in oldest else last.get(topic, 0) for topic in key_messages.TOPICS
             )
             signed = max(0, self.signer.last_of.get(key_messages.COMMANDS, 0) - 1), self.signer.last
             floors = commands, models, controls
-            message = key_messages.KeyGrant(key.epoch, key.secret, floors, signed, self.participant)
+            message = key_messages.KeyGrant(key.epoch, key.secret, floors, signed, self.own)
         return member.outgoing.seal(JOIN_TOPIC, (key_messages.pack(message),))
 
     # Changes of the allow list, and time

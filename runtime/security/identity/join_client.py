@@ -30,8 +30,9 @@ from gradbus.runtime.security.identity.join_messages import (
 )
 from gradbus.runtime.security.identity.key import NodeKey, public_text
 from gradbus.runtime.security.identity.key_epoch import MembershipKeys, RankKeys
-from gradbus.runtime.security.rate_limits import TokenBucket, TokenBuckets
 from gradbus.runtime.security.streams import InboundStreams, OutboundEnvelope, OutboundStreams, SharedKey
+from gradbus.runtime.token_buckets import TokenBucket, TokenBuckets
+from gradbus.runtime.transport.api import PEER_ID_BYTES, Peer, PeerId
 from gradbus.runtime.wire.messages import new_incarnation
 
 # A Hello without result is repeated with exponential backoff. A late answer to the Hello before is void then, so the
@@ -42,18 +43,18 @@ FIRST_S, LONGEST_S = 0.125, 5.0
 ASK_S, LONGEST_ASK_S = 2.0, 16.0
 OTHERS_S = 10.0  # shortest interval of Hellos to a controller with another key, for its log
 SILENT_S = 3.0  # after this silence another start of the controller may have taken over
-# While DDS still sees the controller before, a later one gets this time to find it and to stop: a node that joined the
-# later one at once would have keys that no other node has.
+# While the transport still sees the controller before, a later one gets this time to find it and to stop: a node that
+# joined the later one at once would have keys that no other node has.
 LATER_S = 1.0
 CHECKS_PER_S, CHECKS_AT_ONCE = 100, 200  # signatures of beacons, and as many of answers: 0.15 ms each
-# Share of one DDS writer: a controller has one of its own, which sends one beacon.
+# Share of one outlet: a controller has one of its own, which sends one beacon.
 WRITER_PER_S, WRITER_AT_ONCE = 2, 8
 MAX_BEACONS = 8
 MAX_SOURCES = 8
 _MAX_WRITERS = 1024
 
 
-def _always_alive(source: int) -> bool:
+def _always_alive(source: Peer) -> bool:
     return True
 
 
@@ -62,26 +63,26 @@ class AnnouncedController:
     """One controller, with its verified beacon. It may be a recording.
 
     Attributes:
-        sources: handles of the DDS writers that have sent it, the newest last. Anybody can replay a beacon with a
-            writer of its own and delete that writer: so no single writer tells whether the controller is there.
+        sources: outlets that have sent it, the newest last. Anybody can replay a beacon with an outlet of its own and
+            close that one: so no single outlet tells whether the controller is there.
         since_s: time of the first beacon. asked_s: time of the last Hello to it.
     """
 
     beacon: Beacon
     whole: bytes
     since_s: float
-    sources: dict[int, None] = field(default_factory=dict)
+    sources: dict[Peer, None] = field(default_factory=dict)
     asked_s: float = float("-inf")
 
-    def add_source(self, source: int) -> None:
-        """Note one more writer of this beacon."""
+    def add_source(self, source: Peer) -> None:
+        """Note one more outlet of this beacon."""
         self.sources.pop(source, None)
         if len(self.sources) >= MAX_SOURCES:
             del self.sources[next(iter(self.sources))]
         self.sources[source] = None
 
-    def is_there(self, alive: Callable[[int], bool]) -> bool:
-        """Whether DDS still sees one of its writers."""
+    def is_there(self, alive: Callable[[Peer], bool]) -> bool:
+        """Whether the transport still sees one of its outlets."""
         return any(map(alive, self.sources))
 
 
@@ -95,7 +96,7 @@ class Beacons:
         # By session and key: everybody can read a session, and announce it with another key.
         self._announced: dict[tuple[bytes, bytes], AnnouncedController] = {}
         self._checks = TokenBucket(CHECKS_PER_S, CHECKS_AT_ONCE)
-        self._writers = TokenBuckets(WRITER_PER_S, WRITER_AT_ONCE, _MAX_WRITERS)  # by handle
+        self._writers = TokenBuckets(WRITER_PER_S, WRITER_AT_ONCE, _MAX_WRITERS)  # by outlet
 
     def __iter__(self) -> Iterator[AnnouncedController]:
         return iter(self._announced.values())
@@ -104,7 +105,7 @@ class Beacons:
         """Return the controller of a session that has the expected key."""
         return self._announced.get((session, self._pinned))
 
-    def receive(self, data: memoryview, source: int, joined: bytes | None, now_s: float) -> AnnouncedController | None:
+    def receive(self, data: memoryview, source: Peer, joined: bytes | None, now_s: float) -> AnnouncedController | None:
         """Verify and note a beacon. ``joined``: session of the node's current controller. None: it is a repetition.
 
         Raises:
@@ -162,7 +163,7 @@ class JoinClient:
         keys: the granted keys; None until the node was admitted for the first time.
         ranks: the keys of a job of ranks. ids: ranks that this node may take.
         lacks_key: an envelope was received under a key that this node does not have: it asks for it.
-        participant: GUID prefix of this process's DDS participant. controller_participant: that of the controller, as
+        own: what the transport of this process calls itself. controller_peer: what that of the controller does, as
             announced by it; empty until admission.
         on_removed: called with the sessions of removed processes.
         on_joined: called when a start of the controller has admitted or refused this node.
@@ -176,8 +177,8 @@ class JoinClient:
         self.role: Role = role
         self.session = secrets.token_bytes(envelope.SESSION_BYTES)
         self.start = new_incarnation()
-        self.participant = bytes(key_messages.PARTICIPANT_BYTES)
-        self.controller_participant = b""
+        self.own: PeerId = bytes(PEER_ID_BYTES)
+        self.controller_peer: PeerId = b""
         self.refusal = ""
         self.misconfiguration = ""
         self.keys: MembershipKeys | None = None
@@ -250,8 +251,8 @@ class JoinClient:
 
     # Joining
 
-    def receive_beacon(self, data: memoryview, source: int, now_s: float) -> list[bytes]:
-        """Process a beacon; returns the messages to send. ``source``: handle of its DDS writer.
+    def receive_beacon(self, data: memoryview, source: Peer, now_s: float) -> list[bytes]:
+        """Process a beacon; returns the messages to send. ``source``: the outlet that it came from.
 
         Raises:
             FrameError: the message is rejected; ``reason`` is the name to count it by.
@@ -274,7 +275,7 @@ class JoinClient:
         if not self._checks.take(now_s):
             raise FrameError("busy", "more signatures came than are checked in a second")
 
-    def _ask(self, now_s: float, alive: Callable[[int], bool] = _always_alive) -> list[bytes]:
+    def _ask(self, now_s: float, alive: Callable[[Peer], bool] = _always_alive) -> list[bytes]:
         """Return a Hello to one announced controller, if one is due."""
         if self.refusal or (self._asked is not None and now_s - self._asked.at_s < self._again_s):
             return []
@@ -319,7 +320,7 @@ class JoinClient:
         return [packed]
 
     def _may_be_next(
-        self, one: AnnouncedController, joined: AnnouncedController | None, now_s: float, alive: Callable[[int], bool]
+        self, one: AnnouncedController, joined: AnnouncedController | None, now_s: float, alive: Callable[[Peer], bool]
     ) -> bool:
         """Whether a node that has joined may send a Hello to this controller."""
         if one is joined:
@@ -387,7 +388,7 @@ class JoinClient:
             self._ask_s = min(LONGEST_ASK_S, 2 * self._ask_s)
         if isinstance(message, key_messages.KeyGrant):
             keys.take(message, now_s)
-            self.controller_participant = message.participant
+            self.controller_peer = message.peer_id
         elif isinstance(message, key_messages.RankKeyGrant):
             self.ids = message.ids
             self.on_removed(set(message.removed) - {self.session})
@@ -397,7 +398,7 @@ class JoinClient:
         self.keys = keys
         if is_other:
             self.on_joined()
-        ack = key_messages.KeyAck(message.epoch, self.participant)
+        ack = key_messages.KeyAck(message.epoch, self.own)
         return [keys.outgoing.seal(JOIN_TOPIC, (key_messages.pack(ack),))]
 
     def _conclude(self, asked: _Handshake, shared: Secrets, down: InboundStreams, now_s: float) -> MembershipKeys:
@@ -411,8 +412,8 @@ class JoinClient:
         self._joined, self._asked, self._in_vain, self._joined_s = asked, None, 0, now_s
         return keys
 
-    def tick(self, now_s: float, alive: Callable[[int], bool] = _always_alive) -> list[bytes]:
-        """Advance timers; returns the messages to send. ``alive``: whether DDS still sees the writer of a beacon."""
+    def tick(self, now_s: float, alive: Callable[[Peer], bool] = _always_alive) -> list[bytes]:
+        """Advance timers; returns the messages to send. ``alive``: whether the outlet of a beacon is still seen."""
         if self._asked is not None and now_s - self._asked.at_s >= self._again_s:
             self._asked = None
         if self.keys is not None:

@@ -33,7 +33,7 @@ class JoinKind(IntEnum):
 
 
 class Beacon(NamedTuple):
-    """Controller to all, retained by DDS for late readers: announces the controller.
+    """Controller to all, retained for late readers: announces the controller.
 
     Attributes:
         session: random id of this start. start: number of this start; a later one has a higher number.

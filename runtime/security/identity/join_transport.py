@@ -1,4 +1,4 @@
-"""Carries the join protocol over DDS: beacons, join messages and the timer that drives both sides.
+"""Carries the join protocol over a transport in clear: beacons, join messages and the timer that drives both sides.
 
 Everything runs on the receive thread of the bus. The messages that ``Admission`` and ``JoinClient`` return
 are written here.
@@ -10,7 +10,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 from gradbus.runtime.errors import ConfigError, FrameError
 from gradbus.runtime.logs import get_logger
@@ -18,9 +18,9 @@ from gradbus.runtime.security.identity.admission import Admission
 from gradbus.runtime.security.identity.allow_list import AllowListWatcher
 from gradbus.runtime.security.identity.join_client import JoinClient
 from gradbus.runtime.security.identity.join_messages import JOIN_TOPIC
-from gradbus.runtime.transport.api import IoThread, Periodic
+from gradbus.runtime.transport.api import Inlet, IoThread, Peer, Periodic, Transport
 from gradbus.runtime.transport.channels import Channel
-from gradbus.runtime.transport.dds.participant import Reader, Writer
+from gradbus.runtime.transport.wrappers import InletWrapper
 from gradbus.runtime.wire.frames import Frame
 from gradbus.runtime.wire.messages import Message
 
@@ -40,16 +40,15 @@ JOIN = Channel(JOIN_TOPIC, "Frame", False, False, 512, 0, 0.01, False, _none, ig
 BEACON = Channel(BEACON_TOPIC, "Frame", True, False, 64, 0, 0.01, False, _none, ignore_local=True)
 
 
-class JoinReader(Reader):
-    """Passes the samples of the join protocol to the transport. No actor gets one."""
+class JoinInlet(InletWrapper):
+    """Passes the samples of the join protocol to its transport. No actor gets one."""
 
-    def __init__(self, wire: Reader, transport: JoinTransport) -> None:
-        super().__init__(wire.channel, wire.entity, fast=False)
-        self._wire = wire
+    def __init__(self, below: Inlet, transport: JoinTransport) -> None:
+        super().__init__(below.channel, below)
         self._transport = transport
 
-    def take(self, limit: int) -> list[tuple[Any, int]]:
-        return [((raw, source), source) for raw, source in self._wire.take(limit)]
+    def take(self, limit: int) -> list[tuple[Any, Peer]]:
+        return [((raw, source), source) for raw, source in self.below.take(limit)]
 
     def decode(self, raw: Any) -> None:
         """Pass a sample on.
@@ -57,20 +56,8 @@ class JoinReader(Reader):
         Raises:
             FrameError, SampleError, ValueError, TypeError, OverflowError: it is invalid.
         """
-        wire, source = raw
-        self._transport.receive(self.channel.name, memoryview(self._wire.decode(wire).data).cast("B"), source)
-
-
-class PlainEndpoints(Protocol):
-    """The DDS participant that carries the join protocol."""
-
-    prefix: bytes
-
-    def plain_outlet(self, topic: Channel) -> Writer:
-        """Return a writer of unencrypted samples."""
-
-    def plain_inlet(self, topic: Channel) -> Reader:
-        """Return a reader of unencrypted samples."""
+        sample, source = raw
+        self._transport.receive(self.channel.name, memoryview(self.below.octets(sample)).cast("B"), source)
 
 
 class JoinTransport:
@@ -79,7 +66,7 @@ class JoinTransport:
     def __init__(
         self,
         party: Admission | JoinClient,
-        node: PlainEndpoints,
+        transport: Transport,
         thread: IoThread,
         *,
         list_watcher: AllowListWatcher | None = None,
@@ -97,8 +84,8 @@ class JoinTransport:
         self._on_refused = on_refused
         self._looked_s = self._ticked_s = time.monotonic()
         self._is_polling = False
-        self._writer = node.plain_outlet(JOIN)
-        party.participant = node.prefix
+        self._writer = transport.outlet(JOIN)
+        party.own = transport.own
         if isinstance(party, Admission):
             party.dropped = thread.rejected
             events = party.events
@@ -106,18 +93,18 @@ class JoinTransport:
             events.refused = lambda name, why: _log(log.warning, "join refused", node=name, reason=why)
             events.rotated = lambda epoch, why: _log(log.info, "new key epoch", epoch=epoch, reason=why)
             party.on_refused = on_refused
-            # DDS keeps the newest alone, so that a reader that takes nothing cannot block the writer.
-            self._beacon = node.plain_outlet(replace(BEACON, keep_last=True))
+            # The newest alone is kept, so that a reader that takes nothing cannot block the writer.
+            self._beacon = transport.outlet(replace(BEACON, keep_last=True))
             self._send_beacon(party, self._ticked_s)
         else:
             party.on_joined = self._on_joined
-        self._beacons = JoinReader(node.plain_inlet(BEACON), self)
-        for one in (JoinReader(node.plain_inlet(JOIN), self), self._beacons):
+        self._beacons = JoinInlet(transport.inlet(BEACON), self)
+        for one in (JoinInlet(transport.inlet(JOIN), self), self._beacons):
             thread.add_reader(one)
         thread.add_writer(self._writer)
         thread.add_periodic(Periodic(self._tick, IDLE_TICK_S))
 
-    def receive(self, topic: str, data: memoryview, source: int) -> None:
+    def receive(self, topic: str, data: memoryview, source: Peer) -> None:
         """Process one sample of a join topic and send the answers. Raises FrameError: the sample is invalid."""
         now_s, party = time.monotonic(), self._party
         if topic == JOIN_TOPIC or isinstance(party, Admission):

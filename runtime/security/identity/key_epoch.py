@@ -62,7 +62,7 @@ class KeyRotation:
         return OutboundStreams(key, self._session)
 
     def retain(self, topic: str, samples: int) -> None:
-        """Note, for all epochs, that DDS retains so many of the newest envelopes of a topic. Any thread may call it."""
+        """Note, for all epochs, that a topic retains so many of its newest envelopes. Any thread may call it."""
         self._retained[topic] = samples
         # In this order: what is next now may be current then, and begin() looks for topics after it has set next.
         for streams in (self.next, self.current):

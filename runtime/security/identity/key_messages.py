@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from gradbus.runtime.errors import FrameError
 from gradbus.runtime.security.envelope import SESSION_BYTES
 from gradbus.runtime.security.identity.allow_list import MAX_RANGES, Ids
+from gradbus.runtime.transport.api import PEER_ID_BYTES, PeerId
 
 COMMANDS, MODELS, CONTROL = "train/train_cmd", "train/model_blob", "train/control"
 TOPICS = (COMMANDS, MODELS, CONTROL)  # on which the controller sends to all
-PARTICIPANT_BYTES = 12  # GUID prefix of a DDS participant
 MAX_REMOVED = 2048  # sessions in one message: two for each rank that a group can have
 VERSION = 2
 _GRANT_KIND, _ACK_KIND, _RANK_GRANT_KIND = 1, 2, 3
@@ -31,14 +31,14 @@ class KeyGrant:
         epoch, secret: of the key.
         floors: by topic, the counter up to which envelopes under the key are older than the grant.
         signed: numbers of the signed broadcasts up to which they are older, of commands and of all topics.
-        participant: GUID prefix of the controller's DDS participant, whose readers are a member's.
+        peer_id: what the controller's transport calls itself, whose readers are a member's.
     """
 
     epoch: int
     secret: bytes = field(repr=False)
     floors: tuple[int, int, int]
     signed: tuple[int, int]
-    participant: bytes = bytes(PARTICIPANT_BYTES)
+    peer_id: PeerId = bytes(PEER_ID_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +59,10 @@ class RankKeyGrant:
 
 @dataclass(frozen=True, slots=True)
 class KeyAck:
-    """Member to controller: acknowledges the key of an epoch. ``participant``: GUID prefix of its DDS participant."""
+    """Member to controller: acknowledges the key of an epoch. ``peer_id``: what its transport calls itself."""
 
     epoch: int
-    participant: bytes = bytes(PARTICIPANT_BYTES)
+    peer_id: PeerId = bytes(PEER_ID_BYTES)
 
 
 KeyMessage = KeyGrant | RankKeyGrant | KeyAck
@@ -71,10 +71,10 @@ KeyMessage = KeyGrant | RankKeyGrant | KeyAck
 def pack(message: KeyMessage) -> bytes:
     """Return the bytes of a key message."""
     if isinstance(message, KeyAck):
-        return _ACK.pack(VERSION, _ACK_KIND, 0, message.epoch, message.participant)
+        return _ACK.pack(VERSION, _ACK_KIND, 0, message.epoch, message.peer_id)
     if isinstance(message, KeyGrant):
         numbers = (*message.floors, *message.signed)
-        return _GRANT.pack(VERSION, _GRANT_KIND, 0, message.epoch, message.secret, *numbers, message.participant)
+        return _GRANT.pack(VERSION, _GRANT_KIND, 0, message.epoch, message.secret, *numbers, message.peer_id)
     ids, removed = message.ids, message.removed[-MAX_REMOVED:]
     head = _RANK_GRANT.pack(VERSION, _RANK_GRANT_KIND, 0, message.epoch, message.secret, len(ids), len(removed))
     return b"".join((head, *(_RANGE.pack(*one) for one in ids), *removed))
@@ -84,12 +84,12 @@ def parse(data: memoryview) -> KeyMessage:
     """Parse a key message. Raises FrameError ``join``: its size, kind or version is unknown."""
     head = bytes(data[:4])
     if head == bytes((VERSION, _GRANT_KIND, 0, 0)) and len(data) == _GRANT.size:
-        _, _, _, epoch, secret, *numbers, participant = _GRANT.unpack(data)
+        _, _, _, epoch, secret, *numbers, peer_id = _GRANT.unpack(data)
         commands, models, controls, command, other = numbers
-        return KeyGrant(epoch, secret, (commands, models, controls), (command, other), participant)
+        return KeyGrant(epoch, secret, (commands, models, controls), (command, other), peer_id)
     if head == bytes((VERSION, _ACK_KIND, 0, 0)) and len(data) == _ACK.size:
-        _, _, _, epoch, participant = _ACK.unpack(data)
-        return KeyAck(epoch, participant)
+        _, _, _, epoch, peer_id = _ACK.unpack(data)
+        return KeyAck(epoch, peer_id)
     if head == bytes((VERSION, _RANK_GRANT_KIND, 0, 0)) and len(data) >= _RANK_GRANT.size:
         _, _, _, epoch, secret, ranges, count = _RANK_GRANT.unpack_from(data)
         ids_end = _RANK_GRANT.size + ranges * _RANGE.size

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 from gradbus.runtime.errors import ConfigError, FrameError, GradbusError, JoinRefused
 from gradbus.runtime.security.encryption import SessionCipher
-from gradbus.runtime.security.endpoints import Decrypt, Decrypted, EncryptedParticipant, JobMembership
 from gradbus.runtime.security.identity import controller_signatures
 from gradbus.runtime.security.identity.admission import Admission
 from gradbus.runtime.security.identity.allow_list import AllowListWatcher, Entry, ids_text, is_within
@@ -23,11 +22,13 @@ from gradbus.runtime.security.identity.join_transport import JoinTransport
 from gradbus.runtime.security.identity.key import public_text
 from gradbus.runtime.security.identity.key_epoch import RankKeys
 from gradbus.runtime.security.identity.unassigned_clients import UnassignedClients
+from gradbus.runtime.security.job_membership import Decrypt, Decrypted, JobMembership
 from gradbus.runtime.security.membership import SharedKeyMembership
 from gradbus.runtime.security.peers import Release
 from gradbus.runtime.security.streams import OutboundEnvelope
+from gradbus.runtime.transport import api
 from gradbus.runtime.transport.access_policy import NO_RANKS, ClientNode, job_in_use
-from gradbus.runtime.transport.api import IoThread
+from gradbus.runtime.transport.api import IoThread, PeerId, Transport
 from gradbus.runtime.transport.channels import CHANNELS, Channel
 from gradbus.runtime.wire import control, frames
 from gradbus.runtime.wire.frames import FrameKey
@@ -66,11 +67,11 @@ class ControllerMembership(JobMembership):
     def refusal(self) -> str:
         return self.party.refusal
 
-    def participants(self) -> set[bytes] | None:
-        return self.party.participants
+    def known(self) -> Collection[PeerId] | None:
+        return self.party.peer_ids
 
-    def start(self, node: EncryptedParticipant, thread: IoThread) -> None:
-        JoinTransport(self.party, node, thread, list_watcher=self._list_watcher)
+    def start(self, below: Transport, sealed: Transport, thread: IoThread) -> None:
+        JoinTransport(self.party, below, thread, list_watcher=self._list_watcher)
 
     def encrypt(self, topic: str, sample: tuple[Any, ...]) -> OutboundEnvelope | None:
         if self.party.refusal:
@@ -93,7 +94,7 @@ class ControllerMembership(JobMembership):
 
         return decrypt
 
-    def accepts(self, channel: Channel, opened: _Opened, sample: Any, source: int, release: Release) -> bool:
+    def accepts(self, channel: Channel, opened: _Opened, sample: Any, source: api.Peer, release: Release) -> bool:
         client_id, sender = frames.sender_of(sample.data), opened.sender
         is_control = channel.name == _CONTROL
         if client_id == frames.UNASSIGNED and is_control and sender is not None and sender.role == "client":
@@ -129,7 +130,7 @@ class ControllerMembership(JobMembership):
 class ClientMembership(JobMembership):
     """Membership of a client, which checks the signatures of models, or of an observer of any job.
 
-    It knows the participant of the controller alone, and sends nothing to others: slow readers of other clients are
+    It knows the transport of the controller alone, and sends nothing to others: slow readers of other clients are
     excluded for a while.
     """
 
@@ -154,12 +155,12 @@ class ClientMembership(JobMembership):
     def refusal(self) -> str:
         return self.party.refusal
 
-    def participants(self) -> set[bytes] | None:
-        known = self.party.controller_participant
+    def known(self) -> Collection[PeerId] | None:
+        known = self.party.controller_peer
         return {known} if known else None
 
-    def start(self, node: EncryptedParticipant, thread: IoThread) -> None:
-        JoinTransport(self.party, node, thread)
+    def start(self, below: Transport, sealed: Transport, thread: IoThread) -> None:
+        JoinTransport(self.party, below, thread)
 
     def encrypt(self, topic: str, sample: tuple[Any, ...]) -> OutboundEnvelope | None:
         if self.party.refusal:
@@ -177,7 +178,7 @@ class ClientMembership(JobMembership):
 
         return decrypt
 
-    def accepts(self, channel: Channel, opened: Decrypted, sample: Any, source: int, release: Release) -> bool:
+    def accepts(self, channel: Channel, opened: Decrypted, sample: Any, source: api.Peer, release: Release) -> bool:
         is_named = channel.name != _COMMANDS and not self.party.ranks.has_key
         if is_named and frames.sender_of(sample.data) != frames.CONTROLLER:
             raise FrameError("identity", "the controller sends in the name of another")
@@ -204,7 +205,7 @@ class RankMembership(SharedKeyMembership):
         self._listeners: list[Callable[[GradbusError], None]] = []
         self._rematched: Callable[[], None] = lambda: None
 
-    def start(self, node: EncryptedParticipant, thread: IoThread) -> None:
+    def start(self, below: Transport, sealed: Transport, thread: IoThread) -> None:
         self._rematched = thread.rematched
 
         def removed(sessions: Collection[bytes]) -> None:
@@ -215,8 +216,8 @@ class RankMembership(SharedKeyMembership):
         self.keys.on_change = self._on_new_key
         self.party.on_removed = removed
         # First: the keys come before anything that is encrypted with them.
-        JoinTransport(self.party, node, thread, list_watcher=self._list_watcher, on_refused=self._on_refused)
-        super().start(node, thread)
+        JoinTransport(self.party, below, thread, list_watcher=self._list_watcher, on_refused=self._on_refused)
+        super().start(below, sealed, thread)
 
     def _on_new_key(self) -> None:
         if self.liveness is not None:

@@ -12,7 +12,7 @@ from gradbus.runtime.security.identity.key import NodeKey, load_node_key, parse_
 from gradbus.runtime.security.settings import Security
 
 if TYPE_CHECKING:
-    from gradbus.runtime.security.endpoints import JobMembership
+    from gradbus.runtime.security.job_membership import JobMembership
 
 
 def read_identity(security: Security) -> tuple[NodeKey, bytes, AllowList | None]:

@@ -18,7 +18,8 @@ import numpy as np
 from cyclonedds.internal import DDS, dds_c_t
 
 from gradbus.runtime import forks
-from gradbus.runtime.transport.dds.idl_types import ENCAPSULATION
+from gradbus.runtime.transport.dds.spdp import PREFIX_BYTES
+from gradbus.runtime.transport.sample_layout import ENCAPSULATION
 
 RETCODE_OK = 0
 RETCODE_TIMEOUT = -10  # DDS_RETCODE_TIMEOUT
@@ -178,7 +179,7 @@ class MatchedReader(NamedTuple):
     """A reader that a writer is matched with.
 
     Attributes:
-        participant: GUID of its participant, 16 bytes.
+        participant: of 12 bytes, with which the GUIDs of its participant begin.
         is_reliable: whether the writer waits for it.
     """
 
@@ -205,7 +206,9 @@ def matched_readers(writer: Any, known: Mapping[int, MatchedReader]) -> dict[int
             kind = ct.c_int(_RELIABLE)
             if endpoint.contents.qos:
                 _get_reliability(endpoint.contents.qos, ct.byref(kind), None)
-            readers[handle] = MatchedReader(bytes(endpoint.contents.participant), kind.value == _RELIABLE)
+            readers[handle] = MatchedReader(
+                bytes(endpoint.contents.participant[:PREFIX_BYTES]), kind.value == _RELIABLE
+            )
             _free_endpoint(endpoint)
     return readers
 

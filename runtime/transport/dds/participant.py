@@ -10,9 +10,9 @@ import ctypes as ct
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from cyclonedds.core import (
     DDSException,
@@ -36,22 +36,19 @@ from gradbus.runtime.errors import BusClosed, BusError
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.network.network_config import NetworkConfig
 from gradbus.runtime.transport.access_policy import AccessPolicy
-from gradbus.runtime.transport.api import WOKEN, IoThread, Traits
+from gradbus.runtime.transport.api import WOKEN, Envelope, IoThread, JobMembers, PeerId, Traits
 from gradbus.runtime.transport.channels import Channel
-from gradbus.runtime.transport.dds import domains, idl_types, libddsc, native_topics
+from gradbus.runtime.transport.dds import domains, libddsc, native_topics
 from gradbus.runtime.transport.dds.discovery import Claim
 from gradbus.runtime.transport.dds.exclusion import Exclusion
+from gradbus.runtime.transport.dds.foreign_readers import ForeignReaders
+from gradbus.runtime.transport.dds.idl_types import IDL_TYPES
 from gradbus.runtime.transport.dds.libddsc import MatchedReader
 from gradbus.runtime.transport.dds.log_sink import dds_log
 from gradbus.runtime.transport.dds.missing_peers import Reach
 from gradbus.runtime.transport.dds.network import build_xml, leaves_machine
+from gradbus.runtime.transport.sample_layout import LAYOUTS, SampleError
 
-IDL_TYPES: dict[str, Any] = {
-    "TrainCmd": idl_types.TrainCmdType,
-    "ClientUpdate": idl_types.ClientUpdateType,
-    "ModelBlob": idl_types.ModelBlobType,
-    "Frame": idl_types.FrameType,
-}
 MAX_DELETING = 64  # writers at the same time, each on a thread
 WRITE_END_S = 5.0  # for the writes that are under way when a writer is deleted; DDS gives up after a topic's block_s
 _ANY = InstanceState.Any | SampleState.Any | ViewState.Any
@@ -61,29 +58,49 @@ log = get_logger("dds")
 
 class Writer:
     """The :class:`~gradbus.runtime.transport.api.Outlet` of DDS: a writer of one topic, and what the fast path needs to
-    know of it."""
+    know of it.
 
-    def __init__(self, channel: Channel, entity: Any, fast: bool) -> None:
+    Attributes:
+        matched: number of readers, and readers: these by handle, as of the last :meth:`refresh`.
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        entity: Any,
+        fast: bool,
+        forget: Callable[[Writer], None],
+        on_new_readers: Callable[[], None],
+    ) -> None:
+        """``forget``: called when it is deleted, on any thread. ``on_new_readers``: called by :meth:`refresh`."""
         self.channel = channel
         self.entity = self.changes = entity
         self.idl_type = IDL_TYPES[channel.sample_type]
+        self.layout = LAYOUTS[channel.sample_type]
         self._handle = libddsc.handle_of(entity)
         self._sertype = libddsc.sertype_of(entity) if fast else None
-        self.matched = 0  # readers that are matched, as of the last refresh
-        self.has_new_readers = False  # or has lost some, since somebody looked at who they are
+        self.matched = 0
+        self.readers: Mapping[int, MatchedReader] = {}
         self._awaited_since_s = 0.0
         self._refused_since_s = 0.0
         self._writing: set[int] = set()  # threads that are in a write
         self._write_ended: threading.Event | None = None  # there is one when this is being deleted
-        self.deleted: Callable[[], None] = _nothing
+        self._forget = forget
+        self._on_new_readers = on_new_readers
 
     def refresh(self) -> bool:
-        """Look whether the matched readers changed. Only the receive thread calls this: looking resets the trigger."""
+        """Look whether the matched readers changed. Only the receive thread calls this: looking resets the trigger, and
+        waits while a write holds the writer."""
         if not self.entity.take_status():
             return False
         self.matched = int(self.entity.get_publication_matched_status().current_count)
-        self.has_new_readers = True
+        self.readers = libddsc.matched_readers(self.entity, self.readers)
+        self._on_new_readers()
         return True
+
+    def receivers(self) -> Collection[PeerId] | None:
+        """See :meth:`~gradbus.runtime.transport.api.Outlet.receivers`. None: libddsc lacks the calls."""
+        return [one.participant for one in self.readers.values()] if libddsc.tells_readers() else None
 
     def write(self, fields: tuple[Any, ...], parts: tuple[Any, ...]) -> bool:
         """Write one sample whose last field is the concatenation of ``parts``, or that has no parts at all.
@@ -94,38 +111,19 @@ class Writer:
         Raises:
             BusClosed: the writer is deleted. BusError: DDS refuses the sample.
         """
-        if self._sertype is not None and parts:
-            prefix = self.idl_type.prefix(*fields, sum(map(len, parts)))
-            return self._write_with(libddsc.write, (prefix, *parts))
         if self._sertype is not None:
-            return self._write_with(libddsc.write, (self.idl_type(*fields).serialize(),))
+            return self._write_with(libddsc.write, self.layout.parts(fields, parts))
         # The binding wants one contiguous sample: one copy more, and the GIL is held. That is the fallback.
         return self._write_with(
             self._write_by_binding, self.idl_type(*fields, b"".join(parts)) if parts else self.idl_type(*fields)
         )
 
-    def write_sealed(
-        self, clear: tuple[Any, ...], fields: tuple[Any, ...], parts: tuple[Any, ...], seals: Seals
-    ) -> bool:
-        """Write one sample in an envelope.
-
-        Args:
-            clear: the fields beside the envelope. fields, parts: of the sample, as for :meth:`write`.
-            seals: makes the envelope of a sample; a sample that is written again gets another one.
-
-        Returns:
-            As :meth:`write`.
-        """
-        envelope = seals(fields, parts)
+    def write_made(self, fields: tuple[Any, ...], envelope: Envelope) -> bool:
+        """See :meth:`~gradbus.runtime.transport.api.Outlet.write_made`: what is large is made in DDS's own memory."""
         if self._sertype is None or envelope.size <= libddsc.JOINED_BYTES:
-            taken = self.write(clear, (envelope.octets(),))
-        else:
-            head = self.idl_type.prefix(*clear, envelope.size) + envelope.header
-            room = envelope.size - len(envelope.header)
-            taken = self._write_with(libddsc.write_made, head, room, envelope.seal_into)
-        if taken:
-            envelope.written()
-        return taken
+            return self.write(fields, (envelope.octets(),))
+        head = self.layout.prefix(*fields, envelope.size) + envelope.header
+        return self._write_with(libddsc.write_made, head, envelope.size - len(envelope.header), envelope.seal_into)
 
     def _write_with(self, write: Callable[..., int], *arguments: Any) -> bool:
         """Write with a function of :mod:`.libddsc`, and let :meth:`close` wait for that. The function makes the sample
@@ -164,10 +162,6 @@ class Writer:
     def peers(self) -> set[int]:
         """Return the handles of the matched readers."""
         return libddsc.matched_subscriptions(self.entity)
-
-    def readers(self, known: Mapping[int, MatchedReader]) -> dict[int, MatchedReader]:
-        """See :func:`.libddsc.matched_readers`."""
-        return libddsc.matched_readers(self.entity, known)
 
     @property
     def throttled_s(self) -> float:
@@ -223,20 +217,22 @@ class Writer:
                     )
                 return
         domains.delete(self.entity)
-        self.deleted()
+        self._forget(self)
 
 
 class Reader:
     """The :class:`~gradbus.runtime.transport.api.Inlet` of DDS: a reader of one topic."""
 
-    def __init__(self, channel: Channel, entity: Any, fast: bool) -> None:
+    def __init__(self, channel: Channel, entity: Any, fast: bool, forget: Callable[[Reader], None]) -> None:
+        """``forget``: called when it is deleted, on any thread."""
         self.channel = channel
         self.entity = self.changes = entity
         self.idl_type = IDL_TYPES[channel.sample_type]
+        self.layout = LAYOUTS[channel.sample_type]
         self.arrivals = ReadCondition(entity, _ANY)
         self._taker = libddsc.Taker(entity, 16) if fast else None
         self.matched = 0  # writers that are matched, as of the last refresh
-        self.deleted: Callable[[], None] = _nothing
+        self._forget = forget
 
     def refresh(self) -> bool:
         """Look whether the matched writers changed. Only the receive thread calls this: looking resets the trigger."""
@@ -261,7 +257,7 @@ class Reader:
         for _ in range(limit):  # one by one: the binding parses here, and a bad sample takes its whole batch with it
             try:
                 got = self.entity.take(1)
-            except idl_types.SampleError as error:
+            except SampleError as error:
                 taken.append((error, 0))
                 continue
             if not got:
@@ -271,22 +267,18 @@ class Reader:
 
     def octets(self, raw: Any) -> Any:
         """The octets of a sample, without looking at its other fields. Raises SampleError."""
-        return self.idl_type.octets(raw) if isinstance(raw, memoryview) else self.decode(raw).data
+        return self.layout.octets(raw) if isinstance(raw, memoryview) else self.decode(raw).data
 
     def close(self) -> None:
         """Take it out of DDS; it must not be used any more."""
         domains.delete(self.entity)
-        self.deleted()
+        self._forget(self)
 
     def decode(self, raw: Any) -> Any:
-        """The sample as an object of its IDL type; None: it is not for now. Raises SampleError."""
-        if isinstance(raw, idl_types.SampleError):
+        """The sample as an object with the fields of its type. Raises SampleError."""
+        if isinstance(raw, SampleError):
             raise raw
-        return self.idl_type.deserialize(raw) if isinstance(raw, memoryview) else raw
-
-
-def _nothing() -> None:
-    pass
+        return self.layout.decode(raw) if isinstance(raw, memoryview) else raw
 
 
 E = TypeVar("E", Reader, Writer)
@@ -309,17 +301,17 @@ class Participant:
         """
         self.lease_s = network.effective_lease_s
         self.access_policy = AccessPolicy()
-        self.make_writer: Callable[[Channel, Any, bool], Writer] = Writer  # tests put in one on which things go wrong
         malloc.keep_memory()
         xml = build_xml(network, domain_id=domain_id, user_document=os.environ.get("CYCLONEDDS_URI"))
         self._lease = domains.acquire(domain_id, xml, partition)
         self._partition = partition
         self.entity = self._lease.entity
-        self.prefix = self._lease.prefix
+        self.own: PeerId = self._lease.prefix
         self.fast = False
         self.topics = domains.Topics(self.entity, self._new_topic)
         self._made: list[Any] = []  # what is to be deleted, with all below it, last things first
         self._endpoints: set[Reader | Writer] = set()
+        self._foreign: ForeignReaders | None = None
         self._publisher: Any = None
         self._subscriber: Any = None
         self._is_open = True
@@ -372,16 +364,33 @@ class Participant:
         """See :attr:`.discovery.Discovery.others`."""
         return self._lease.discovery.others
 
-    def start(self, thread: IoThread) -> None:
-        """Do nothing: DDS has threads of its own."""
+    @property
+    def writers(self) -> list[Writer]:
+        """Return all that are open now. Any thread may ask."""
+        return [one for one in self._endpoints.copy() if isinstance(one, Writer)]
+
+    def start(self, thread: IoThread, members: JobMembers | None = None) -> None:
+        """Watch for foreign readers. For the rest DDS has threads of its own."""
+        if members is not None:
+            self._foreign = ForeignReaders(self, thread, members)
+
+    def _note_new_readers(self) -> None:
+        if self._foreign is not None:
+            self._foreign.note_new_readers()
 
     def waiter(self) -> WaitSet:
         """See :meth:`.transport.api.Transport.waiter`. What waits is deleted with this."""
         return WaitSet(self)
 
     def close_endpoints(self, inlets: Sequence[Reader], outlets: Sequence[Writer]) -> None:
-        """See :func:`delete_together`."""
-        delete_together(inlets, outlets)
+        """See :func:`delete_together`. Foreign readers that are late are excluded before outlets wait for them."""
+        delete_together(inlets, [])
+        self._delete_writers(outlets)
+
+    def _delete_writers(self, writers: Sequence[Writer]) -> None:
+        if self._foreign is not None:
+            self._foreign.exclude_late(writers)
+        delete_together([], writers)
 
     def outlet(self, channel: Channel, *, retained_samples: int = 1) -> Writer:
         """A writer. ``retained_samples``: how many of the newest a retained topic keeps for late readers.
@@ -406,7 +415,11 @@ class Participant:
 
         def make(dds_topic: Any, qos: Qos) -> Writer:
             entity = DataWriter(self._publisher, dds_topic, qos=qos)
-            return _wrapped(entity, DDSStatus.PublicationMatched, partial(self.make_writer, channel, entity, self.fast))
+            return _wrapped(
+                entity,
+                DDSStatus.PublicationMatched,
+                partial(Writer, channel, entity, self.fast, self._forget, self._note_new_readers),
+            )
 
         return self._made_endpoint("writer", channel, policies, make)
 
@@ -421,7 +434,9 @@ class Participant:
 
         def make(dds_topic: Any, qos: Qos) -> Reader:
             entity = DataReader(self._subscriber, dds_topic, qos=qos)
-            return _wrapped(entity, DDSStatus.SubscriptionMatched, partial(Reader, channel, entity, self.fast))
+            return _wrapped(
+                entity, DDSStatus.SubscriptionMatched, partial(Reader, channel, entity, self.fast, self._forget)
+            )
 
         return self._made_endpoint("reader", channel, policies, make)
 
@@ -434,7 +449,6 @@ class Participant:
             undo.callback(self.topics.leave, channel.name)
             endpoint = make(dds_topic, Qos(*policies))
             undo.pop_all()
-        endpoint.deleted = partial(self._forget, endpoint)
         self._endpoints.add(endpoint)
         return endpoint
 
@@ -464,11 +478,12 @@ class Participant:
             if entity is self._subscriber:
                 delete_together([one for one in self._endpoints.copy() if isinstance(one, Reader)], [])
             if entity is self._publisher:
-                delete_together([], [one for one in self._endpoints.copy() if isinstance(one, Writer)])
-                if any(isinstance(one, Writer) for one in self._endpoints):
+                self._delete_writers(self.writers)
+                if self.writers:
                     return  # a thread is in a write: what it uses must stay
             domains.delete(entity)
         self._made.clear()
+        self._foreign = None  # which holds this
         self.topics.close()  # after their readers and writers
         domains.release(self._lease, self._partition)
 
@@ -596,26 +611,3 @@ def run_self_test(participant: Any) -> str | None:
     finally:
         for entity in reversed(made):  # a subscriber or publisher takes what is below it along
             domains.delete(entity)
-
-
-class Envelope(Protocol):
-    """Holds what a sample is put into on its way out: a header, and the sealed sample behind it.
-
-    Attributes:
-        header: in clear. size: octets of both.
-    """
-
-    header: bytes
-    size: int
-
-    def seal_into(self, room: memoryview) -> None:
-        """Put the sealed sample there; ``room`` has its size, and nothing in it yet."""
-
-    def octets(self) -> bytes:
-        """Header and sealed sample, in memory of their own."""
-
-    def written(self) -> None:
-        """DDS has taken it."""
-
-
-Seals = Callable[[tuple[Any, ...], tuple[Any, ...]], Envelope]  # the fields of a sample, and the parts of its octets

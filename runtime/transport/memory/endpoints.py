@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from gradbus.runtime import forks
 from gradbus.runtime.errors import BusClosed, BusError
-from gradbus.runtime.transport.api import WOKEN
+from gradbus.runtime.transport.api import WOKEN, Envelope, PeerId
 from gradbus.runtime.transport.channels import Channel
 from gradbus.runtime.transport.memory.kept_samples import KeptSamples
 from gradbus.runtime.transport.memory.network import MemoryNetwork
@@ -29,13 +29,15 @@ class MemoryPlace:
     """Where the endpoints of one transport are: what they share.
 
     Attributes:
-        network, node, job: see :class:`~.transport.MemoryTransport`. outlets, inlets, waiters: of the transport.
+        network, node, job: see :class:`~.transport.MemoryTransport`. own: what the transport calls itself.
+        outlets, inlets, waiters: of the transport.
     """
 
     def __init__(self, network: MemoryNetwork, node: Node, job: str) -> None:
         self.network = network
         self.node = node
         self.job = job
+        self.own = network.new_peer_id()
         self.outlets: list[MemoryOutlet] = []
         self.inlets: list[MemoryInlet] = []
         self.waiters: list[MemoryWaiter] = []
@@ -74,7 +76,7 @@ class _MemoryEndpoint:
         return self.place.job
 
     @property
-    def owner(self) -> object:
+    def owner(self) -> MemoryPlace:
         """Return what the endpoints of its transport share."""
         return self.place
 
@@ -97,7 +99,7 @@ class MemoryOutlet(_MemoryEndpoint):
     """Sends samples as records of :mod:`~gradbus.runtime.transport.samples`.
 
     Attributes:
-        kept: the samples that it may have to send. has_new_readers: see :meth:`refresh`.
+        kept: the samples that it may have to send.
     """
 
     def __init__(self, place: MemoryPlace, channel: Channel, retained_samples: int) -> None:
@@ -105,7 +107,7 @@ class MemoryOutlet(_MemoryEndpoint):
         self._record = SAMPLES[channel.sample_type]
         kept = 1 if channel.keep_last else retained_samples
         self.kept = KeptSamples(kept if channel.retained else 0, keeps_last=channel.keep_last)
-        self.has_new_readers = False
+        self._receivers: Sequence[PeerId] = ()
         self._refused_since_s = 0.0
         self._writes = 0  # that are in progress
 
@@ -114,9 +116,14 @@ class MemoryOutlet(_MemoryEndpoint):
         with self._schedule.lock:
             if not self.changes.is_on:
                 return False
-            self.changes.is_on, self.has_new_readers = False, True
-            self.matched = sum(pair.writer_knows for pair in self.pairs)
+            self.changes.is_on = False
+            self._receivers = [pair.reader.owner.own for pair in self.pairs if pair.writer_knows]
+            self.matched = len(self._receivers)
             return True
+
+    def receivers(self) -> Sequence[PeerId]:
+        """See :meth:`.api.Outlet.receivers`."""
+        return self._receivers
 
     def peers(self) -> set[int]:
         """See :meth:`.api.Endpoint.peers`."""
@@ -141,6 +148,10 @@ class MemoryOutlet(_MemoryEndpoint):
                     network.delivery.send(pair, numbered)
             self.forget_acknowledged()  # where no inlet is reliable, it is already
         return True
+
+    def write_made(self, fields: tuple[Any, ...], envelope: Envelope) -> bool:
+        """See :meth:`.api.Outlet.write_made`."""
+        return self.write(fields, (envelope.octets(),))
 
     def _waits_for_room(self) -> bool:
         self._check_open()
@@ -257,6 +268,10 @@ class MemoryInlet(_MemoryEndpoint):
     def decode(self, raw: Any) -> Any:
         """Return the sample, which is a record already."""
         return raw
+
+    def octets(self, raw: Any) -> Any:
+        """See :meth:`.api.Inlet.octets`."""
+        return raw.data
 
 
 class MemoryWaiter:

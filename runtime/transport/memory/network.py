@@ -13,6 +13,7 @@ import random
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from gradbus.runtime.transport.api import PEER_ID_BYTES, PeerId
 from gradbus.runtime.transport.channels import WINDOW_BYTES
 from gradbus.runtime.transport.memory.delivery import SampleDelivery
 from gradbus.runtime.transport.memory.pairs import EndpointPair, InletEnd, Node, OutletEnd, PairEnd
@@ -66,10 +67,15 @@ class MemoryNetwork:
         self.delivery = SampleDelivery(self)
         self._cuts: dict[frozenset[int], int] = {}
         self._numbers = itertools.count(1)
+        self._peer_ids = itertools.count(1)
 
     def close(self) -> None:
         """End its schedule: nothing arrives any more."""
         self.schedule.close()
+
+    def new_peer_id(self) -> PeerId:
+        """Return what one more transport is to call itself."""
+        return next(self._peer_ids).to_bytes(PEER_ID_BYTES, "big")
 
     def at(self, delay_s: float, function: Callable[..., object], *arguments: Any) -> None:
         """Call a function of the network after a delay."""

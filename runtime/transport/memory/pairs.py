@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from gradbus.runtime.transport.api import PeerId
 from gradbus.runtime.transport.channels import Channel
 from gradbus.runtime.transport.memory.kept_samples import KeptSamples
 
@@ -40,6 +41,16 @@ class MemoryNode:
     ended_s: float = 0.0
 
 
+class PairOwner(Protocol):
+    """A transport, as its pairs see it.
+
+    Attributes:
+        own: what it calls itself.
+    """
+
+    own: PeerId
+
+
 class PairEnd(Protocol):
     """An outlet or an inlet, as the network sees it.
 
@@ -60,7 +71,7 @@ class PairEnd(Protocol):
         """Return the job of its transport."""
 
     @property
-    def owner(self) -> object:
+    def owner(self) -> PairOwner:
         """Return its transport."""
 
     def note_match(self) -> None:

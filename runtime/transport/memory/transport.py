@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from gradbus.runtime import forks
 from gradbus.runtime.errors import BusClosed
 from gradbus.runtime.transport.access_policy import AccessPolicy
-from gradbus.runtime.transport.api import IoThread, Traits
+from gradbus.runtime.transport.api import IoThread, JobMembers, Traits
 from gradbus.runtime.transport.channels import Channel
 from gradbus.runtime.transport.memory.endpoints import MemoryInlet, MemoryOutlet, MemoryPlace, MemoryWaiter
 from gradbus.runtime.transport.memory.network import MemoryNetwork
@@ -34,14 +34,7 @@ class MemoryReach:
 
 
 class MemoryTransport(MemoryPlace):
-    """One participant of one job on a network in memory.
-
-    Attributes:
-        outlet_kind, inlet_kind: the classes of its endpoints, for subclasses with others.
-    """
-
-    outlet_kind: type[MemoryOutlet] = MemoryOutlet
-    inlet_kind: type[MemoryInlet] = MemoryInlet
+    """One participant of one job on a network in memory."""
 
     def __init__(self, network: MemoryNetwork, node: Node, job: str) -> None:
         """``node``: the process that it belongs to, which others may share."""
@@ -55,8 +48,8 @@ class MemoryTransport(MemoryPlace):
         with network.schedule.lock:
             network.participants.append(self)
 
-    def start(self, thread: IoThread) -> None:
-        """Do nothing: there is no protocol beside the bus."""
+    def start(self, thread: IoThread, members: JobMembers | None = None) -> None:
+        """Do nothing: there is no protocol beside the bus, and here nobody comes who does not belong to the job."""
 
     def look_around(self) -> bool:
         """Do nothing: there is no discovery to look at."""
@@ -68,7 +61,7 @@ class MemoryTransport(MemoryPlace):
 
     def outlet(self, channel: Channel, *, retained_samples: int = 1) -> MemoryOutlet:
         """See :meth:`.api.Transport.outlet`."""
-        outlet = self.outlet_kind(self, channel, retained_samples)
+        outlet = MemoryOutlet(self, channel, retained_samples)
         with self.network.schedule.lock:
             self._check_open(channel)
             self.outlets.append(outlet)
@@ -77,7 +70,7 @@ class MemoryTransport(MemoryPlace):
 
     def inlet(self, channel: Channel) -> MemoryInlet:
         """See :meth:`.api.Transport.inlet`."""
-        inlet = self.inlet_kind(self, channel)
+        inlet = MemoryInlet(self, channel)
         with self.network.schedule.lock:
             self._check_open(channel)
             self.inlets.append(inlet)

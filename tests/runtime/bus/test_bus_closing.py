@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bus_helpers import CHIEF, CLIENT, MIB, MODEL, UPDATE, Run, reads
+from bus_helpers import CHIEF, CLIENT, MIB, MODEL, UPDATE, Run, lowest, reads
 from patience import eventually
 
 import gradbus
@@ -301,7 +301,7 @@ def test_a_bus_receives_while_readers_and_writers_of_a_group_are_being_deleted(
     began, may_end, delete = threading.Event(), threading.Event(), domains.delete
 
     def held(entity: Any) -> None:
-        if endpoint is not None and entity is endpoint.entity:
+        if endpoint is not None and entity is lowest(endpoint).entity:
             began.set()
             assert may_end.wait(50)
         delete(entity)

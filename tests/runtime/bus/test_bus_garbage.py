@@ -18,6 +18,7 @@ from gradbus.runtime.network.network_config import NetworkConfig
 from gradbus.runtime.transport.channels import CHANNELS
 from gradbus.runtime.transport.dds import libddsc
 from gradbus.runtime.transport.dds.participant import Participant, Writer
+from gradbus.runtime.transport.sample_layout import SampleLayout
 from gradbus.runtime.wire import control, frames
 from gradbus.runtime.wire.control import Leave
 from gradbus.runtime.wire.frames import CONTROLLER, FrameKey, Kind
@@ -63,7 +64,7 @@ class Stranger:
         """Any bytes, which DDS would refuse to send: written over a sample that it has looked at. They come as they are
         to a reader in this process whose topics are of the same kind; shorter ones with zeros behind."""
         writer = self.writers[kind]
-        looked_at = right_sample(kind, writer.idl_type, len(sample))
+        looked_at = right_sample(kind, writer.layout, len(sample))
         head = looked_at[:-4]  # behind which there are zeros
 
         def write_over(room: memoryview) -> None:
@@ -76,14 +77,14 @@ class Stranger:
         assert libddsc.write_made(entity, sertype, head, 4, write_over) == libddsc.RETCODE_OK
 
 
-def right_sample(kind: type[Any], idl_type: Any, size: int) -> bytes:
+def right_sample(kind: type[Any], layout: SampleLayout, size: int) -> bytes:
     """One that DDS takes, of at least so many bytes."""
     if kind is TrainCmd:
-        command: bytes = idl_type(1, 0, 1, 0.1, 0).serialize()
+        (command,) = layout.parts((1, 0, 1, 0.1, 0), ())
+        assert isinstance(command, bytes)
         return command.ljust(-(-size // 4) * 4, b"\0")
-    octets = max(0, -(-size // 4) * 4 - len(idl_type.prefix(*FIELDS[kind], 0)))
-    head: bytes = idl_type.prefix(*FIELDS[kind], octets)
-    return head + bytes(octets)
+    octets = max(0, -(-size // 4) * 4 - len(layout.prefix(*FIELDS[kind], 0)))
+    return layout.prefix(*FIELDS[kind], octets) + bytes(octets)
 
 
 def frame(key: FrameKey, payload: bytes, chunk_bytes: int = 1 << 20) -> bytes:

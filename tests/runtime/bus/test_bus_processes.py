@@ -25,7 +25,7 @@ from bus_helpers import (
     UPDATE,
     Run,
     delays_of_the_loop,
-    participant_of,
+    membership_of,
     readers_in_dds,
     reads,
 )
@@ -33,8 +33,8 @@ from patience import eventually
 
 import gradbus
 from gradbus.runtime.security import liveness_challenge
-from gradbus.runtime.security.endpoints import EncryptedWriter
 from gradbus.runtime.security.liveness_challenge import LivenessChallenge
+from gradbus.runtime.security.sealed import SealedOutlet
 from gradbus.runtime.wire.messages import ClientUpdate, Control, ModelBlob, PeerGone, TrainCmd
 
 pytestmark = pytest.mark.slow
@@ -201,7 +201,7 @@ def test_a_reader_counts_once_both_processes_know_that_the_other_is_alive_and_th
     announce_again = LivenessChallenge.announce_again
     monkeypatch.setattr(liveness_challenge, "ACKNOWLEDGED_S", 60.0)
     has_come = False
-    monkeypatch.setattr(EncryptedWriter, "is_acknowledged", property(lambda self: has_come))
+    monkeypatch.setattr(SealedOutlet, "is_acknowledged", property(lambda self: has_come))
 
     async def main() -> None:
         async with gradbus.connect(**place, lease_s=LEASE_S) as bus, child("prove", place) as other:
@@ -210,10 +210,10 @@ def test_a_reader_counts_once_both_processes_know_that_the_other_is_alive_and_th
             await bus.matched(lambda: readers_in_dds(bus, ClientUpdate) == 1, timeout_s=20.0)
             assert bus.matched_readers(ClientUpdate) == 0
             nonlocal has_come
-            membership = participant_of(bus).membership
+            membership = membership_of(bus)
             monkeypatch.setattr(LivenessChallenge, "announce_again", lambda self: None)
             other.tell("prove it")
-            await eventually(lambda: len(membership.participants()) == 1)
+            await eventually(lambda: len(membership.known()) == 1)
             assert bus.matched_readers(ClientUpdate) == 0  # it does not know this process yet
             monkeypatch.setattr(LivenessChallenge, "announce_again", announce_again)
             membership.liveness.announce_again()

@@ -181,7 +181,7 @@ def written(hall: Hall, text: bytes) -> bytes:
     """A frame of a model that DDS has taken."""
     sealed = hall.controller.seal(MODELS, (text,), None)
     assert sealed is not None
-    sealed.written()
+    sealed.note_written()
     return sealed.octets()
 
 

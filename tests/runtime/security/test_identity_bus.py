@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bus_helpers import participant_of
+from bus_helpers import membership_of, participant_of
 from dds_domains import new_domain
 from identities import Identities
 from patience import eventually, run
@@ -22,12 +22,12 @@ from gradbus.models import NoopTask
 from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.errors import BarrierTimeout, ConfigError, FrameError, JobInUse, JoinRefused
 from gradbus.runtime.security import Security
-from gradbus.runtime.security.endpoints import wire_channel
 from gradbus.runtime.security.identity.controller_signatures import check_payload
 from gradbus.runtime.security.identity.opening import read_identity
+from gradbus.runtime.security.sealed import wire_channel
 from gradbus.runtime.security.streams import OutboundStreams
 from gradbus.runtime.transport.channels import CHANNELS
-from gradbus.runtime.transport.dds.idl_types import FrameType, ModelBlobType
+from gradbus.runtime.transport.sample_layout import FRAME, MODEL
 from gradbus.runtime.wire import control, frames
 from gradbus.runtime.wire.control import Leave, Receipt, RunEnded
 from gradbus.runtime.wire.frames import CONTROLLER, FrameKey, Kind
@@ -55,7 +55,7 @@ def opens(known: Identities) -> Callable[..., Any]:
 
 def raw_writer(bus: Bus, kind: type[Any]) -> Any:
     """What a member does that leaves our program aside: a writer of DDS for bytes that it makes itself."""
-    return participant_of(bus).plain_outlet(wire_channel(CHANNELS[kind]))
+    return participant_of(bus).outlet(wire_channel(CHANNELS[kind]))
 
 
 def group_key(party: Any) -> Any:
@@ -82,15 +82,15 @@ def test_a_member_can_make_up_neither_commands_nor_words_of_the_controller_nor_u
                     bus.open_writer(ClientUpdate)
                     await bus.matched(lambda bus=bus: bus.matched_readers(ClientUpdate) > 0, timeout_s=10)
                 party, session = (
-                    participant_of(traitor).membership.party,
-                    participant_of(victim).membership.party.session,
+                    membership_of(traitor).party,
+                    membership_of(victim).party.session,
                 )
                 keys = party.keys
                 forger = OutboundStreams(group_key(party), keys.controller)  # as if it were the controller
                 body = control.encode(RunEnded(1, True, "says the traitor"))
                 ((head, data),) = frames.split(FrameKey(Kind.CONTROL, 0, 0, CONTROLLER, 1, 1), body)
                 signed = (1 << 40).to_bytes(8, "little") + bytes(64)  # a number that is still to come, and no signature
-                sample = FrameType.prefix(len(head) + len(data)), head, data, signed
+                sample = FRAME.prefix(len(head) + len(data)), head, data, signed
                 says = raw_writer(traitor, Control)
                 await eventually(lambda: matched(says) >= 2)
                 for _ in range(50):  # past the counters that the controller has used
@@ -135,7 +135,7 @@ def test_frames_of_a_model_that_a_member_makes_up_do_not_pass_the_check_of_its_s
                 server.open_writer(ModelBlob)
                 for bus in (victim, traitor):
                     bus.open_writer(ClientUpdate)
-                    await eventually(lambda bus=bus: participant_of(bus).membership.party.keys is not None)
+                    await eventually(lambda bus=bus: membership_of(bus).party.keys is not None)
                 await server.matched(lambda: server.matched_readers(ModelBlob) > 0, timeout_s=10)
                 key = FrameKey(Kind.MODEL, 1, 1, CONTROLLER, 1, 1)
                 model = random.randbytes(100_000)
@@ -145,7 +145,7 @@ def test_frames_of_a_model_that_a_member_makes_up_do_not_pass_the_check_of_its_s
                 assert got.frame.key == signed
                 check_model(victim, got)
 
-                party = participant_of(traitor).membership.party
+                party = membership_of(traitor).party
                 forger = OutboundStreams(group_key(party), party.keys.controller)
                 writer = raw_writer(traitor, ModelBlob)
                 await eventually(lambda: matched(writer) >= 1)
@@ -154,7 +154,7 @@ def test_frames_of_a_model_that_a_member_makes_up_do_not_pass_the_check_of_its_s
                     forger.seal("train/model_blob", (b"",))
                 for forged in (signed, key, key._replace(round_id=2, name="0" * 200)):
                     ((head, data),) = frames.split(forged, poison)
-                    sample = ModelBlobType.prefix(forged.round_id, len(head) + len(data)), head, data
+                    sample = MODEL.prefix(forged.round_id, len(head) + len(data)), head, data
                     writer.write((0,), (bytes(forger.seal("train/model_blob", sample)),))
                     got = await ears.get()  # it has the key: so far it comes
                     with pytest.raises(FrameError, match=r"signature|signed"):
@@ -191,7 +191,7 @@ def test_a_controller_says_again_that_it_is_there(opens: Callable[..., Any], mon
 
     async def main() -> None:
         async with opens("robot-0") as node, opens("server"):
-            party = participant_of(node).membership.party
+            party = membership_of(node).party
             times: list[int] = []
 
             def receive(data: memoryview, source: int, now_s: float, hears: Any = party.receive_beacon) -> Any:

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from bus_helpers import participant_of
+from bus_helpers import membership_of
 from dds_domains import new_domain
 from identities import Identities
 
@@ -46,7 +46,7 @@ async def in_s(bus: Bus) -> float:
     """How long it takes to be let in."""
     began_s = time.monotonic()
     async with asyncio.timeout(60):
-        while participant_of(bus).membership.party.keys is None:  # noqa: ASYNC110 - it has no event
+        while membership_of(bus).party.keys is None:  # noqa: ASYNC110 - it has no event
             await asyncio.sleep(0.002)
     return time.monotonic() - began_s
 

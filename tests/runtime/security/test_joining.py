@@ -24,7 +24,7 @@ from gradbus.runtime.security.identity.key_messages import COMMANDS, MODELS
 from gradbus.runtime.security.identity.membership import ControllerMembership
 from gradbus.runtime.security.rate_limits import REFUSED_NAME_S
 from gradbus.runtime.security.streams import OutboundStreams, SharedKey
-from gradbus.runtime.transport.dds.idl_types import FrameType
+from gradbus.runtime.transport.sample_layout import FRAME
 from gradbus.runtime.wire import control, frames
 
 
@@ -364,7 +364,7 @@ def test_what_a_controller_says_to_one_is_sealed_for_that_one_without_being_deco
     def heard(body: control.Body) -> list[bool]:
         key = frames.FrameKey(frames.Kind.CONTROL, 0, 0, frames.CONTROLLER, 1, 1)
         ((head, data),) = frames.split(key, control.encode(body))
-        sealed = member.encrypt(CONTROL, (FrameType.prefix(len(head) + len(data)), head, data))
+        sealed = member.encrypt(CONTROL, (FRAME.prefix(len(head) + len(data)), head, data))
         assert sealed is not None
         opened = [node.open(CONTROL, sealed.octets(), hall.now_s) for node in hall.nodes]
         return [plain is not None and bytes(data) in bytes(plain) for plain in opened]

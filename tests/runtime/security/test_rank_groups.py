@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from bus_helpers import participant_of
+from bus_helpers import membership_of
 from dds_domains import new_domain
 from group_node import group_ranks
 from group_scripts import known_ranks
@@ -135,7 +135,7 @@ def test_processes_of_one_machine_share_its_key_and_a_rank_that_the_list_does_no
         async with opens("server", 0) as zero, opens("server", 1) as one, opens("host-2", 2) as two:
             buses = enumerate((zero, one, two))
             assert await together(*(sum_of(bus, rank, 3) for rank, bus in buses)) == [6.0] * 3
-            await eventually(lambda: participant_of(two).membership.keys.has_key)
+            await eventually(lambda: membership_of(two).keys.has_key)
             with pytest.raises(
                 ConfigError, match=r"rank 1 is not one of .* gives host-2: 2\. Give this process another"
             ):

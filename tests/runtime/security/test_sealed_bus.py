@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from bus_helpers import participant_of, readers_in_dds
+from bus_helpers import membership_of, readers_in_dds
 from dds_domains import new_domain
 from outsider import JOB_TOPICS, Outsider
 from patience import eventually, run, until
@@ -24,9 +24,9 @@ from gradbus.runtime.bus.participant_factory import participant_maker
 from gradbus.runtime.errors import BarrierTimeout
 from gradbus.runtime.network.network_config import NetworkConfig
 from gradbus.runtime.security import Security, liveness_challenge
-from gradbus.runtime.security.endpoints import EncryptedReader
 from gradbus.runtime.security.job_key import new_job_key, write_secret_file
 from gradbus.runtime.security.peers import MAX_HELD_EACH
+from gradbus.runtime.security.sealed import SealedInlet
 from gradbus.runtime.transport.channels import CHANNELS, collective_channel
 from gradbus.runtime.transport.dds import libddsc
 from gradbus.runtime.wire.control import Leave
@@ -103,7 +103,7 @@ def test_a_late_one_gets_all_of_a_model_that_dds_refused_at_first(
         async with gradbus.connect(**keyed) as one:
             one.open_writer(ModelBlob, retained_samples=3)
             await one.send_model(FrameKey(Kind.MODEL, 1, 1, CONTROLLER, 1), model)
-            await eventually(lambda: participant_of(one).membership.cipher.moment >= 1)
+            await eventually(lambda: membership_of(one).cipher.moment >= 1)
             async with gradbus.connect(**keyed) as late:
                 with late.subscribe(ModelBlob) as inbox:
                     parts = sorted([(m.frame.seq, bytes(m.frame.data)) for m in [await inbox.get() for _ in range(3)]])
@@ -122,7 +122,7 @@ def test_as_many_samples_are_taken_as_there_are_of_those_that_were_held_back_and
     one, other = opened(), opened()
     try:
         writer, reader = one.outlet(CHANNELS[Control]), other.inlet(CHANNELS[Control])
-        assert isinstance(reader, EncryptedReader)
+        assert isinstance(reader, SealedInlet)
         for endpoint in (writer, reader):
             until(lambda endpoint=endpoint: endpoint.refresh() or endpoint.matched)
         for _ in range(3):
@@ -222,7 +222,7 @@ def test_a_recording_of_a_living_process_is_not_taken_by_one_that_was_restarted(
                     await one.publish(CLIENT, Leave("before"))
                     await inbox.get()
                     await eventually(lambda: any(name == "train/control" for name, _ in outsider.heard))
-                await eventually(lambda: participant_of(one).membership.cipher.moment >= 1)
+                await eventually(lambda: membership_of(one).cipher.moment >= 1)
                 async with gradbus.connect(**keyed) as again, talking(one, again) as inbox:
                     with again.subscribe(TrainCmd) as commands:
                         assert await commands.get() == COMMAND  # DDS has it still

@@ -14,6 +14,9 @@ from fault_simulation.kernel import VirtualProcess, now_s
 from fault_simulation.trace import Trace
 from fault_simulation.virtual_loop import VirtualLoop
 from gradbus.runtime.bus.bus import Bus, connect_over
+from gradbus.runtime.security import Security
+from gradbus.runtime.security.identity.opening import identity_membership
+from gradbus.runtime.security.sealed import Sealed
 from gradbus.runtime.transport.memory.network import MemoryNetwork
 from gradbus.runtime.transport.memory.pairs import EndpointPair
 from gradbus.runtime.transport.memory.transport import MemoryTransport
@@ -75,3 +78,15 @@ def virtual_network(loop: VirtualLoop, seed: int | str, trace: Trace) -> MemoryN
 def connected(process: VirtualProcess, job: str = "simulation") -> AbstractAsyncContextManager[Bus]:
     """Open a bus of a virtual process, without protection."""
     return connect_over(partial(MemoryTransport, process.world.network, process), job)
+
+
+def connected_with_identity(
+    process: VirtualProcess, security: Security, job: str = "simulation"
+) -> AbstractAsyncContextManager[Bus]:
+    """Open a bus of a virtual process that has a key of its own: encrypted as it is on any transport."""
+
+    def opened(job: str) -> Sealed:
+        membership = identity_membership(job, security)
+        return Sealed(MemoryTransport(process.world.network, process, job), membership)
+
+    return connect_over(opened, job)

@@ -48,7 +48,7 @@ def of_python() -> list[Patch]:
 
 def of_gradbus() -> list[Patch]:
     """Return the names of gradbus that are replaced. Importing this function's modules loads gradbus."""
-    from fault_simulation import decisions, drivers, encrypted_endpoints, processes
+    from fault_simulation import decisions, drivers, processes
     from gradbus.actors.parameter_server.clocks import Clocks
     from gradbus.actors.parameter_server.requests import ServerRequests
     from gradbus.actors.parameter_server.service import Service
@@ -58,8 +58,7 @@ def of_gradbus() -> list[Patch]:
     from gradbus.runtime import drive, spinning
     from gradbus.runtime.bus import bus, raw_endpoints
     from gradbus.runtime.collectives.agreement import GenerationAgreement
-    from gradbus.runtime.security import endpoints as security_endpoints
-    from gradbus.runtime.security.identity import handshake, join_client, join_transport
+    from gradbus.runtime.security.identity import handshake, join_client
     from gradbus.runtime.testing import instrumentation, journal
     from gradbus.runtime.transport import peer_processes
 
@@ -73,15 +72,6 @@ def of_gradbus() -> list[Patch]:
         Patch(drive, "driver", drivers.StepDriver, "the virtual loop drives the steps of a bus, not a thread"),
         Patch(drive, "later", drivers.DeferredCall, "deletions run a moment later, on the virtual loop"),
         Patch(drive, "executor", drivers.virtual_executor, "computations run in line, at a virtual cost"),
-        Patch(
-            security_endpoints,
-            "EncryptedParticipant",
-            encrypted_endpoints.MemoryEncryptedParticipant,
-            "the network in memory below what is encrypted, not DDS",
-        ),
-        Patch(
-            join_transport, "JoinReader", encrypted_endpoints.MemoryJoinReader, "it reads from the network in memory"
-        ),
         Patch(bus.Bus, "drain", drivers.drain_topic, "a thread that waits for acknowledgements would stop the time"),
         Patch(raw_endpoints.RawEndpoints, "drain", drivers.drain_endpoints, "likewise"),
         Patch(peer_processes, "own_claim", processes.own_claim, kernel_reason),

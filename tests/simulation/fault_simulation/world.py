@@ -25,7 +25,7 @@ from fault_simulation.faults import CONTROLLER, MACHINES, Fault, draw_plan
 from fault_simulation.findings import BOUNDS, ENDS, EXCEPTIONS, LOGS, MEAN, REPLACED, TASKS, Finding
 from fault_simulation.flavours import CALM, FLAVOURS, Circumstances, draw_circumstances
 from fault_simulation.kernel import CLOCK, START_S, Killed, VirtualProcess, current, generator, now_s
-from fault_simulation.memory import connected, virtual_network
+from fault_simulation.memory import connected, connected_with_identity, virtual_network
 from fault_simulation.seeds import SMALL
 from fault_simulation.tasks import DIM, TRAINING_SEED, PacketTask, ReportingTask
 from fault_simulation.trace import Trace
@@ -34,10 +34,9 @@ from fault_simulation.virtual_loop import Deadlock, Livelock, VirtualLoop
 from gradbus.actors import Client, Controller, Site
 from gradbus.actors.federated.client.last_model import LAST_MODEL_S
 from gradbus.models import NoopTask
-from gradbus.runtime.bus.bus import Bus, connect  # not gradbus.connect, which loads on a real thread
+from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.config.federated import ClientConfig, FederatedConfig
 from gradbus.runtime.errors import CheckpointError, ControllerReplaced, JoinRefused
-from gradbus.runtime.network.network_config import NetworkConfig
 from gradbus.runtime.transport.memory.network import MemoryNetwork
 
 ROUND_LIMIT_S = 65.0  # of virtual time, for each round with all faults
@@ -550,8 +549,7 @@ class World:
     def _bus_of(self, process: VirtualProcess, job: str = "simulation") -> AbstractAsyncContextManager[Bus]:
         if self.identities is None:
             return connected(process, job)
-        security = self.identities.security_of(process)
-        return connect(job, network=NetworkConfig(shared_memory=False), security=security)
+        return connected_with_identity(process, self.identities.security_of(process), job)
 
     def _note_change(self, client_id: int, round_id: int, change: torch.Tensor) -> None:
         self._changes[client_id, round_id] = change

@@ -24,7 +24,7 @@ _WATCHED = (
     "gradbus.commands.rundir.reading", "gradbus.models.mnist_files", "gradbus.runtime.checkpoint",
     "gradbus.runtime.collectives.data_movement", "gradbus.runtime.collectives.engine",
     "gradbus.runtime.collectives.objects",
-    "gradbus.runtime.collectives.tensors", "gradbus.runtime.config", "gradbus.runtime.transport.dds.idl_types",
+    "gradbus.runtime.collectives.tensors", "gradbus.runtime.config", "gradbus.runtime.transport.sample_layout",
     "gradbus.runtime.transport.channels", "gradbus.runtime.json_text", "gradbus.runtime.profiling.summary",
     "gradbus.runtime.security", "gradbus.runtime.shm", "gradbus.runtime.wire", "gradbus.runtime.algorithms.parts",
     "gradbus.torch.store.messages",

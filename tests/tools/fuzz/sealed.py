@@ -18,11 +18,10 @@ from gradbus.runtime.security.liveness_challenge import (
     parse_challenge,
 )
 from gradbus.runtime.security.peers import MAX_HELD_EACH
-from gradbus.runtime.transport.dds import idl_types
+from gradbus.runtime.transport.sample_layout import LAYOUTS, SampleError
 
 _JOB, _TOPIC = "fuzz", "train/client_update"
 _CHOSEN_BYTES = 1 + 8 + 4 + 4  # of an input: session, counter, size, moment
-_TYPES = (idl_types.TrainCmdType, idl_types.ClientUpdateType, idl_types.ModelBlobType, idl_types.FrameType)
 _KEPT_BYTES = 64 << 10  # beside the sample: what is remembered of a session
 
 
@@ -80,10 +79,10 @@ def _take(receiver: SessionCipher, opened: Opened | None) -> None:
     """As the reader does: a sample of some type, kept until its session is proven."""
     if opened is None:
         return
-    for kind in _TYPES:
+    for layout in LAYOUTS.values():
         try:
-            sample = kind.deserialize(opened.data)  # type: ignore[arg-type]
-        except idl_types.SampleError:
+            sample = layout.decode(opened.data)
+        except SampleError:
             continue
         must(len(getattr(sample, "data", b"")) <= len(opened.data), "more octets than there are")
         try:
@@ -98,10 +97,8 @@ def _take(receiver: SessionCipher, opened: Opened | None) -> None:
 
 def _envelope_seeds() -> list[bytes]:
     sealed = bytes(SessionCipher(_keys()).encryptor(_TOPIC).seal((b"sample",)))
-    samples = [
-        idl_types.TrainCmdType(1, 2, 3, 0.5, 4).serialize(), idl_types.ClientUpdateType(1, 2, 3, b"octets").serialize(),  # type: ignore[arg-type]
-        idl_types.ModelBlobType(1, b"octets").serialize(), idl_types.FrameType(b"octets").serialize(),  # type: ignore[arg-type]
-    ]  # fmt: skip
+    fields = {"TrainCmd": (1, 2, 3, 0.5, 4), "ClientUpdate": (1, 2, 3), "ModelBlob": (1,), "Frame": ()}
+    samples = [b"".join(LAYOUTS[name].parts(fields[name], (b"octets\0\0",))) for name in fields]
     chosen = [
         bytes([0x80 + number % 2])
         + counter.to_bytes(8, "little")

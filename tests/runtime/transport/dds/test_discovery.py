@@ -130,7 +130,7 @@ def test_after_a_while_only_the_first_port_and_those_of_known_participants_get_a
     with node(lease_s=1.0) as (made, domain), ExitStack() as stack:
         ports = discovery_ports(domain)
         heard = {index: stack.enter_context(_port(ports[index])) for index in (1, 100, 120)}
-        assert all(one.recv(2_000)[8:20] == made.prefix for one in heard.values())
+        assert all(one.recv(2_000)[8:20] == made.own for one in heard.values())
         known = announcement(os.urandom(12), "").replace(_locator(9), _locator(ports[100]))
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as speaker:
             speaker.sendto(known, discovery.own_addresses(domain)[0])
@@ -141,7 +141,7 @@ def test_after_a_while_only_the_first_port_and_those_of_known_participants_get_a
                 while heard[index].recv(2_000):
                     pass
         _drop_what_has_come(heard[100])
-        assert heard[100].recv(2_000)[8:20] == made.prefix
+        assert heard[100].recv(2_000)[8:20] == made.own
 
 
 def _port(number: int) -> socket.socket:

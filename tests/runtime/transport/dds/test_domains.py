@@ -21,7 +21,7 @@ import gradbus
 from gradbus.runtime.bus import bus as bus_module
 from gradbus.runtime.errors import BusError, ConfigError
 from gradbus.runtime.network.network_config import NetworkConfig
-from gradbus.runtime.security.endpoints import EncryptedParticipant
+from gradbus.runtime.security.sealed import Sealed
 from gradbus.runtime.transport.dds import domains, libddsc, native_topics
 from gradbus.runtime.transport.dds import participant as dds
 from gradbus.runtime.transport.dds.network import build_xml
@@ -169,7 +169,7 @@ def test_the_receive_thread_of_a_bus_that_cannot_be_opened_has_ended_before_it_l
         async with gradbus.connect(job=job("first"), domain=DOMAIN):
             pass
 
-    monkeypatch.setattr(EncryptedParticipant, "start", fail)
+    monkeypatch.setattr(Sealed, "start", fail)
     monkeypatch.setattr(dds.Participant, "close", note)
     with pytest.raises(BusError, match="no greeting"):
         asyncio.run(open_one())

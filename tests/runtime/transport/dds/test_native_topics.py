@@ -26,6 +26,7 @@ from gradbus.runtime.collectives.reductions import Contribution
 from gradbus.runtime.network.network_config import NetworkConfig
 from gradbus.runtime.transport.channels import READABLE, Channel
 from gradbus.runtime.transport.dds import libddsc, native_topics, participant
+from gradbus.runtime.transport.dds.idl_types import IDL_TYPES
 from gradbus.runtime.wire.control import Leave
 from gradbus.runtime.wire.messages import ClientUpdate, Control, ModelBlob, TrainCmd
 
@@ -161,7 +162,7 @@ def test_a_type_is_described_as_cyclone_itself_would(run: Run, name: str, place:
     )
     free_typeinfo = libddsc.function("dds_free_typeinfo", ct.c_int32, ct.c_void_p)
     delete = libddsc.function("dds_delete_topic_descriptor", None, ct.c_void_p)
-    idl_type = participant.IDL_TYPES[name]
+    idl_type = IDL_TYPES[name]
 
     async def main() -> None:
         async with gradbus.connect(**place) as bus:
@@ -244,7 +245,7 @@ def test_a_sample_that_is_made_where_dds_keeps_it_arrives_whole(run: Run, size: 
 
     async def main() -> None:
         async with matched_pair(place) as (writer, reader):
-            head = writer.idl_type.prefix(size)
+            head = writer.layout.prefix(size)
             sertype = libddsc.sertype_of(writer.entity)
             assert libddsc.write_made(libddsc.handle_of(writer.entity), sertype, head, size, make) == libddsc.RETCODE_OK
             assert reader.octets(await next_sample(reader)) == made
@@ -261,7 +262,7 @@ def test_of_a_sample_that_could_not_be_made_nothing_is_written(run: Run, place: 
         async with matched_pair(place) as (writer, reader):
             sertype = libddsc.sertype_of(writer.entity)
             with pytest.raises(ValueError, match="no more"):
-                libddsc.write_made(libddsc.handle_of(writer.entity), sertype, writer.idl_type.prefix(MIB), MIB, fail)
+                libddsc.write_made(libddsc.handle_of(writer.entity), sertype, writer.layout.prefix(MIB), MIB, fail)
             assert writer.write((), (b"next",))
             assert reader.octets(await next_sample(reader)) == b"next"
 
@@ -274,7 +275,7 @@ def test_a_sample_in_one_piece_arrives_as_one_in_parts_does(run: Run, size: int,
 
     async def main() -> None:
         async with matched_pair(place) as (writer, reader):
-            head = writer.idl_type.prefix(size)
+            head = writer.layout.prefix(size)
             for parts in ((head + octets,), (head, octets), (head, octets[:1], octets[1:])):
                 libddsc.write(libddsc.handle_of(writer.entity), libddsc.sertype_of(writer.entity), parts)
                 assert reader.octets(await next_sample(reader)) == octets

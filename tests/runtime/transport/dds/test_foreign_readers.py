@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +22,7 @@ from weakref import WeakSet
 
 import pytest
 import torch
-from bus_helpers import participant_of, readers_in_dds, receiver_of
+from bus_helpers import membership_of, participant_of, readers_in_dds, receiver_of
 from dds_domains import new_domain
 from identities import Identities
 from patience import eventually, run
@@ -31,15 +32,16 @@ from torch_node import SceneRanks
 import gradbus
 from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.network.network_config import NetworkConfig
-from gradbus.runtime.security import Security, foreign_readers
+from gradbus.runtime.security import Security
 from gradbus.runtime.security.job_key import new_job_key, write_secret_file
 from gradbus.runtime.transport.api import Periodic
+from gradbus.runtime.transport.dds import foreign_readers
 from gradbus.runtime.transport.dds.libddsc import MatchedReader
 from gradbus.runtime.wire.frames import CONTROLLER, FrameKey, Kind
 from gradbus.runtime.wire.messages import ModelBlob
 
 pytestmark = pytest.mark.slow
-STRANGER = Path(__file__).parents[2] / "support" / "never_takes.py"
+STRANGER = Path(__file__).parents[3] / "support" / "never_takes.py"
 MODEL = bytes(4 << 20)
 LEASE_S = 20.0  # a busy machine stands still for longer than a short one
 _numbers = count()
@@ -254,7 +256,7 @@ def test_a_member_that_stands_still_is_waited_for_and_not_taken_for_a_stranger(
             async with gradbus.connect(**keyed) as bus:
                 bus.open_writer(ModelBlob)
                 await bus.matched(lambda: readers_in_dds(bus, ModelBlob) == 1, timeout_s=20)
-                await eventually(lambda: len(participant_of(bus).membership.participants()) == 1)
+                await eventually(lambda: len(membership_of(bus).known()) == 1)
                 member.send_signal(signal.SIGSTOP)
                 sending = asyncio.create_task(sends_models(bus, 12))
                 done, _ = await asyncio.wait([sending], timeout=2 * foreign_readers.GRACE_S)
@@ -314,10 +316,9 @@ def test_a_member_that_was_excluded_just_before_its_greeting_was_read_is_found_a
             async with gradbus.connect(**keyed) as bus:
                 bus.open_writer(ModelBlob)
                 await bus.matched(lambda: readers_in_dds(bus, ModelBlob) == 1, timeout_s=20)
-                await eventually(lambda: len(participant_of(bus).membership.participants()) == 1)
-                (member,) = participant_of(bus).membership.participants()
-                watch: Any = receiver_of(bus).on_new_readers
-                exclude = watch.__self__._exclude  # noqa: SLF001 - known as a member, it is excluded no more
+                await eventually(lambda: len(membership_of(bus).known()) == 1)
+                (member,) = membership_of(bus).known()
+                exclude = participant_of(bus)._foreign._exclude  # noqa: SLF001 - known as a member, it is excluded no more
                 receiver_of(bus).add_periodic(Periodic(lambda: bool(exclude({member: ""}, time.monotonic()))))
                 await eventually(lambda: readers_in_dds(bus, ModelBlob) == 0)
                 await bus.matched(lambda: bus.matched_readers(ModelBlob) == 1, timeout_s=30)
@@ -343,20 +344,20 @@ def test_a_newcomer_is_not_excluded_for_what_it_sent_while_this_process_stood_st
     monkeypatch: pytest.MonkeyPatch, pause_s: float
 ) -> None:
     """It came just before; its greeting is read as soon as this process goes on. The clock is that of the test."""
-    clock, guest = _Clock(), bytes(16)
+    clock, guest = _Clock(), bytes(12)
     writer = Mock(
-        topic=SimpleNamespace(name="train/x"),
-        has_new_readers=True,
+        channel=SimpleNamespace(name="train/x"),
         awaited_since_s=clock.now_s,
         refused_since_s=0.0,
         throttled_s=0.0,
-        readers=lambda known: {1: MatchedReader(guest, True)},
+        readers={1: MatchedReader(guest, True)},
     )
-    receiver: Any = SimpleNamespace(writers=[writer], rejected=Counter[str](), add_periodic=lambda periodic: None)
-    node: Any = SimpleNamespace(own_prefixes=set, claims=dict, exclusion=lambda: Mock())
-    members: set[bytes] = set()
+    receiver: Any = SimpleNamespace(rejected=Counter[str](), add_periodic=lambda periodic: None)
+    node: Any = SimpleNamespace(writers=[writer], own_prefixes=set, claims=dict, exclusion=lambda: Mock())
+    known: set[bytes] = set()
+    members: Any = SimpleNamespace(known=lambda: known, knows_all=True)
     monkeypatch.setattr(foreign_readers, "time", clock)
-    readers = foreign_readers.ForeignReaders(node, receiver, lambda: members)
+    readers = foreign_readers.ForeignReaders(node, receiver, members)
 
     def look_for(seconds: float) -> int:
         for _ in range(round(seconds / 0.05)):
@@ -368,7 +369,7 @@ def test_a_newcomer_is_not_excluded_for_what_it_sent_while_this_process_stood_st
     clock.now_s += pause_s
     assert look_for(foreign_readers.GRACE_S - foreign_readers.COUNTED_S - 0.2) == 0  # a stranger has so much time left
     if pause_s:
-        members.add(guest[:12])
+        known.add(guest)
     assert look_for(2.0) == (0 if pause_s else 1)
 
 
@@ -387,25 +388,25 @@ def deletes_together(monkeypatch: pytest.MonkeyPatch, needed_s: Sequence[float])
 
     writers: list[Any] = [
         Mock(
-            topic=SimpleNamespace(name=f"train/{number}"),
-            has_new_readers=True,
+            channel=SimpleNamespace(name=f"train/{number}"),
             awaited_since_s=0.0,
             refused_since_s=0.0,
             throttled_s=0.0,
             wait_for_acks=waiting(ack_s),
-            readers=lambda known, guest=bytes([number]) * 16: {1: MatchedReader(guest, True)},
+            readers={1: MatchedReader(bytes([number]) * 12, True)},
         )
         for number, ack_s in enumerate(needed_s, 101)
     ]
-    receiver: Any = SimpleNamespace(writers=writers, rejected=Counter[str](), add_periodic=lambda periodic: None)
-    node: Any = SimpleNamespace(own_prefixes=set, claims=dict, exclusion=lambda: Mock())
+    receiver: Any = SimpleNamespace(rejected=Counter[str](), add_periodic=lambda periodic: None)
+    node: Any = SimpleNamespace(writers=writers, own_prefixes=set, claims=dict, exclusion=lambda: Mock())
+    nobody: Any = SimpleNamespace(known=set, knows_all=True)
     monkeypatch.setattr(foreign_readers, "time", clock)
     monkeypatch.setattr(foreign_readers, "MAX_FOREIGN", 100)
     monkeypatch.setattr(foreign_readers.ForeignReaders, "_all", WeakSet())  # no others, which may know these guests
-    readers = foreign_readers.ForeignReaders(node, receiver, set)
+    readers = foreign_readers.ForeignReaders(node, receiver, nobody)
     readers.check()
     clock.now_s += foreign_readers.GRACE_S + 0.1
-    readers.before_deletion(writers)
+    readers.exclude_late(writers)
     return waited_s, receiver.rejected["foreign reader"]
 
 
@@ -423,3 +424,42 @@ def test_a_reader_that_takes_its_samples_is_not_excluded_for_the_time_that_anoth
     waited_s, excluded = deletes_together(monkeypatch, [math.inf, 0.001])
     assert waited_s == pytest.approx([foreign_readers.ACKS_S, 0.001])
     assert excluded == 1
+
+
+def test_the_io_thread_goes_on_checking_while_a_deletion_waits_for_a_foreign_reader(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    waits, may_end, clock = threading.Event(), threading.Event(), _Clock()
+
+    def wait_for_acks(timeout_s: float) -> bool:
+        waits.set()
+        assert may_end.wait(30)
+        return False
+
+    guest = bytes([201]) * 12
+    writer = Mock(
+        channel=SimpleNamespace(name="train/x"),
+        awaited_since_s=0.0,
+        refused_since_s=0.0,
+        throttled_s=0.0,
+        wait_for_acks=wait_for_acks,
+        readers={1: MatchedReader(guest, True)},
+    )
+    receiver: Any = SimpleNamespace(rejected=Counter[str](), add_periodic=lambda periodic: None)
+    node: Any = SimpleNamespace(writers=[writer], own_prefixes=set, claims=dict, exclusion=lambda: Mock())
+    nobody: Any = SimpleNamespace(known=set, knows_all=True)
+    monkeypatch.setattr(foreign_readers, "time", clock)
+    monkeypatch.setattr(foreign_readers.ForeignReaders, "_all", WeakSet())
+    readers = foreign_readers.ForeignReaders(node, receiver, nobody)
+    readers.check()
+    clock.now_s += foreign_readers.GRACE_S + 0.1
+    deleting = threading.Thread(target=readers.exclude_late, args=([writer],), daemon=True)
+    deleting.start()
+    assert waits.wait(30)
+    checking = threading.Thread(target=readers.check, daemon=True)
+    checking.start()
+    checking.join(30)
+    assert not checking.is_alive()
+    may_end.set()
+    deleting.join(30)
+    assert receiver.rejected["foreign reader"] == 1

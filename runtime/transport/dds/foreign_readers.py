@@ -1,7 +1,7 @@
 """Excludes foreign readers, those of DDS participants of no member, when writers wait for them.
 
 A reliable writer waits for all readers that DDS matches, and DDS matches every announced reader: also one without the
-key, which takes nothing and acknowledges nothing, so that writes wait and members seem to be late. Members announce
+key, which takes nothing and acknowledges nothing, so that writes wait and members seem to be late. JobMembers announce
 their participants in encrypted messages; all others are foreign. As long as they delay nothing they may stay: they can
 be nodes that wait for admission, or a ``gradbus status`` with another key. But when writes wait for readers, and some
 of those are foreign, or when there are many foreign ones, they are excluded from this process's DDS for a while,
@@ -9,26 +9,29 @@ longer each time.
 
 A participant that was excluded by mistake, as it announced itself late while writes waited, is readmitted when that
 while is over, or as soon as its announcement is read. Not for the level ``none``, where everybody is a member.
+
+The I/O thread checks, and deletion threads exclude late readers before they delete writers: a lock keeps them apart,
+which is not held while a deletion waits for acknowledgements.
 """
 
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import ClassVar
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
 
 from gradbus.runtime import forks
 from gradbus.runtime.logs import get_logger
-from gradbus.runtime.security.rate_limits import TokenBucket
-from gradbus.runtime.transport.api import IoThread, Periodic
+from gradbus.runtime.token_buckets import TokenBucket
+from gradbus.runtime.transport.api import IoThread, JobMembers, PeerId, Periodic
+from gradbus.runtime.transport.channels import Channel
 from gradbus.runtime.transport.dds.discovery import Claim
 from gradbus.runtime.transport.dds.exclusion import Exclusion, describe
 from gradbus.runtime.transport.dds.libddsc import MatchedReader
-from gradbus.runtime.transport.dds.participant import Participant, Writer
-from gradbus.runtime.transport.dds.spdp import PREFIX_BYTES
 
 IDLE_S = 1.0  # interval of checks while no writer has foreign readers
 CHECK_S, QUIET_CHECK_S = 0.05, 0.25  # the same of writers that have some; the latter while none is delayed
@@ -51,7 +54,52 @@ LINES_PER_S, LINES_AT_ONCE = 0.5, 5  # log events
 
 log = get_logger("bus")
 
-Members = Callable[[], Collection[bytes] | None]
+
+class WatchedWriter(Protocol):
+    """A writer, as far as it is watched.
+
+    Attributes:
+        readers: those that are matched, by handle.
+    """
+
+    channel: Channel
+    readers: Mapping[int, MatchedReader]
+
+    @property
+    def throttled_s(self) -> float:
+        """Return how long writes have waited for readers, all together."""
+
+    @property
+    def awaited_since_s(self) -> float:
+        """Return since when a caller waits for the acknowledgements of all readers; 0: none does."""
+
+    @property
+    def refused_since_s(self) -> float:
+        """Return since when no write was accepted; 0: the last one was."""
+
+    @property
+    def is_acknowledged(self) -> bool:
+        """Return whether all readers have acknowledged all that was written."""
+
+    def wait_for_acks(self, timeout_s: float) -> bool:
+        """Return whether they have within so long."""
+
+
+class WatchedParticipant(Protocol):
+    """The DDS participant of a bus, whose writers are watched."""
+
+    @property
+    def writers(self) -> Sequence[WatchedWriter]:
+        """Return all that are open now."""
+
+    def own_prefixes(self) -> set[PeerId]:
+        """Return those of the participants of this process."""
+
+    def claims(self) -> dict[PeerId, Claim]:
+        """Return what discovery says of each participant."""
+
+    def exclusion(self) -> Exclusion:
+        """Return what excludes participants. Raises OSError, ValueError: that cannot be done."""
 
 
 @dataclass(slots=True)
@@ -70,22 +118,19 @@ class _Exclusion:
 
 @dataclass(slots=True, eq=False)
 class _Watched:
-    """A writer, its readers, and how long it has waited for them.
+    """A writer, and how long it has waited for its readers.
 
     Attributes:
-        readers: by handle.
         throttled_s: total waiting time at ``since_s``; negative: it was not measured yet.
     """
 
-    writer: Writer
-    readers: dict[int, MatchedReader] = field(default_factory=dict)
+    writer: WatchedWriter
     since_s: float = 0.0
     throttled_s: float = -1.0
 
-    def prefixes(self, *, reliable: bool) -> set[bytes]:
-        """GUID prefixes of the readers' participants. ``reliable``: only of those that the writer waits for."""
-        found = [one.participant for one in self.readers.values() if one.is_reliable or not reliable]
-        return {guid[:PREFIX_BYTES] for guid in found}
+    def prefixes(self, *, reliable: bool) -> set[PeerId]:
+        """Return the readers' participants. ``reliable``: only of those that the writer waits for."""
+        return {one.participant for one in self.writer.readers.values() if one.is_reliable or not reliable}
 
     def is_delayed(self, now_s: float, window_s: float) -> bool:
         """Whether writes have waited for a good part of the time since the last call, at least ``window_s``; or a
@@ -104,27 +149,21 @@ class _Watched:
 
 
 class ForeignReaders:
-    """Watches the readers matched with one bus, on its receive thread."""
+    """Watches the readers of one participant's writers, on the I/O thread of its bus."""
 
     _all: ClassVar[weakref.WeakSet[ForeignReaders]] = weakref.WeakSet()  # of this process: each has its own members
     _all_lock: ClassVar[forks.ForkLock] = forks.ForkLock()  # each has a thread of its own
 
-    def __init__(self, node: Participant, thread: IoThread, members: Members, *, knows_all: bool = True) -> None:
-        """Start to watch, on the receive thread.
-
-        Args:
-            members: returns the GUID prefixes of the members' participants; None: this process is no member itself
-                yet, and cannot tell.
-            knows_all: whether these are all members: then many foreign readers are too many, and an excluded one is
-                no member.
-        """
+    def __init__(self, node: WatchedParticipant, thread: IoThread, members: JobMembers) -> None:
+        """Start to watch. ``members``: of the job. If they know all, many foreign readers are too many, and an excluded
+        one is no member."""
         self._node = node
         self._thread = thread
         self.members = members
-        self._knows_all = knows_all
-        self._watched: dict[Writer, _Watched] = {}
-        self._foreign: dict[bytes, float] = {}  # time of the first check that has found it
-        self._excluded: dict[bytes, _Exclusion] = {}
+        self._lock = threading.Lock()
+        self._watched: dict[WatchedWriter, _Watched] = {}
+        self._foreign: dict[PeerId, float] = {}  # time of the first check that has found it
+        self._excluded: dict[PeerId, _Exclusion] = {}
         self._alert_until_s = self._strict_until_s = 0.0
         self._strain_s = self._strained_s = 0.0  # waiting time of writes, and when it was updated
         self._has_new = True
@@ -135,16 +174,20 @@ class ForeignReaders:
         with ForeignReaders._all_lock:
             ForeignReaders._all.add(self)
         self._periodic = Periodic(self.check, IDLE_S)
-        thread.on_new_readers = self._on_new_readers
-        thread.before_deletion = self.before_deletion
         thread.add_periodic(self._periodic)
 
-    def _on_new_readers(self) -> None:
+    def note_new_readers(self) -> None:
+        """Check soon: the matched readers of a writer have changed. Only the I/O thread calls this."""
         self._has_new = True
         self._thread.call_within(self._periodic, CHECK_S)
 
     def check(self) -> bool:
         """Check whether writes wait for foreign readers, and set the time of the next check."""
+        with self._lock:
+            self._check()
+        return True
+
+    def _check(self) -> None:
         now_s = time.monotonic()
         pause_s, self._checked_s = now_s - self._checked_s, now_s
         if pause_s > PAUSE_S:
@@ -153,49 +196,50 @@ class ForeignReaders:
             shift_s = pause_s - COUNTED_S
             self._foreign = {prefix: min(now_s, since_s + shift_s) for prefix, since_s in self._foreign.items()}
         is_new, self._has_new = self._has_new, False
-        if is_new:
-            self._watched = {writer: self._watched.get(writer) or _Watched(writer) for writer in self._thread.writers}
-            for writer, watched in self._watched.items():
-                if writer.has_new_readers:
-                    writer.has_new_readers = False
-                    watched.readers = writer.readers(watched.readers)
-        self._periodic.every_s = self._judge(now_s) if is_new or self._foreign or self._excluded else IDLE_S
-        return True
+        if is_new or self._foreign or self._excluded:
+            self._watched = {writer: self._watched.get(writer) or _Watched(writer) for writer in self._node.writers}
+            self._periodic.every_s = self._judge(now_s)
+        else:
+            self._periodic.every_s = IDLE_S
 
-    def before_deletion(self, writers: Sequence[Writer]) -> None:
-        """Exclude foreign readers that have not taken all samples of writers: to delete a writer takes up to a second
-        while a reader has not.
+    def exclude_late(self, writers: Sequence[WatchedWriter]) -> None:
+        """Exclude foreign readers that have not taken all samples of writers that are about to be deleted: that takes
+        up to a second while a reader has not. Any thread but the event loop's may call this.
 
         A process that does not know all members logs nothing of that: mostly these are members that end at the same
         time, and nothing of this process waits for them any more.
         """
-        members = self.members()
+        members = self.members.known()
         if members is None or not self._foreign:
             return
         known = self._node.own_prefixes() | set(members)
         now_s = time.monotonic()
         until_s = now_s + ACKS_S  # of all writers together
-        for watched in [self._watched[writer] for writer in writers if writer in self._watched]:
-            late = {
-                prefix
-                for prefix in watched.prefixes(reliable=True) - known
-                if not self._is_out(prefix) and now_s - self._foreign.get(prefix, now_s) > GRACE_S
-            }
-            if late and not watched.writer.wait_for_acks(max(LEAST_ACKS_S, until_s - time.monotonic())):
-                self._exclude(dict.fromkeys(late, watched.writer.channel.name), now_s, is_logged=self._knows_all)
+        for writer in writers:
+            foreign = self._lasting(writer, known, now_s)
+            if foreign and not writer.wait_for_acks(max(LEAST_ACKS_S, until_s - time.monotonic())):
+                with self._lock:
+                    late = {prefix: writer.channel.name for prefix in foreign if not self._is_out(prefix)}
+                    self._exclude(late, now_s, is_logged=self.members.knows_all)
 
-    def _is_out(self, prefix: bytes) -> bool:
+    def _lasting(self, writer: WatchedWriter, known: set[PeerId], now_s: float) -> set[PeerId]:
+        """Return the foreign participants that a writer waits for and that are past their time of grace."""
+        with self._lock:
+            found = _Watched(writer).prefixes(reliable=True) - known
+            return {one for one in found if not self._is_out(one) and now_s - self._foreign.get(one, now_s) > GRACE_S}
+
+    def _is_out(self, prefix: PeerId) -> bool:
         known = self._excluded.get(prefix)
         return known is not None and known.is_out
 
     def _judge(self, now_s: float) -> float:
         """Exclude participants and readmit others; returns the interval to the next check."""
-        members = self.members()
+        members = self.members.known()
         if members is None:
             return IDLE_S
         known = self._node.own_prefixes() | set(members)
-        present: set[bytes] = set()
-        suspects: list[tuple[_Watched, set[bytes]]] = []
+        present: set[PeerId] = set()
+        suspects: list[tuple[_Watched, set[PeerId]]] = []
         for watched in self._watched.values():
             present |= watched.prefixes(reliable=False) - known
             if foreign := watched.prefixes(reliable=True) - known:
@@ -203,7 +247,7 @@ class ForeignReaders:
         self._foreign = {prefix: self._foreign.get(prefix, now_s) for prefix in present}
         out = self._delaying(suspects, now_s)
         settled = [one for one, since_s in self._foreign.items() if now_s - since_s > SETTLED_S]
-        if len(settled) > MAX_FOREIGN and self._knows_all:
+        if len(settled) > MAX_FOREIGN and self.members.knows_all:
             out.update(dict.fromkeys(settled, ""))
         for prefix in present:
             if self._is_out(prefix):  # it was faster than its placeholder
@@ -214,11 +258,11 @@ class ForeignReaders:
             return IDLE_S
         return CHECK_S if self._strain_s > 0 or now_s < self._strict_until_s else QUIET_CHECK_S
 
-    def _delaying(self, suspects: list[tuple[_Watched, set[bytes]]], now_s: float) -> dict[bytes, str]:
+    def _delaying(self, suspects: list[tuple[_Watched, set[PeerId]]], now_s: float) -> dict[PeerId, str]:
         """Return the foreign participants that writes wait for, past their time of grace, and the topic."""
         is_strict = now_s < self._strict_until_s
         grace_s = 0.0 if is_strict else SHORT_GRACE_S if now_s < self._alert_until_s else GRACE_S
-        out: dict[bytes, str] = {}
+        out: dict[PeerId, str] = {}
         is_delayed = False
         for watched, foreign in suspects:
             if watched.is_delayed(now_s, CHECK_S if is_strict else WINDOW_S):
@@ -233,20 +277,22 @@ class ForeignReaders:
             self._strain_s, self._strict_until_s = STRAIN_S, now_s + ALERT_S
         return out
 
-    def _exclude(self, out: dict[bytes, str], now_s: float, *, is_logged: bool = True) -> None:
+    def _exclude(self, out: dict[PeerId, str], now_s: float, *, is_logged: bool = True) -> None:
         with ForeignReaders._all_lock:
             elsewhere = [other for other in ForeignReaders._all if other is not self]
         chosen = [
             prefix
             for prefix in out
-            if not any(prefix in (other.members() or ()) or other.is_excluding(prefix, now_s) for other in elsewhere)
+            if not any(
+                prefix in (other.members.known() or ()) or other.is_excluding(prefix, now_s) for other in elsewhere
+            )
         ]
         exclusion = self._exclusion() if chosen else None
         if exclusion is None:
             return
         self._alert_until_s = now_s + ALERT_S
         fresh = [prefix for prefix in chosen if not self._is_out(prefix)]
-        claims: dict[bytes, Claim] = {}
+        claims: dict[PeerId, Claim] = {}
         if fresh:
             with contextlib.suppress(Exception):  # what others announce may be anything
                 claims = self._node.claims()
@@ -271,14 +317,18 @@ class ForeignReaders:
             self._is_placing = True
             self._thread.add_periodic(Periodic(self._place))
 
-    def is_excluding(self, prefix: bytes, now_s: float) -> bool:
+    def is_excluding(self, prefix: PeerId, now_s: float) -> bool:
         """Whether this bus is excluding a participant right now, which does so for all buses of this process: DDS does
         not know any more then which participant it was."""
-        return self._is_out(prefix) and now_s < self._excluded[prefix].placed_until_s + PLACING_S
+        known = self._excluded.get(prefix)
+        return known is not None and known.is_out and now_s < known.placed_until_s + PLACING_S
 
     def _place(self) -> bool:
         """Put placeholders where participants were, until DDS has taken them; returns whether to continue."""
-        now_s = time.monotonic()
+        with self._lock:
+            return self._place_all(time.monotonic())
+
+    def _place_all(self, now_s: float) -> bool:
         exclusion = self._exclusion()
         due = [prefix for prefix, known in self._excluded.items() if known.is_out and now_s < known.placed_until_s]
         if exclusion is not None:
@@ -287,7 +337,7 @@ class ForeignReaders:
         self._is_placing = bool(due)
         return self._is_placing
 
-    def _readmit(self, known: set[bytes], now_s: float) -> None:
+    def _readmit(self, known: set[PeerId], now_s: float) -> None:
         """Readmit participants whose time is over, and members at once."""
         back = [
             prefix for prefix, one in self._excluded.items() if one.is_out and (now_s > one.until_s or prefix in known)
@@ -314,10 +364,10 @@ class ForeignReaders:
             return None
 
     def _log(
-        self, prefixes: list[bytes], claims: Mapping[bytes, Claim], topics: Mapping[bytes, str], now_s: float
+        self, prefixes: list[PeerId], claims: Mapping[PeerId, Claim], topics: Mapping[PeerId, str], now_s: float
     ) -> None:
         """Write a log event for each process, at a limited rate."""
-        processes: dict[Claim, list[bytes]] = {}
+        processes: dict[Claim, list[PeerId]] = {}
         for prefix in prefixes:
             processes.setdefault(claims.get(prefix, Claim()), []).append(prefix)
         for claim, of in processes.items():
@@ -329,13 +379,13 @@ class ForeignReaders:
                 facts = describe(claim)
             topic = topics[of[0]]
             _warn(
-                "foreign readers excluded" if self._knows_all else "slow readers excluded",
+                "foreign readers excluded" if self.members.knows_all else "slow readers excluded",
                 why=f"writes of {topic} waited for them" if topic else "there are many, and each costs a copy",
                 **facts,
                 participants=len(of),
                 first=of[0].hex(),
                 not_named_before=self._unnamed,
-                do="stop that process, or give it the key" if self._knows_all else "see why it takes nothing",
+                do="stop that process, or give it the key" if self.members.knows_all else "see why it takes nothing",
             )
             self._unnamed = 0
 
