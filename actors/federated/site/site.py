@@ -51,6 +51,7 @@ from gradbus.runtime.logs import get_logger
 from gradbus.runtime.misuse import check_instance
 from gradbus.runtime.saved_state import BUFFER, own_copies
 from gradbus.runtime.tasks import TaskGroup, items_of, single_error
+from gradbus.runtime.transport.channels import ToClients
 from gradbus.runtime.wire.control import EvaluationRequest, Hello, LocalModelRequest, Status, UploadRequest, Welcome
 from gradbus.runtime.wire.frames import CONTROLLER, FrameKey, Kind
 from gradbus.runtime.wire.messages import Control, Message, TrainCmd
@@ -544,7 +545,7 @@ def _give_up(contribution: RoundsAlone, reason: str) -> None:
 async def _until_heard(bus: Bus, newest: ControllerStart) -> None:
     """Wait for a Controller on this bus, but for none that ``newest`` has replaced."""
     is_named = False
-    with bus.subscribe(Control) as inbox:
+    with bus.subscribe(ToClients) as inbox:
         while True:
             message = await inbox.get()
             if not (isinstance(message, Control) and message.sender == CONTROLLER and isinstance(message.body, Status)):

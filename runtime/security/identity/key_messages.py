@@ -10,7 +10,7 @@ from gradbus.runtime.errors import FrameError
 from gradbus.runtime.security.envelope import SESSION_BYTES
 from gradbus.runtime.security.identity.allow_list import MAX_RANGES, Ids
 
-COMMANDS, MODELS, CONTROL = "train/train_cmd", "train/model_blob", "train/control"
+COMMANDS, MODELS, CONTROL = "train/train_cmd", "train/model_blob", "train/control/clients"
 TOPICS = (COMMANDS, MODELS, CONTROL)  # on which the controller sends to all
 PARTICIPANT_BYTES = 12  # GUID prefix of a DDS participant
 MAX_REMOVED = 2048  # sessions in one message: two for each rank that a group can have

@@ -14,12 +14,12 @@ from fault_simulation.kernel import VirtualProcess, now_s
 from fault_simulation.trace import Trace
 from fault_simulation.virtual_loop import VirtualLoop
 from gradbus.runtime.bus.bus import Bus, connect_over
+from gradbus.runtime.transport.channels import is_control_name
 from gradbus.runtime.transport.memory.network import MemoryNetwork
 from gradbus.runtime.transport.memory.pairs import EndpointPair
 from gradbus.runtime.transport.memory.transport import MemoryTransport
 
 OUTSIDE = contextvars.Context()  # in which the network itself acts
-CONTROL = "train/control"
 
 
 class VirtualSchedule:
@@ -60,7 +60,7 @@ def virtual_network(loop: VirtualLoop, seed: int | str, trace: Trace) -> MemoryN
         about = f"crc32 {zlib.crc32(data):08x}" if data else f"round {sample.round_id}"
         name = pair.reader.channel.name
         text = f"{pair.target.name} receives {name} of {pair.source.name}, {about}"
-        trace.add(text, is_shown=name != CONTROL)  # these are many, and all are repeated
+        trace.add(text, is_shown=not is_control_name(name))  # these are many, and all are repeated
 
     network = MemoryNetwork(seed, VirtualSchedule(loop))
     network.on_delivered = note
