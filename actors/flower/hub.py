@@ -41,7 +41,7 @@ from gradbus.runtime.logs import get_logger, process_name
 from gradbus.runtime.shm.segment import SharedMemoryFault, is_here
 from gradbus.runtime.shm.shared_payload import read
 from gradbus.runtime.tasks import TaskGroup, single_error
-from gradbus.runtime.transport.channels import CHANNELS, MessageKind, ToClients, ToController
+from gradbus.runtime.transport.channels import CHANNELS, ToClients, ToController
 from gradbus.runtime.wire.control import (
     LAST_ON_CONTROL,
     Body,
@@ -411,8 +411,12 @@ class MessageHub:
                     await self._name(instruction)
 
     async def _refuse(self, sender: Identity, hello: Hello, why: str) -> None:
-        on = Control if hello.protocol <= LAST_ON_CONTROL else None
-        await self._publish(Refused(*_of(sender), why), on=on)
+        refused = Refused(*_of(sender), why)
+        if hello.protocol > LAST_ON_CONTROL:
+            await self._publish(refused)
+            return
+        with contextlib.suppress(BusError):  # it says Hello again
+            await self._bus.publish(self._identity, refused, on=Control)
 
     def _mismatch(self, node: int, hello: Hello) -> str | None:
         """Why this process is no node of the run; None: it is one. Notes how many partitions there are."""
@@ -648,9 +652,9 @@ class MessageHub:
             finally:
                 instruction.queue.done()
 
-    async def _publish(self, body: Body, *, on: MessageKind | None = None) -> None:
+    async def _publish(self, body: Body) -> None:
         with contextlib.suppress(BusError):  # everything is repeated, by this side or the other
-            await self._bus.publish(self._identity, body, on=on)
+            await self._bus.publish(self._identity, body)
 
 
 def _of(identity: Identity) -> tuple[int, int]:

@@ -68,7 +68,7 @@ class FakeBus:
     def open_writer(self, kind: type, *, retained_samples: int = 1) -> None:
         self.writers.append((kind, retained_samples))
 
-    async def publish(self, sender: Identity, body: ModelAvailable, *, on: object = None) -> None:
+    async def publish(self, sender: Identity, body: ModelAvailable) -> None:
         self.said.append(body)
         self.news.set()
 

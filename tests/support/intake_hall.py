@@ -55,7 +55,7 @@ class FakeBus:
         self.open.set()
         self.news = asyncio.Event()
 
-    async def publish(self, sender: Identity, body: Any, *, on: object = None) -> None:
+    async def publish(self, sender: Identity, body: Any) -> None:
         if self.error is not None:
             raise self.error
         self.said.append(body)

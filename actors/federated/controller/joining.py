@@ -182,8 +182,11 @@ class ClientJoining:
         log.warning("client refused", **facts, host=hello.host, reason=why)
         if not is_unassigned:
             self._context.state.participation.note_refused(sender.sender, why)
-        on = Control if hello.protocol <= LAST_ON_CONTROL else None
-        await self._context.publish(Refused(sender.sender, sender.incarnation, why), on=on)
+        refused = Refused(sender.sender, sender.incarnation, why)
+        if hello.protocol <= LAST_ON_CONTROL:
+            await self._context.bus.publish(self._context.identity, refused, on=Control)
+        else:
+            await self._context.publish(refused)
 
     def _lacks_for_masks(self, hello: Hello) -> str:
         """Why a client cannot mask as this run asks for; empty: it can, or need not."""

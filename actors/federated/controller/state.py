@@ -46,7 +46,6 @@ from gradbus.runtime.saved_state import BUFFER, StateNames, Table, own_copies
 from gradbus.runtime.testing.instrumentation import Probe, no_probe
 from gradbus.runtime.testing.journal import History, weights_name
 from gradbus.runtime.torch_compat import uncompiled_names
-from gradbus.runtime.transport.channels import MessageKind
 from gradbus.runtime.wire.control import Body
 from gradbus.runtime.wire.frames import FrameKey, Kind
 from gradbus.runtime.wire.messages import Identity
@@ -231,10 +230,9 @@ class RunContext:
         """Return id and name of a client for a log event."""
         return self.state.names.facts(client_id)
 
-    async def publish(self, body: Body, *, on: MessageKind | None = None) -> None:
-        """Send a control message as the controller. ``on``: see :meth:`.Bus.publish`. Raises BusError: it could not be
-        sent."""
-        await self.bus.publish(self.identity, body, on=on)
+    async def publish(self, body: Body) -> None:
+        """Send a control message as the controller. Raises BusError: it could not be sent."""
+        await self.bus.publish(self.identity, body)
 
 
 def _order_name(round_id: int) -> str:

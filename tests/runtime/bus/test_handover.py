@@ -22,6 +22,7 @@ from gradbus.runtime.transport.channels import ToController, collective_channel
 from gradbus.runtime.wire import control, frames
 from gradbus.runtime.wire.control import Leave
 from gradbus.runtime.wire.frames import Frame, FrameKey, Kind
+from gradbus.runtime.wire.messages import Control
 
 TRIPS = 200
 
