@@ -24,11 +24,10 @@ from gradbus.experiments.bench.processes import DOMAIN
 from gradbus.experiments.bench.results import Measurement, measurement
 from gradbus.models.noop import NoopTask
 from gradbus.runtime.bus.bus import Bus
-from gradbus.runtime.private_folder import write_secret_file
 from gradbus.runtime.security import Security
 from gradbus.runtime.security.identity.allow_list import AllowList, Entry, write_allow_list
 from gradbus.runtime.security.identity.key import new_node_key, public_text
-from gradbus.runtime.security.job_key import new_job_key
+from gradbus.runtime.security.job_key import new_job_key, write_secret_file
 from gradbus.runtime.tasks import TaskGroup
 from gradbus.runtime.transport.channels import ToClients
 from gradbus.runtime.wire.control import Status
