@@ -42,7 +42,7 @@ _JOIN_S = 120.0
 _jobs = count(1)
 
 
-class RoundCounts(NamedTuple):
+class RoundState(NamedTuple):
     """The state at the end of a round: processor time of this process, and what all clients have received until then.
 
     Attributes:
@@ -78,7 +78,7 @@ def securities(level: str, clients: int, folder: Path) -> list[Security]:
     return [Security(level=level)] * (clients + 1)  # type: ignore[arg-type]
 
 
-async def rounds_of(level: str, clients: int, rounds: int, folder: Path) -> list[RoundCounts]:
+async def rounds_of(level: str, clients: int, rounds: int, folder: Path) -> list[RoundState]:
     """Return the state at the end of each round of a run."""
     heartbeats = Counter[str]()
 
@@ -98,7 +98,7 @@ async def rounds_of(level: str, clients: int, rounds: int, folder: Path) -> list
         controller = gradbus.Controller(buses[0], NoopTask(_DIM), config)
         for bus in buses[1:]:
             stack.enter_context(bus.subscribe(ToClients, only=note))
-        counted: list[RoundCounts] = []
+        counted: list[RoundState] = []
         async with TaskGroup() as group:
             for client_id, bus in enumerate(buses[1:]):
                 client = gradbus.Client(bus, NoopTask(_DIM), client_id=client_id)
@@ -106,11 +106,11 @@ async def rounds_of(level: str, clients: int, rounds: int, folder: Path) -> list
             async for _ in controller.rounds():
                 received = sum(sum(bus.received_control.values()) for bus in buses[1:])
                 beats = heartbeats["received"]
-                counted.append(RoundCounts(time.process_time(), received - beats, beats))
+                counted.append(RoundState(time.process_time(), received - beats, beats))
         return counted
 
 
-def figures_of(level: str, clients: int, counted: Sequence[RoundCounts]) -> Iterator[Measurement]:
+def figures_of(level: str, clients: int, counted: Sequence[RoundState]) -> Iterator[Measurement]:
     """Yield both figures of a run."""
     pairs = list(zip(counted[_WARM_UP:], counted[_WARM_UP + 1 :], strict=False))
     title = f"{level}, {clients} clients"

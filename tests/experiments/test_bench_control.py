@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gradbus.experiments.bench.control_path import LEVELS, MAX_CPU_MS, RoundCounts, figures_of, rounds_of
+from gradbus.experiments.bench.control_path import LEVELS, MAX_CPU_MS, RoundState, figures_of, rounds_of
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -19,7 +19,7 @@ def test_a_client_receives_no_more_than_is_allowed_at_any_level(level: str, tmp_
 
 
 def test_a_round_is_what_lies_between_two_states_and_heartbeats_are_counted_apart() -> None:
-    counted = [RoundCounts(0.01 * number, 64 * number, 16 * number) for number in range(8)]
+    counted = [RoundState(0.01 * number, 64 * number, 16 * number) for number in range(8)]
     cpu, messages = figures_of("none", 32, counted)
     assert cpu.samples == pytest.approx((10.0, 10.0))
     assert cpu.at_most == MAX_CPU_MS[32]
