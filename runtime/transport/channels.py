@@ -115,7 +115,7 @@ class BestEffort:
 
 
 MessageKind: TypeAlias = type[Any] | Inbox | BestEffort
-"""What a bus may subscribe to. :class:`~gradbus.runtime.wire.messages.Control` names the messages among ranks of groups."""
+"""What a bus may subscribe to. :class:`~gradbus.runtime.wire.messages.Control` names those among ranks of groups."""
 
 _GROUPS = Channel(
     # Every rank receives everything, and everything is repeated: one that hangs must not stop the writes of the others.
