@@ -27,7 +27,7 @@ class Link:
         self._transfers = 0
 
     async def say(self, word: str) -> None:
-        await self._bus.publish(self.identity, Leave(word))
+        await self._bus.publish(self.identity, Leave(word), on=Control)  # among equals, as ranks are
 
     async def hear(self, other: Callable[[Message], None] = lambda message: None) -> tuple[int, str]:
         """Sender and text of the next one of another end; all other messages go to ``other``."""

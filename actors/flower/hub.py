@@ -41,8 +41,9 @@ from gradbus.runtime.logs import get_logger, process_name
 from gradbus.runtime.shm.segment import SharedMemoryFault, is_here
 from gradbus.runtime.shm.shared_payload import read
 from gradbus.runtime.tasks import TaskGroup, single_error
-from gradbus.runtime.transport.channels import CHANNELS
+from gradbus.runtime.transport.channels import CHANNELS, ToClients, ToController
 from gradbus.runtime.wire.control import (
+    LAST_ON_CONTROL,
     Body,
     Hello,
     Leave,
@@ -236,7 +237,9 @@ class MessageHub:
         bus = self._bus
         try:
             await claim_job(bus, self._identity, HEARTBEAT_S)
-            with bus.subscribe(Control, ClientUpdate) as inbox:
+            # ToClients: of another controller. Control: of peers of PROTOCOL 3 and older, which are refused there.
+            with bus.subscribe(ToController, ToClients, Control, ClientUpdate) as inbox:
+                bus.open_writer(Control)
                 bus.open_writer(ModelBlob)
                 bus.open_writer(TrainCmd)  # nothing is sent there: by it, others see that the job has a controller
                 async with TaskGroup() as group:
@@ -369,7 +372,7 @@ class MessageHub:
     async def _on_hello(self, message: Control, hello: Hello) -> None:
         sender = Identity(message.sender, message.incarnation)
         if (why := self._mismatch(sender.sender, hello)) is not None:
-            await self._publish(Refused(*_of(sender), why))
+            await self._refuse(sender, hello, why)
             return
         known = self._registry.incarnation_of(sender.sender)
         answer, why = self._registry.answer_hello(
@@ -381,10 +384,12 @@ class MessageHub:
             is_stalled=self._clock.is_stalled(),
         )
         if answer is HelloAnswer.REFUSE:
-            await self._publish(Refused(*_of(sender), _of_nodes(why, sender.sender)))
+            await self._refuse(sender, hello, _of_nodes(why, sender.sender))
             return
         if known not in (None, sender.incarnation) and self._registry.get(*_of(sender)) is not None:
             self._fail_all(sender.sender, known, "it has started anew")
+            if known is not None:
+                self._bus.close_inbox(known)
         if answer is HelloAnswer.WELCOME:
             log.info("node welcomed", **self._facts(sender.sender), host=hello.host)
             await self._publish(
@@ -404,6 +409,14 @@ class MessageHub:
             for instruction in list(self._open.values()):
                 if sender.sender in instruction.awaited:  # to this start of it: it was out of reach for a while
                     await self._name(instruction)
+
+    async def _refuse(self, sender: Identity, hello: Hello, why: str) -> None:
+        refused = Refused(*_of(sender), why)
+        if hello.protocol > LAST_ON_CONTROL:
+            await self._publish(refused)
+            return
+        with contextlib.suppress(BusError):  # it says Hello again
+            await self._bus.publish(self._identity, refused, on=Control)
 
     def _mismatch(self, node: int, hello: Hello) -> str | None:
         """Why this process is no node of the run; None: it is one. Notes how many partitions there are."""
@@ -458,6 +471,7 @@ class MessageHub:
     def _lose(self, node: int, incarnation: int, why: str) -> None:
         facts = self._facts(node)
         if self._registry.remove(node, incarnation):
+            self._bus.close_inbox(incarnation)
             log.info("node gone", **facts, reason=why)
         self._fail_all(node, incarnation, why)
         self._unreadable.discard(Identity(node, incarnation))

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
+from gradbus.actors.federated.client.older_controllers import ask_older_controller
 from gradbus.actors.federated.client.session import ControllerSession
 from gradbus.actors.federated.client.updates_out import ANSWERS, EncodedUpdate, UpdateSender
 from gradbus.actors.flower.protocol import (
@@ -43,6 +44,7 @@ from gradbus.runtime.plain_text import plain_line
 from gradbus.runtime.shm.segment import SharedMemoryFault, is_here
 from gradbus.runtime.shm.shared_payload import read
 from gradbus.runtime.tasks import TaskGroup, single_error
+from gradbus.runtime.transport.channels import Inbox, ToClients
 from gradbus.runtime.transport.wait_log import EVERY_S, WaitLog
 from gradbus.runtime.wire.assembler import Assembler, Verdict
 from gradbus.runtime.wire.control import (
@@ -174,12 +176,13 @@ class MessageNode:
         bus.access_policy.check_client()
         self._session.begin()
         try:
-            with bus.subscribe(Control, only=self._concerns) as inbox:
+            with bus.subscribe(ToClients, Inbox(self._identity.incarnation), only=self._concerns) as inbox:
                 bus.open_writer(ClientUpdate)
                 async with TaskGroup() as group:
                     helpers = [
                         group.create_task(self._listen(inbox, group), name=f"node-{self.number}-listen"),
                         group.create_task(self._heartbeat(), name=f"node-{self.number}-heartbeat"),
+                        group.create_task(self._ask_older_hub(group), name=f"node-{self.number}-older-hub"),
                     ]
                     try:
                         await self._work()
@@ -204,6 +207,12 @@ class MessageNode:
             and message.sender == CONTROLLER
             and getattr(message.body, "to", self.number) == self.number
         )
+
+    async def _ask_older_hub(self, group: TaskGroup) -> None:
+        def handle(message: Control) -> None:
+            self._on_hub(message.incarnation, message.body, group)
+
+        await ask_older_controller(self._bus, self._identity, self._make_hello, handle)
 
     async def _listen(self, inbox: Subscription, group: TaskGroup) -> None:
         while True:
@@ -277,9 +286,9 @@ class MessageNode:
             self._session.note_turn(2 * HEARTBEAT_S)
             await asyncio.sleep(HEARTBEAT_S if self._session.welcome is not None else HEARTBEAT_S / 4)
 
-    async def _send_hello(self) -> None:
+    def _make_hello(self) -> Hello:
         current = self._session
-        hello = Hello(
+        return Hello(
             protocol=PROTOCOL,
             dim=0,
             layout=layout_of(self.place.num_partitions),
@@ -294,8 +303,10 @@ class MessageNode:
             phase_s=time.monotonic() - self._phase_s,
             name=self.place.name,
         )
+
+    async def _send_hello(self) -> None:
         with contextlib.suppress(BusError):  # sent again with the next heartbeat
-            await self._bus.publish(self._identity, hello)
+            await self._bus.publish(self._identity, self._make_hello())
 
     # Work
 

@@ -26,7 +26,7 @@ from gradbus.runtime.config.bus import BusSettings
 from gradbus.runtime.config.settings import Settings, load_settings
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.plain_text import plain_line
-from gradbus.runtime.transport.channels import BestEffortControl
+from gradbus.runtime.transport.channels import BestEffort, ToClients, ToController
 from gradbus.runtime.wire.control import (
     GroupHello,
     GroupLeave,
@@ -313,7 +313,7 @@ async def observe(settings: BusSettings, *, timeout_s: float, listen_s: float) -
     """
     observer = Observer()
     async with open_bus(settings, observes=True) as bus:
-        with bus.subscribe(BestEffortControl) as inbox:
+        with bus.subscribe(*map(BestEffort, (ToController, ToClients, Control))) as inbox:
             until_s = time.monotonic() + timeout_s
             first_s = 0.0
             with contextlib.suppress(TimeoutError):

@@ -1,7 +1,7 @@
 """The bus: asyncio on one side, a transport on the other, as a rule DDS.
 
     async with gradbus.connect(job="mnist") as bus:
-        with bus.subscribe(ModelBlob, Control) as inbox:
+        with bus.subscribe(ModelBlob, ToClients) as inbox:
             await bus.publish(identity, Hello(...))
             async for message in inbox: ...
 
@@ -20,6 +20,7 @@ from functools import partial
 from typing import Any
 
 from gradbus.runtime import drive, forks
+from gradbus.runtime.bus.inbox_outlets import InboxOutlets
 from gradbus.runtime.bus.participant_factory import (
     check_job,
     closed_on_error,
@@ -42,10 +43,17 @@ from gradbus.runtime.testing.faults import Faults
 from gradbus.runtime.traffic import Traffic
 from gradbus.runtime.transport import peer_processes
 from gradbus.runtime.transport.api import Outlet, Periodic, Transport
-from gradbus.runtime.transport.channels import CHANNELS, READABLE
+from gradbus.runtime.transport.channels import (
+    INBOX_RETAINED,
+    Inbox,
+    MessageKind,
+    channel_of,
+    control_channel_of,
+    is_control,
+)
 from gradbus.runtime.wire import control, frames
-from gradbus.runtime.wire.frames import FrameKey, Kind
-from gradbus.runtime.wire.messages import ClientUpdate, Control, Identity, Message, ModelBlob, PeerGone, TrainCmd
+from gradbus.runtime.wire.frames import FrameKey
+from gradbus.runtime.wire.messages import ClientUpdate, Identity, Message, ModelBlob, PeerGone, TrainCmd
 
 LOOK_AROUND_S = 1.0  # what discovery has found: in a crowd there is news every millisecond
 _ON_LOOPBACK = NetworkConfig()
@@ -73,13 +81,14 @@ class Bus:
         self.faults: Faults | None = None  # of a test
         self._transport = transport
         self._loop = loop
-        self._receiver = Receiver(transport, loop, self._on_matched, self._on_fault)
+        self._receiver = Receiver(transport, loop, self._on_matched, self._on_gone, self._on_fault)
         self._thread = self._receiver.thread
         self._thread.add_periodic(Periodic(transport.look_around, LOOK_AROUND_S))
         self._sender = Sender()
         self._slots = asyncio.Semaphore(_MAX_JOBS)
-        self._writers: dict[type[Any], Outlet] = {}
-        self._channels: dict[type[Any], InboundChannel] = {}
+        self._writers: dict[MessageKind, Outlet] = {}
+        self._inboxes = InboxOutlets(self._open_inbox, self._close_outlets)
+        self._channels: dict[MessageKind, InboundChannel] = {}
         self._subscriptions = Subscriptions(self._receiver.consumed, self._receiver.handover)
         self._ports: list[RawEndpoints] = []
         self._port_bytes: Counter[str] = Counter()  # of ports that are closed
@@ -88,7 +97,7 @@ class Bus:
         self.incarnations: deque[int] = deque(maxlen=64)  # of the ranks it has been; their words may still come
         self._match_waiters: list[asyncio.Future[int]] = []
         self._messages_out = 0
-        self._senders: dict[Identity, None] = {}  # that have sent through it
+        self._senders: dict[Identity, set[MessageKind]] = {}  # that have sent through it, and where
         self._closed = False
         self._made_in = forks.generation
         self._thread.start()
@@ -113,32 +122,62 @@ class Bus:
 
     # Sending
 
-    def open_writer(self, kind: type[Any], *, retained_samples: int = 1) -> None:
+    def open_writer(self, kind: MessageKind, *, retained_samples: int = 1) -> None:
         """Make the writer of a topic, so that readers can match it. ``retained_samples``: see
         :meth:`.transport.api.Transport.outlet`."""
         if kind not in self._writers:
             self._check_open()
-            writer = self._transport.outlet(CHANNELS[kind], retained_samples=retained_samples)
-            self._writers[kind] = writer
-            self._receiver.add(writer)
+            self._writers[kind] = self._open_outlet(kind, retained_samples)
 
-    async def publish(self, sender: Identity, message: TrainCmd | control.Body) -> None:
-        """Send a small message. Returns when the transport has taken it, as a rule at once.
+    def _open_outlet(self, kind: MessageKind, retained_samples: int) -> Outlet:
+        writer = self._transport.outlet(channel_of(kind), retained_samples=retained_samples)
+        self._receiver.add(writer)
+        return writer
+
+    def _open_inbox(self, inbox: Inbox) -> Outlet:
+        return self._open_outlet(inbox, INBOX_RETAINED)
+
+    def _close_outlets(self, outlets: Sequence[Outlet]) -> None:
+        self._receiver.remove(outlets, lambda: None)
+
+    def close_inbox(self, incarnation: int) -> None:
+        """Address a process of clients no more, because it has left. A later message to it opens its inbox again."""
+        if not self._closed:
+            self._inboxes.close(Inbox(incarnation))
+
+    @property
+    def open_inboxes(self) -> int:
+        """The number of processes of clients that are addressed."""
+        return len(self._inboxes)
+
+    def _writer_of(self, kind: MessageKind) -> Outlet:
+        self._check_open()
+        if isinstance(kind, Inbox):
+            return self._inboxes.get(kind)
+        self.open_writer(kind)
+        return self._writers[kind]
+
+    async def publish(
+        self, sender: Identity, message: TrainCmd | control.Body, *, on: MessageKind | None = None
+    ) -> None:
+        """Send a small message to those that it is for, which its kind says, and its fields where it is for one client.
+        Returns when the transport has taken it, as a rule at once.
+
+        Args:
+            on: where it is written instead, as for peers of an earlier protocol.
 
         Raises:
             BusClosed, WriteTimeout.
         """
-        kind: type[Any]
+        kind: MessageKind
         sample: Sample
         if isinstance(message, TrainCmd):
             kind, sample = TrainCmd, (astuple(message), ())
         else:
-            kind, sample = Control, self._control_sample(sender, message)
-            if len(self._senders) < _MAX_SENDERS:
-                self._senders[sender] = None
-        self.open_writer(kind)
-        self._check_open()
-        writer = self._writers[kind]
+            kind, sample = on or control_channel_of(message), self._control_sample(sender, message)
+            if len(self._senders) < _MAX_SENDERS and not isinstance(kind, Inbox):
+                self._senders.setdefault(sender, set()).add(kind)
+        writer = self._writer_of(kind)
         if writer.write(*sample):
             self._sender.sent_bytes[writer.channel.name] += sum(len(part) for part in sample[1])
         else:  # some reader's queue is full: wait off the loop
@@ -147,24 +186,23 @@ class Bus:
     def _control_sample(self, sender: Identity, message: control.Body) -> Sample:
         self._messages_out = (self._messages_out + 1) & 0xFFFF_FFFF
         key = FrameKey(
-            Kind.CONTROL, 0, 0, sender.sender, sender.incarnation, self._messages_out, peer_processes.own_claim()
+            frames.Kind.CONTROL, 0, 0, sender.sender, sender.incarnation, self._messages_out, peer_processes.own_claim()
         )
         (frame,) = frames.split(key, control.encode(message), chunk_bytes=control.MAX_BODY_BYTES)
         return (), frame
 
     def _announce_closing(self) -> None:
-        """Announce the end of each sender, as what a transport says of a process that lives is no proof. A peer that
-        does not take this at once finds out by its lease."""
-        writer = self._writers.get(Control)
-        if writer is None:
-            return
-        with contextlib.suppress(GradbusError):  # the writer may be what has failed
-            for sender in self._senders:
-                if not writer.write(*self._control_sample(sender, control.Closing("its bus was closed"))):
-                    break
+        """Announce the end of each sender to all that it has sent to, as what a transport says of a process that lives
+        is no proof. A peer that does not take this at once finds out by its lease. Inboxes get none: who reads one also
+        reads what is for all clients."""
+        with contextlib.suppress(GradbusError):  # a writer may be what has failed
+            for kind, writer in self._writers.items():
+                for sender in [one for one, kinds in self._senders.items() if kind in kinds]:
+                    if not writer.write(*self._control_sample(sender, control.Closing("its bus was closed"))):
+                        break
         self._senders.clear()
 
-    async def drain(self, kind: type[Any], timeout_s: float) -> bool:
+    async def drain(self, kind: MessageKind, timeout_s: float) -> bool:
         """Whether all readers have taken over what was published on a topic, within so long."""
         writer = self._writers.get(kind)
         if writer is None:
@@ -250,39 +288,55 @@ class Bus:
     # Receiving
 
     def subscribe(
-        self, *kinds: type[Any], only: Callable[[Message], bool] | None = None, passing: bool = False
+        self, *kinds: MessageKind, only: Callable[[Message], bool] | None = None, passing: bool = False
     ) -> Subscription:
-        """Messages of these kinds (TrainCmd, ClientUpdate, ModelBlob, Control; with Control comes PeerGone).
+        """Messages of these kinds: TrainCmd, ClientUpdate, ModelBlob, and Control messages of ranks (Control), to the
+        controller (ToController), to all clients (ToClients), and to one process of clients (Inbox). With any of these
+        comes PeerGone.
 
         Args:
             only: whether a message is wanted; what is not, wakes none of the many actors that may share a bus.
-            passing: with the last subscription of a kind its reader goes, so that nothing is sent here any more.
+            passing: with the last subscription of a kind its reader goes, so that nothing is sent here any more. That
+                of an inbox goes always.
         """
         self._check_open()
         for kind in kinds:
             if kind not in self._channels:
-                channel = self._channels[kind] = InboundChannel(self._transport.inlet(READABLE[kind]), _no_messages)
+                inlet = self._transport.inlet(channel_of(kind))
+                channel = self._channels[kind] = InboundChannel(
+                    inlet, _no_messages, is_retained=isinstance(kind, Inbox)
+                )
                 channel.deliver = partial(self._subscriptions.deliver, kind, channel)
                 self._receiver.add(channel)
-        return self._subscriptions.open(kinds, only, on_unused=self._remove_reader if passing else _no_messages)
+        on_unused = self._remove_reader if passing else self._remove_inbox
+        return self._subscriptions.open(kinds, only, on_unused=on_unused)
 
-    def _remove_reader(self, kind: type[Any]) -> None:
+    def _remove_inbox(self, kind: MessageKind) -> None:
+        if isinstance(kind, Inbox):
+            self._remove_reader(kind)
+
+    def _remove_reader(self, kind: MessageKind) -> None:
         if not self._closed:
             self._receiver.remove([self._channels.pop(kind)], lambda: None)
 
+    def _on_gone(self, channel: InboundChannel, gone: list[Message]) -> None:
+        """Hand over which peers are gone, once to each subscription of control messages."""
+        kinds = [kind for kind, one in self._channels.items() if is_control(one.inlet.channel)]
+        self._subscriptions.deliver_once(kinds, channel, gone)
+
     # Who is there
 
-    def writes(self, kind: type[Any]) -> bool:
+    def writes(self, kind: MessageKind) -> bool:
         """Whether there is a writer of this topic here."""
         return kind in self._writers
 
-    def matched_readers(self, kind: type[Any]) -> int:
+    def matched_readers(self, kind: MessageKind) -> int:
         """Readers that match our writer of this topic. Where members share a key: of processes that know that this one
         is alive, which takes milliseconds; others would drop a part of what is sent at once."""
         writer = self._writers.get(kind)
         return 0 if writer is None else writer.matched
 
-    def matched_writers(self, kind: type[Any]) -> int:
+    def matched_writers(self, kind: MessageKind) -> int:
         """Writers that match our reader of this topic."""
         channel = self._channels.get(kind)
         return 0 if channel is None else channel.inlet.matched
@@ -349,6 +403,12 @@ class Bus:
     def received_bytes(self) -> Counter[str]:
         """Bytes of accepted frames taken from the transport, by topic."""
         return Counter(self._receiver.received_bytes)
+
+    @property
+    def received_control(self) -> Counter[str]:
+        """Control messages taken from DDS by the open subscriptions, by topic, and reports of peers that are gone."""
+        channels = [channel for channel in self._channels.values() if is_control(channel.inlet.channel)]
+        return Counter({channel.inlet.channel.name: channel.taken for channel in channels})
 
     def _check_open(self) -> None:
         forks.check(self._made_in, "the bus")

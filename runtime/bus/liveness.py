@@ -14,7 +14,7 @@ Time is what this process has spent listening. While it was stopped itself, or h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, KeysView
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from gradbus.runtime.transport import peer_processes
@@ -100,10 +100,9 @@ class Liveness:
         self._now_s = 0.0
         self._looked_s: float | None = None
 
-    @property
-    def writers(self) -> Collection[Peer]:
-        """Return the writers through which messages have come."""
-        return self._registry.writers
+    def writers_on(self, channel: str) -> set[Peer]:
+        """Return the writers of a channel through which messages have come."""
+        return self._registry.writers_on(channel)
 
     def look(self, clock_s: float) -> list[PeerGone]:
         """Let time pass. ``clock_s``: of one clock. Returns who is gone by now."""
@@ -129,9 +128,9 @@ class Liveness:
             self._now_s += min(max(0.0, clock_s - self._looked_s), LONGEST_TURN_S)
         self._looked_s = clock_s
 
-    def received(self, writer: Peer, message: Control) -> None:
-        """A message of a sender has come through a writer."""
-        self._registry.received(writer, message)
+    def received(self, writer: Peer, message: Control, channel: str) -> None:
+        """A message of a sender has come through a writer of a channel."""
+        self._registry.received(writer, message, channel)
         sender = (message.sender, message.incarnation)
         known = self._known.get(sender)
         if known is None:
@@ -155,9 +154,10 @@ class Liveness:
         del self._of_process[claim]
         return False
 
-    def departed(self, writers: Iterable[Peer]) -> None:
-        """Note that the transport does not know these writers any more."""
-        for gone in self._registry.left(writers):
+    def departed(self, writers: Iterable[Peer], channel: str) -> None:
+        """The transport does not know these writers of a channel any more. Their senders are in doubt where no writer
+        of them is left on any other channel."""
+        for gone in self._registry.left(writers, channel=channel):
             known = self._known.get((gone.sender, gone.incarnation))
             if known is not None and known.departed_s < 0:
                 known.departed_s = self._now_s
@@ -221,43 +221,66 @@ class _Sent:
 
 
 class WriterRegistry:
-    """Which senders have sent through which writer, so that the end of a writer tells which sender is gone.
-    For the receive thread.
+    """Which senders have sent through which writer, so that the end of a writer tells which sender is gone. For the
+    receive thread.
 
-    A message cannot be forged, but anybody can send one again through a writer of his own, and then take that writer
-    away. Each is opened once, so he needs messages that did not come here: of those older than this process he may have
-    more than it has received, and he may be faster with the newest. So the end of a writer ends a sender only if no
-    other writer has brought more, or later, messages of it.
+    A sender may write several channels, each through a writer of its own: it is gone when it is gone from all of them.
+
+    A message cannot be forged, but any process can send one again through a writer of its own, and then take that
+    writer away. Each is opened once, so it needs messages that did not come here: of those older than this process it
+    may have more than this one has received, and it may be faster with the newest. So the end of a writer ends a sender
+    on its channel only if no other writer there has brought more, or later, messages of it.
     """
 
     def __init__(self) -> None:
-        self._sent: dict[Peer, dict[Sender, _Sent]] = {}  # by writer
+        self._sent: dict[str, dict[Peer, dict[Sender, _Sent]]] = {}  # by channel and writer
+        self._present: dict[Sender, set[str]] = {}  # the channels on which it is there
 
-    @property
-    def writers(self) -> KeysView[Peer]:
-        """Handles of those through which a message has come."""
-        return self._sent.keys()
+    def writers_on(self, channel: str) -> set[Peer]:
+        """Return the writers of a channel through which a message has come."""
+        return set(self._sent.get(channel, ()))
 
-    def received(self, writer: Peer, message: Control) -> None:
-        """A message has come through this writer."""
-        senders = self._sent.setdefault(writer, {})
-        sent = senders.get((message.sender, message.incarnation))
+    def received(self, writer: Peer, message: Control, channel: str) -> None:
+        """A message has come through this writer of a channel."""
+        senders = self._sent.setdefault(channel, {}).setdefault(writer, {})
+        sender = message.sender, message.incarnation
+        sent = senders.get(sender)
         if sent is not None:
             sent.count += 1
             if is_later(message.number, sent.newest):
                 sent.newest = message.number
         elif len(senders) < MAX_SENDERS:
-            senders[message.sender, message.incarnation] = _Sent(1, message.number)
+            senders[sender] = _Sent(1, message.number)
+        else:
+            return
+        self._present.setdefault(sender, set()).add(channel)
 
-    def left(self, writers: Iterable[Peer], why: str = "") -> list[PeerGone]:
-        """These writers are gone, or nothing is taken from them any more. Returns the senders that are gone with
-        them."""
+    def left(self, writers: Iterable[Peer], why: str = "", *, channel: str | None = None) -> list[PeerGone]:
+        """These writers are gone, or nothing is taken from them any more: on one channel, None: on all. Returns the
+        senders that are gone with them."""
+        gone: set[Sender] = set()
+        writers = list(writers)
+        for one in [name for name in self._sent if channel in (None, name)]:
+            for sender in self._left_on(one, writers):
+                channels = self._present.get(sender, set())
+                channels.discard(one)
+                if not channels:
+                    self._present.pop(sender, None)
+                    gone.add(sender)
+        return [PeerGone(*sender, why) for sender in sorted(gone)]
+
+    def _left_on(self, channel: str, writers: Sequence[Peer]) -> list[Sender]:
+        """Drop writers of a channel. Returns the senders that are gone from it."""
+        by_writer = self._sent[channel]
         lost: dict[Sender, list[_Sent]] = {}
         for writer in writers:
-            for sender, sent in self._sent.pop(writer, {}).items():
+            for sender, sent in by_writer.pop(writer, {}).items():
                 lost.setdefault(sender, []).append(sent)
-        return [PeerGone(*sender, why) for sender in sorted(lost) if not self._goes_on(sender, lost[sender])]
+        if not by_writer:
+            del self._sent[channel]
+        return [sender for sender, sents in lost.items() if not self._goes_on(by_writer, sender, sents)]
 
-    def _goes_on(self, sender: Sender, lost: Collection[_Sent]) -> bool:
-        others = [senders[sender] for senders in self._sent.values() if sender in senders]
+    @staticmethod
+    def _goes_on(by_writer: Mapping[Peer, Mapping[Sender, _Sent]], sender: Sender, lost: Collection[_Sent]) -> bool:
+        others = [senders[sender] for senders in by_writer.values() if sender in senders]
         return any(all(sent.is_outdone_by(other) for sent in lost) for other in others)

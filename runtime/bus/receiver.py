@@ -19,7 +19,7 @@ from gradbus.runtime.errors import FrameError
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.transport import peer_processes
 from gradbus.runtime.transport.api import WOKEN, Inlet, Outlet, Peer, Periodic, Transport, Waiter
-from gradbus.runtime.transport.channels import CHANNELS
+from gradbus.runtime.transport.channels import INBOX_RETAINED, is_control
 from gradbus.runtime.wire.control import Closing
 from gradbus.runtime.wire.frames import Frame
 from gradbus.runtime.wire.messages import Control, Message, PeerGone
@@ -86,17 +86,20 @@ class Receiver:
         transport: Transport,
         loop: asyncio.AbstractEventLoop,
         on_matched: Callable[[], None],
+        on_gone: Callable[[InboundChannel, list[Message]], None],
         on_fault: Callable[[], None],
     ) -> None:
         """Args:
-        on_matched: called on the loop when matched endpoints have changed. on_fault: called there when the thread
-            cannot go on, see its ``fault``.
+        on_matched: called on the loop when matched endpoints have changed. on_gone: called there with peers that are
+            gone, and the channel that counts these messages. on_fault: called there when the thread cannot go on, see
+            its ``fault``.
         """
         self._transport = transport
         self._waiter = waiter = transport.waiter()
         self.thread = WaitLoop(waiter, self._handle, failed=lambda: self._post(on_fault), ended=self._ended)
         self.handover = Handover(loop, self.thread)
         self._on_matched = on_matched
+        self._on_gone = on_gone
         self._endpoints = _Endpoints(waiter)
         self._arrivals: deque[_Watched] = deque()
         self._removals: deque[tuple[Sequence[_Watched], Callable[[], None]]] = deque()
@@ -250,12 +253,12 @@ class Receiver:
             # One that came while data was taken is not gone; one that went meanwhile will be reported again.
             now = sources | channel.inlet.peers()
             gone = channel.sources - now
-            if channel.inlet.channel.to_message is CHANNELS[Control].to_message:
-                gone |= set(self._liveness.writers) - now
+            if is_control(channel.inlet.channel):  # also one that has come and gone between two looks
+                gone |= self._liveness.writers_on(channel.inlet.channel.name) - now
             channel.sources = now
             if gone:
                 self._liveness.advance(time.monotonic())
-                self._liveness.departed(gone)
+                self._liveness.departed(gone, channel.inlet.channel.name)
                 self.thread.call_within(self._liveness_call, LIVENESS_S)
         self._post(self._on_matched)
 
@@ -265,10 +268,10 @@ class Receiver:
         return True
 
     def _report_gone(self, gone: list[PeerGone]) -> None:
-        for channel in self._endpoints.channels:
-            if gone and channel.inlet.channel.to_message is CHANNELS[Control].to_message:
-                channel.taken += len(gone)
-                self._post(channel.deliver, list(gone))
+        channel = next((one for one in self._endpoints.channels if is_control(one.inlet.channel)), None)
+        if gone and channel is not None:
+            channel.taken += len(gone)
+            self._post(self._on_gone, channel, list(gone))
 
     def _drain(self, channel: InboundChannel, until_s: float) -> bool:
         """Take what the reader has, as far as there is room for it. Returns False where the time was over before."""
@@ -341,7 +344,10 @@ class Receiver:
                 self.thread.wake()
                 return None
             self._liveness.advance(time.monotonic())
-            self._liveness.received(source, message)
+            self._liveness.received(source, message, channel.inlet.channel.name)
+            if channel.received is not None and not channel.received.is_first(message):
+                self.rejected["repeated"] += 1
+                return None
         data = getattr(sample, "data", b"")
         self.received_bytes[channel.inlet.channel.name] += len(data)
         return message
@@ -360,13 +366,37 @@ def _not_handed_over(sample: object) -> None:
     raise AssertionError("a reader that uses its samples itself has handed one over")
 
 
+class ReceivedMessages:
+    """Knows which control messages have been received, the newest ones, by sender and number."""
+
+    def __init__(self, most: int = 4 * INBOX_RETAINED) -> None:
+        self._most = most
+        self._known: dict[tuple[int, int, int], None] = {}
+
+    def is_first(self, message: Control) -> bool:
+        """Note a message. Returns whether it has not been received before."""
+        about = message.sender, message.incarnation, message.number
+        if about in self._known:
+            return False
+        self._known[about] = None
+        if len(self._known) > self._most:
+            del self._known[next(iter(self._known))]
+        return True
+
+
 class InboundChannel:
     """One channel on its way in. The thread counts what it took, the loop what was consumed; nobody needs a lock."""
 
     def __init__(
-        self, inlet: Inlet, deliver: Callable[[list[Message]], None], *, take: Callable[[Frame], None] | None = None
+        self,
+        inlet: Inlet,
+        deliver: Callable[[list[Message]], None],
+        *,
+        take: Callable[[Frame], None] | None = None,
+        is_retained: bool = False,
     ) -> None:
-        """``deliver`` gets messages on the loop; ``take``, where given, frames one by one on the receive thread."""
+        """``deliver`` gets messages on the loop; ``take``, where given, frames one by one on the receive thread.
+        ``is_retained``: these are control messages that come again after a lost match, and count once."""
         self.inlet = inlet
         self.deliver = deliver
         self.take = take
@@ -376,6 +406,7 @@ class InboundChannel:
         self.paused = False  # written by the thread
         self.number = 0  # at the waiter: this one for data, the next one for status
         self.sources: AbstractSet[Peer] = set()
+        self.received = ReceivedMessages() if is_retained else None  # for the thread
 
     @property
     def room(self) -> int:

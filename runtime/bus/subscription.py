@@ -7,11 +7,12 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 from gradbus.runtime.bus.handover import Handover, InboxWait
 from gradbus.runtime.bus.receiver import InboundChannel
 from gradbus.runtime.errors import BusClosed
+from gradbus.runtime.transport.channels import MessageKind
 from gradbus.runtime.wire.messages import ClientUpdate, Message, ModelBlob
 
 _LARGE_BYTES = 64 << 10
@@ -108,14 +109,14 @@ class Subscriptions:
         """``consumed``: so many messages of a channel have been taken by all who wanted them."""
         self._consumed = consumed
         self._handover = handover
-        self._of: dict[type[Any], list[Subscription]] = {}  # by kind of message
+        self._of: dict[MessageKind, list[Subscription]] = {}  # by kind of message
 
     def open(
         self,
-        kinds: Sequence[type[Any]],
+        kinds: Sequence[MessageKind],
         only: Callable[[Message], bool] | None,
         *,
-        on_unused: Callable[[type[Any]], None],
+        on_unused: Callable[[MessageKind], None],
     ) -> Subscription:
         """One more, of these kinds. ``only``: see :class:`Subscription`. ``on_unused``: called with each of the kinds
         when this is closed and no other has it."""
@@ -124,9 +125,17 @@ class Subscriptions:
             self._of.setdefault(kind, []).append(subscription)
         return subscription
 
-    def deliver(self, kind: type[Any], channel: InboundChannel, messages: Sequence[Message]) -> None:
+    def deliver(self, kind: MessageKind, channel: InboundChannel, messages: Sequence[Message]) -> None:
         """Hand over what has come."""
-        subscriptions = self._of.get(kind, ())
+        self._deliver(self._of.get(kind, ()), channel, messages)
+
+    def deliver_once(self, kinds: Sequence[MessageKind], channel: InboundChannel, messages: Sequence[Message]) -> None:
+        """Hand over what is for all that have one of these kinds, once to each. ``channel``: counts it."""
+        self._deliver(list(dict.fromkeys(one for kind in kinds for one in self._of.get(kind, ()))), channel, messages)
+
+    def _deliver(
+        self, subscriptions: Sequence[Subscription], channel: InboundChannel, messages: Sequence[Message]
+    ) -> None:
         for message in messages:
             targets = [one for one in subscriptions if one.only is None or one.only(message)]
             item = Item(channel, message, len(targets))
@@ -146,9 +155,10 @@ class Subscriptions:
         if item.left == 0:
             self._consumed(item.channel, 1)
 
-    def _drop(self, on_unused: Callable[[type[Any]], None], subscription: Subscription) -> None:
-        for kind, subscriptions in self._of.items():
+    def _drop(self, on_unused: Callable[[MessageKind], None], subscription: Subscription) -> None:
+        for kind, subscriptions in list(self._of.items()):
             if subscription in subscriptions:
                 subscriptions.remove(subscription)
                 if not subscriptions:
+                    del self._of[kind]
                     on_unused(kind)

@@ -1,6 +1,10 @@
 """The channels of a job: what a transport owes the samples of each, and how these become messages.
 
 The names and types are those of ``gradbus.idl``, which other languages read as well.
+
+A control message has an address, which follows from its kind (:func:`control_channel_of`): clients write to their
+controller, the controller to all clients or to the inbox of one process of clients, ranks to each other. So a process
+neither receives nor decrypts what is for another one.
 """
 
 from __future__ import annotations
@@ -8,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 from gradbus.runtime.errors import FrameError
 from gradbus.runtime.wire import control, frames
@@ -88,23 +92,131 @@ def _control(sample: Any) -> Control:
     return Control(key.sender, key.incarnation, control.decode(frame.data), key.transfer, key.name)
 
 
-class BestEffortControl:
-    """What a bus subscribes to that only looks on: gives Control messages, some of which may be missing. Nobody waits
-    for such a reader, whatever becomes of its process."""
+class ToController:
+    """Names the control messages of clients to their controller, in :meth:`.bus.Bus.subscribe`."""
 
 
+class ToClients:
+    """Names the control messages of a controller to all clients."""
+
+
+@dataclass(frozen=True, slots=True)
+class Inbox:
+    """Names the control messages of a controller to one process of clients.
+
+    Attributes:
+        incarnation: of the clients. Those of one host have the same one, and so share its inbox.
+    """
+
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
+class BestEffort:
+    """Names the messages of a kind for a bus that only looks on: some may be missing. No outlet waits for such a
+    reader, whatever becomes of its process."""
+
+    kind: type[Any]
+
+
+MessageKind: TypeAlias = type[Any] | Inbox | BestEffort
+"""What a bus may subscribe to. :class:`~gradbus.runtime.wire.messages.Control` names those among ranks of groups."""
+
+_GROUPS = Channel(
+    # Every rank receives everything, and everything is repeated: one that hangs must not stop the writes of the others.
+    "train/control",
+    "Frame",
+    retained=False,
+    keep_last=False,
+    reader_samples=4096,
+    inbox=1024,
+    block_s=0.01,
+    may_drop=True,
+    to_message=_control,
+    overwrites=True,
+)
 CHANNELS: dict[type[Any], Channel] = {
     # A late or restarted client still reads the command of the open round: state, not event.
     TrainCmd: Channel("train/train_cmd", "TrainCmd", True, True, 0, 64, 0.01, False, _train_cmd),
     ClientUpdate: Channel("train/client_update", "ClientUpdate", False, False, 16, 16, 0.1, False, _client_update),
     ModelBlob: Channel("train/model_blob", "ModelBlob", True, False, 16, 64, 0.1, True, _model_blob),
-    # Everybody hears everything, and everything is repeated: one that hangs must not stop the others' mouths.
-    Control: Channel("train/control", "Frame", False, False, 4096, 1024, 0.01, True, _control, overwrites=True),
+    # Up to PROTOCOL 3 clients and controllers used this one, too, and all of them received everything.
+    Control: _GROUPS,
+    ToController: replace(_GROUPS, name="train/control/controller"),
+    ToClients: replace(_GROUPS, name="train/control/clients"),
 }
-READABLE: dict[type[Any], Channel] = CHANNELS | {
-    BestEffortControl: replace(CHANNELS[Control], reliable=False, overwrites=False),
-}
-"""What a bus may subscribe to: each channel, and a second way to read one of them."""
+INBOX_RETAINED = 16
+"""Messages that the outlet to an inbox keeps: what it writes before the two have matched arrives at the match."""
+
+
+def inbox_channel(incarnation: int) -> Channel:
+    """Return the channel of the control messages to one process of clients: ``train/control/<incarnation>``, in 16
+    hexadecimal digits.
+
+    It is retained, because the controller opens its outlet with the first message that it addresses: a client need not
+    ask twice. After a lost match the newest messages arrive again, and a bus drops those that it has received.
+    """
+    return replace(_GROUPS, name=f"train/control/{incarnation:016x}", retained=True, reader_samples=256, inbox=256)
+
+
+def is_control(channel: Channel) -> bool:
+    """Return whether a channel carries control messages, whoever they are for."""
+    return channel.to_message is _control
+
+
+def is_control_name(name: str) -> bool:
+    """Return whether the channel of this name carries control messages."""
+    return name == _GROUPS.name or name.startswith(f"{_GROUPS.name}/")
+
+
+def channel_of(kind: MessageKind) -> Channel:
+    """Return the channel of what a bus writes or subscribes to."""
+    if isinstance(kind, Inbox):
+        return inbox_channel(kind.incarnation)
+    if isinstance(kind, BestEffort):
+        return replace(CHANNELS[kind.kind], reliable=False, overwrites=False)
+    return CHANNELS[kind]
+
+
+AMONG_RANKS = frozenset({control.GroupHello, control.GroupLeave, control.GroupView, control.RankStatus})
+FROM_CLIENTS = frozenset(
+    {
+        control.Hello,
+        control.UploadRequest,
+        control.PacketRequest,
+        control.MaskAnswer,
+        control.ModelRequest,
+        control.TrainingFailure,
+        control.EvaluationResult,
+        control.Leave,
+    }
+)
+TO_ONE_CLIENT = frozenset(
+    {
+        control.Welcome,
+        control.Grant,
+        control.Receipt,
+        control.RetransmitRequest,
+        control.PacketsMissing,
+        control.MaskShares,
+        control.LocalModelRequest,
+    }
+)
+
+
+def control_channel_of(body: control.Body) -> MessageKind:
+    """Return where a control message is written. All that is not for one receiver is for all clients.
+
+    So is a refusal, which names whom it is for: a process that may not join gets no inbox, or a flood of Hellos would
+    have the controller open an outlet for each.
+    """
+    kind = type(body)
+    if kind in TO_ONE_CLIENT:
+        incarnation: int = getattr(body, "incarnation")  # noqa: B009 - each of these kinds has one
+        return Inbox(incarnation)
+    if kind in FROM_CLIENTS:
+        return ToController
+    return Control if kind in AMONG_RANKS else ToClients
 
 
 def _collective(sample: Any) -> frames.Frame:

@@ -17,6 +17,7 @@ from gradbus.runtime.wire.client_orders import MAX_CLIENT_ORDERS_CHARS, checked_
 from gradbus.runtime.wire.id_ranges import MAX_CHARS, checked_ids
 
 PROTOCOL = 4
+LAST_ON_CONTROL = 3  # up to this protocol, controllers and clients sent all control messages on train/control
 BEFORE_FIRST_ROUND = 0  # in a TrainingFailure: a client cannot get ready, and leaves
 NOT_WELCOMED = 0  # no run has this id: in such a TrainingFailure, of a client that knows of no run yet
 PAUSED_PHASE = "paused"  # in a Hello: the client takes part in no round until it reports another phase
@@ -790,12 +791,13 @@ def kind_name(kind: type[Any]) -> str:
     return re.sub(r"(?<!^)(?=[A-Z])", "_", kind.__name__).lower()
 
 
-def addressee(packed: bytes | memoryview) -> int | None:
-    """The client id that a body of :func:`encode` is addressed to, None: all. Only for bodies made in this process, as
-    nothing is checked; :func:`decode` checks, and takes longer."""
+def addressee(packed: bytes | memoryview) -> tuple[int | None, int]:
+    """The client id that a body of :func:`encode` is addressed to, None: all, and its incarnation. Only for bodies made
+    in this process, as nothing is checked; :func:`decode` checks, and takes longer."""
     _, fields = unpack(packed, _LIMITS)
     to: int | None = fields.get("to")
-    return to
+    incarnation: int = fields.get("incarnation", 0)
+    return to, incarnation
 
 
 def decode(data: bytes | memoryview) -> Body:

@@ -39,6 +39,7 @@ from gradbus.models.task import EvalResult, TrainResult
 from gradbus.runtime.errors import ConfigError, TrainingFailed
 from gradbus.runtime.security import Security
 from gradbus.runtime.tasks import single_error
+from gradbus.runtime.transport.channels import ToController
 from gradbus.runtime.wire.control import EvaluationResult
 from gradbus.runtime.wire.messages import Control, Identity
 
@@ -594,7 +595,7 @@ def test_a_result_of_a_client_that_was_not_asked_or_of_another_run_counts_for_no
         async with gradbus.connect(**job.place) as bus:
             await eventually(lambda: hasattr(job, "controller") and job.controller.progress.phase == "evaluating")
             run_id, stranger = job.controller.run_id, Identity(7, 1)
-            with bus.subscribe(Control) as inbox:
+            with bus.subscribe(ToController) as inbox:
                 async for message in inbox:
                     if isinstance(message, Control) and message.sender == 0:
                         theirs = message.incarnation

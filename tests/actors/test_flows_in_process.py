@@ -28,10 +28,11 @@ from gradbus.models import NoopTask
 from gradbus.runtime.errors import BusClosed, TrainingFailed
 from gradbus.runtime.fast_paths import has_memfd
 from gradbus.runtime.shm import shared_payload
+from gradbus.runtime.transport.channels import ToClients, ToController
 from gradbus.runtime.transport.dds.participant import Participant
 from gradbus.runtime.wire.control import Leave, UploadRequest
 from gradbus.runtime.wire.frames import CONTROLLER
-from gradbus.runtime.wire.messages import Control, Identity
+from gradbus.runtime.wire.messages import Identity
 
 DIM = 100_000
 
@@ -282,7 +283,7 @@ def test_an_actor_whose_bus_has_lost_its_receive_thread_ends_and_says_so(
             controller = gradbus.Controller(bus, NoopTask(DIM), config)
             client = gradbus.Client(bus, NoopTask(DIM), client_id=0)
             running = asyncio.create_task((client if who == "client" else controller).run())
-            await eventually(lambda: bus.writes(Control))
+            await eventually(lambda: bus.writes(ToController if who == "client" else ToClients))
             fails.set()
             with pytest.raises(BusClosed, match=r"the receive thread ended with .*dds_waitset_wait returned -1"):
                 await running

@@ -25,6 +25,7 @@ from gradbus.commands.files import ClientFile
 from gradbus.commands.history.invariants import check
 from gradbus.commands.history.reader import read_history
 from gradbus.models import ClassificationTask, Dataset, DataSplit, NoopTask, TrainResult
+from gradbus.runtime.transport.channels import ToController
 from gradbus.runtime.wire.control import PacketRequest, UploadRequest
 from gradbus.runtime.wire.messages import Control, Message
 
@@ -95,7 +96,7 @@ def run(
 
     async def main() -> gradbus.Controller:
         async with asyncio.timeout(60), gradbus.connect(job=job, domain=domain, faults=faults) as bus:
-            with bus.subscribe(Control) as inbox:
+            with bus.subscribe(ToController) as inbox:
                 controller = gradbus.Controller(bus, NoopTask(DIM), config)
                 async with asyncio.TaskGroup() as group:
                     listening = group.create_task(note(inbox))
@@ -208,7 +209,7 @@ def test_packets_leave_while_the_client_trains() -> None:
         async with asyncio.timeout(60), gradbus.connect(job=job, domain=domain) as bus:
             rules = gradbus.FederatedConfig(rounds=1, clients={"num": 1, "dead_after_s": 30.0}, eval_every=0)
             controller = gradbus.Controller(bus, NoopTask(DIM), rules)
-            with bus.subscribe(Control) as inbox:
+            with bus.subscribe(ToController) as inbox:
 
                 async def watch() -> None:
                     async for message in inbox:

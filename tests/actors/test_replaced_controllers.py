@@ -15,7 +15,8 @@ from dds_domains import new_domain
 import gradbus
 from gradbus.models import NoopTask, TrainResult
 from gradbus.runtime.bus.bus import Bus
-from gradbus.runtime.wire.control import Hello, RepeatedCommand, Welcome
+from gradbus.runtime.transport.channels import ToClients, ToController
+from gradbus.runtime.wire.control import Hello, RepeatedCommand
 from gradbus.runtime.wire.frames import CONTROLLER
 from gradbus.runtime.wire.messages import Control, Identity, TrainCmd
 
@@ -52,16 +53,18 @@ def rules(directory: Path, rounds: int) -> gradbus.FederatedConfig:
 async def command_astray(bus: Bus, said: list[Control]) -> None:
     """Command a round that is far ahead, over and over, from the moment at which a controller has welcomed a client;
     note what that controller says."""
-    with bus.subscribe(Control) as inbox:
+    is_welcomed = False
+    with bus.subscribe(ToController, ToClients) as inbox:
         while True:
             message = await inbox.get()
             if not isinstance(message, Control):
                 continue
             if isinstance(message.body, Hello):
                 assert message.body.round_id != STRAY.round_id, "the client follows a command of nobody"
+                is_welcomed = is_welcomed or message.body.session != 0
             if message.sender == CONTROLLER:
                 said.append(message)
-            if any(isinstance(one.body, Welcome) for one in said):
+            if is_welcomed:
                 await bus.publish(Identity(CONTROLLER, 1), STRAY)
 
 

@@ -53,7 +53,12 @@ def test_an_outsider_neither_reads_nor_disturbs_a_sealed_run_nor_does_what_it_re
         assert weights == quiet
         assert outsider.in_clear == []
         names = {name for name, _ in outsider.heard}
-        assert names >= {"train/train_cmd_sealed", "train/client_update", "train/model_blob", "train/control"}
+        assert names >= {
+            "train/train_cmd_sealed",
+            "train/client_update",
+            "train/model_blob",
+            "train/control/controller",
+        }
         assert rejected["replay"] > 0
         assert rejected["tag"] > 0
         recorded = list(outsider.heard)

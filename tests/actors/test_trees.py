@@ -41,9 +41,10 @@ from gradbus.runtime.config.federated import ClientConfig, UpstreamConfig
 from gradbus.runtime.errors import BarrierTimeout, ConfigError, JoinRefused, TrainingFailed
 from gradbus.runtime.security import Security
 from gradbus.runtime.security.job_key import new_job_key, write_secret_file
+from gradbus.runtime.transport.channels import ToClients
 from gradbus.runtime.wire.control import Status, Welcome
 from gradbus.runtime.wire.frames import CONTROLLER
-from gradbus.runtime.wire.messages import Control, Identity, TrainCmd
+from gradbus.runtime.wire.messages import Identity, TrainCmd
 
 
 async def flat_run(clients: int, more_rounds: int = 0, **more: Any) -> list[gradbus.RoundReport]:
@@ -324,7 +325,7 @@ def cut_off() -> BarrierTimeout:
 async def come_back(level: gradbus.Bus, site: gradbus.Site) -> None:
     """A Controller of the level above is received by a site that is alone."""
     await eventually(lambda: site.progress.phase == "alone")
-    await reads(level, Control)
+    await reads(level, ToClients)
     await level.publish(Identity(CONTROLLER, 5), Status(7, 5, "waiting", 0, 1))
 
 
@@ -759,7 +760,7 @@ def test_a_site_that_was_cut_off_follows_no_earlier_start_of_the_level_above(tmp
             await ended(running)
             gate.open()
             await eventually(lambda: site.progress.phase == "alone")
-            await reads(level, Control)
+            await reads(level, ToClients)
             await level.publish(Identity(CONTROLLER, 1), Status(first.run_id, 1, "training", 0, 1))
             await eventually(lambda: count("earlier start of the level above ignored") == 1)
             back = count("level above is back")

@@ -14,6 +14,7 @@ import pytest
 from gradbus import connect
 from gradbus.runtime import drive
 from gradbus.runtime.compute import ComputeThread
+from gradbus.runtime.transport.channels import ToController
 from gradbus.runtime.wire.control import Leave
 from gradbus.runtime.wire.messages import Control, Identity
 
@@ -102,9 +103,9 @@ def test_a_bus_works_without_a_thread_where_something_else_drives_it(turns: Turn
     async def main() -> tuple[str, list[str], list[bool]]:
         turning = asyncio.create_task(turns.run())
         async with connect("drive", domain=domain, security="none") as bus:
-            with bus.subscribe(Control) as inbox:
-                bus.open_writer(Control)
-                await bus.matched(lambda: bus.matched_readers(Control) > 0, timeout_s=WAIT_S)
+            with bus.subscribe(ToController) as inbox:
+                bus.open_writer(ToController)
+                await bus.matched(lambda: bus.matched_readers(ToController) > 0, timeout_s=WAIT_S)
                 await bus.publish(Identity(3, 1), Leave("the test"))
                 async with asyncio.timeout(WAIT_S):
                     message = await inbox.get()

@@ -26,7 +26,7 @@ from patience import PATIENT_S
 
 import gradbus
 from gradbus.runtime.network.network_config import NetworkConfig
-from gradbus.runtime.transport.channels import CHANNELS
+from gradbus.runtime.transport.channels import ToController, channel_of
 from gradbus.runtime.transport.dds import idl_types
 from gradbus.runtime.transport.dds.network import build_xml
 from gradbus.runtime.transport.sample_layout import SampleError
@@ -258,6 +258,7 @@ def frame(kind: Kind, sender: int, payload: bytes) -> bytes:
     return head + bytes(data)
 
 
+KINDS = (TrainCmd, ClientUpdate, ModelBlob, ToController)
 THEIRS: dict[str, list[Any]] = {
     "TrainCmd": [1, 2, 3, 0.25, 5],
     "ClientUpdate": [8, 1, 600, frame(Kind.UPDATE, 8, b"them").hex()],
@@ -286,19 +287,19 @@ async def talk_with_foreign_program(generated_folder: Path) -> tuple[list[Messag
     job, domain = f"idl-{os.getpid()}", new_domain()
     request = {
         "job": job, "domain": domain, "xml": build_xml(NetworkConfig(lease_s=PATIENT_S)), "samples": THEIRS,
-        "topics": {topic.sample_type: (topic.name, topic.retained) for topic in CHANNELS.values()},
+        "topics": {topic.sample_type: (topic.name, topic.retained) for topic in map(channel_of, KINDS)},
     }  # fmt: skip
     place = {"job": job, "domain": domain, "lease_s": PATIENT_S, "security": "none"}
     async with asyncio.timeout(60), gradbus.connect(**place) as bus:
-        with bus.subscribe(*CHANNELS) as inbox:
-            for kind in CHANNELS:
+        with bus.subscribe(*KINDS) as inbox:
+            for kind in KINDS:
                 bus.open_writer(kind)
             child = await asyncio.create_subprocess_exec(
                 sys.executable, "-c", FOREIGN, cwd=generated_folder, stdin=PIPE, stdout=PIPE
             )
             answer = asyncio.ensure_future(child.communicate(json.dumps(request).encode()))
             # Each topic has our own reader, too.
-            await bus.matched(lambda: all(bus.matched_readers(kind) == 2 for kind in CHANNELS), timeout_s=30)
+            await bus.matched(lambda: all(bus.matched_readers(kind) == 2 for kind in KINDS), timeout_s=30)
             # Of two commands in a reader only the newest is kept, so ours goes out when theirs is in.
             received = [await inbox.get()]
             await bus.publish(Identity(7, 2), TrainCmd(4, 0, 1, 0.5, 7))

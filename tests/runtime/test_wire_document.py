@@ -5,13 +5,21 @@ from __future__ import annotations
 import dataclasses
 import re
 import struct
+from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
 import pytest
 from doc_pages import rows, section
 
-from gradbus.runtime.transport.channels import CHANNELS, collective_channel
+from gradbus.runtime.transport.channels import (
+    AMONG_RANKS,
+    CHANNELS,
+    FROM_CLIENTS,
+    TO_ONE_CLIENT,
+    collective_channel,
+    inbox_channel,
+)
 from gradbus.runtime.wire import control, frames
 from gradbus.runtime.wire.control import Body
 from gradbus.runtime.wire.frames import Flags, Kind
@@ -110,6 +118,7 @@ def test_kinds_and_flags_have_the_numbers_of_the_code(page: str) -> None:
 def test_topics_have_the_quality_of_service_of_the_code(page: str) -> None:
     table = {row[0].strip("`"): row for row in rows(section(page, "Topics"), "topic")}
     topics = [*CHANNELS.values(), collective_channel("<group>"), collective_channel("<group>/<rank>")]
+    topics.append(replace(inbox_channel(1), name="train/control/<incarnation>"))
     assert table.keys() == {topic.name for topic in topics}
     for topic in topics:
         _, idl_type, _, durability, history, in_reader, in_process, when_full = table[topic.name]
@@ -121,8 +130,18 @@ def test_topics_have_the_quality_of_service_of_the_code(page: str) -> None:
         assert int(in_process) == topic.inbox
         assert when_full.startswith("dropped") is topic.may_drop
         assert topic.ignore_local is topic.name.startswith("train/frame/")
-        short = ("train/train_cmd", "train/control", "train/frame/<group>", "train/frame/<group>/<rank>")
-        assert topic.block_s == (0.01 if topic.name in short else 0.1)
+        is_short = topic.name == "train/train_cmd" or topic.name.startswith(("train/control", "train/frame/"))
+        assert topic.block_s == (0.01 if is_short else 0.1)
+
+
+def test_the_recipients_of_each_control_message_are_those_of_the_code(page: str) -> None:
+    table = [row[:2] for row in rows(section(page, "Who receives a control message"), "messages")]
+    found = {topic: set(kinds.split(", ")) for kinds, topic in table if "others" not in kinds and kinds != "Closing"}
+    assert found == {
+        "`train/control/controller`": {kind.__name__ for kind in FROM_CLIENTS},
+        "the inbox of the process whose incarnation is in the message": {kind.__name__ for kind in TO_ONE_CLIENT},
+        "`train/control`": {kind.__name__ for kind in AMONG_RANKS},
+    }
 
 
 def test_every_control_message_is_there_with_its_fields_in_order_and_their_types(page: str) -> None:

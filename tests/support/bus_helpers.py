@@ -12,6 +12,7 @@ from gradbus.runtime.bus.receiver import Receiver
 from gradbus.runtime.bus.subscription import Subscription
 from gradbus.runtime.security.peers import CHALLENGE_TOPIC
 from gradbus.runtime.security.sealed import Sealed
+from gradbus.runtime.transport.channels import Inbox, ToClients, ToController
 from gradbus.runtime.wire.assembler import Assembler, Verdict
 from gradbus.runtime.wire.control import Hello, Leave, RetransmitRequest, RunEnded, Status, Welcome
 from gradbus.runtime.wire.frames import CONTROLLER, FrameKey, Kind
@@ -29,6 +30,7 @@ BODIES = [
     Leave("done"),
     RunEnded(5, True, "all rounds are done"),
 ]
+CONTROLS = (ToController, ToClients, Inbox(CLIENT.incarnation))  # where these are sent
 Run = Callable[[Callable[[], Any]], Any]
 
 

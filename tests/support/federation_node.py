@@ -190,7 +190,9 @@ def _security(spec: dict[str, Any]) -> Security:
 def _traffic(bus: gradbus.Bus) -> dict[str, dict[str, int]]:
     """Bytes of payload by topic: read in memory of others, sent and received in frames."""
     small = ("train/control", "train/train_cmd")
-    sent, received = ({k: v for k, v in way.items() if k not in small} for way in (bus.sent_bytes, bus.received_bytes))
+    sent, received = (
+        {k: v for k, v in way.items() if not k.startswith(small)} for way in (bus.sent_bytes, bus.received_bytes)
+    )
     return {"shared": dict(bus.shared_bytes), "sent": sent, "received": received}
 
 

@@ -27,6 +27,7 @@ import gradbus
 from gradbus.models import NoopTask
 from gradbus.models.task import TrainResult
 from gradbus.runtime.security import Level
+from gradbus.runtime.transport.channels import ToClients, ToController
 from gradbus.runtime.wire.control import Leave, Receipt, Refused, RunEnded, UploadRequest
 from gradbus.runtime.wire.frames import CONTROLLER
 from gradbus.runtime.wire.messages import ClientUpdate, Control, Identity, ModelBlob, TrainCmd
@@ -107,7 +108,7 @@ def _federated(spec: dict[str, Any], say: Any) -> None:  # noqa: C901 - one step
             await gradbus.Client(bus, _Poison(spec["dim"], found), client_id=client_id).run()
 
     async def listen(bus: gradbus.Bus) -> None:
-        with bus.subscribe(TrainCmd, ModelBlob, ClientUpdate, Control) as inbox:
+        with bus.subscribe(TrainCmd, ModelBlob, ClientUpdate, ToController, ToClients) as inbox:
             async for message in inbox:
                 of_controller = isinstance(message, Control) and message.sender == CONTROLLER
                 if not isinstance(message, Control) or (of_controller and message.incarnation != _LIES):

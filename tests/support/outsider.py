@@ -12,11 +12,10 @@ from gradbus.runtime.network.network_config import NetworkConfig
 from gradbus.runtime.security.envelope import MAGIC
 from gradbus.runtime.security.liveness_challenge import SESSION_TOPIC
 from gradbus.runtime.security.sealed import wire_channel
-from gradbus.runtime.transport.channels import CHANNELS, Channel
+from gradbus.runtime.transport.channels import CHANNELS, Channel, ToController
 from gradbus.runtime.transport.dds import libddsc
 from gradbus.runtime.transport.dds.participant import Participant, Writer
 from gradbus.runtime.wire import frames
-from gradbus.runtime.wire.messages import Control
 
 JOB_TOPICS = (*CHANNELS.values(), SESSION_TOPIC)
 
@@ -96,14 +95,16 @@ class Outsider:
         for name, sample in list(heard):
             self.say(name, sample)
 
-    def wait_for_nobody(self, name: str = CHANNELS[Control].name, timeout_s: float = 10.0, *, but: int = 0) -> None:
+    def wait_for_nobody(
+        self, name: str = CHANNELS[ToController].name, timeout_s: float = 10.0, *, but: int = 0
+    ) -> None:
         """Until DDS knows that those who listened have gone, ``but`` so many."""
         until_s = time.monotonic() + timeout_s
         while self.writers[name].entity.get_publication_matched_status().current_count > but:
             assert time.monotonic() < until_s, "somebody still listens"
             time.sleep(0.005)
 
-    def wait_for_readers(self, readers: int, name: str = CHANNELS[Control].name, timeout_s: float = 10.0) -> None:
+    def wait_for_readers(self, readers: int, name: str = CHANNELS[ToController].name, timeout_s: float = 10.0) -> None:
         """Until so many listen to what it says."""
         writer = self.writers[name]
         until_s = time.monotonic() + timeout_s

@@ -19,7 +19,8 @@ from gradbus.actors.federated.client.client import Client
 from gradbus.actors.federated.client.update_masks import ClientMasking
 from gradbus.actors.federated.controller.controller import ActiveRun
 from gradbus.models.task import TrainResult
-from gradbus.runtime.wire.control import MaskAnswer
+from gradbus.runtime.transport.channels import Inbox, ToClients, ToController
+from gradbus.runtime.wire.control import Hello, MaskAnswer
 from gradbus.runtime.wire.messages import ClientUpdate, Control
 
 DIM = 5000
@@ -168,19 +169,22 @@ class Observer:
 
     def __init__(self, run: Run, on_message: Callable[[Any, Control], object] = lambda *_: None) -> None:
         self.controls: list[Control] = []
+        self._inboxes: set[int] = set()
+        self._reading: list[asyncio.Task[None]] = []
         self.frames: list[bytes] = []
         self._on_message = on_message
         main = run.main
 
         async def observed() -> gradbus.Controller:
             async with run.connect() as bus:
-                with bus.subscribe(Control, ClientUpdate) as inbox:
-                    reading = asyncio.create_task(self._read(bus, inbox))
+                with bus.subscribe(ToController, ToClients, ClientUpdate) as inbox:
+                    self._reading = [asyncio.create_task(self._read(bus, inbox))]
                     try:
                         return await main()
                     finally:
                         await asyncio.sleep(0.2)  # what was sent last
-                        reading.cancel()
+                        for reading in self._reading:
+                            reading.cancel()
 
         run.main = observed  # type: ignore[method-assign]
 
@@ -189,6 +193,10 @@ class Observer:
             if isinstance(message, ClientUpdate):
                 self.frames.append(bytes(message.frame.data))
             elif isinstance(message, Control):
+                if isinstance(message.body, Hello) and message.incarnation not in self._inboxes:
+                    self._inboxes.add(message.incarnation)  # what is in it is retained, so nothing is missed
+                    theirs = bus.subscribe(Inbox(message.incarnation))
+                    self._reading.append(asyncio.create_task(self._read(bus, theirs)))
                 self.controls.append(message)
                 self._on_message(bus, message)
 

@@ -29,6 +29,7 @@ from gradbus.actors.federated.client.id_request import request_id
 from gradbus.actors.federated.client.last_model import fetch_last_model
 from gradbus.actors.federated.client.local_evaluation import LocalEvaluation
 from gradbus.actors.federated.client.local_training import LocalTraining
+from gradbus.actors.federated.client.older_controllers import ask_older_controller
 from gradbus.actors.federated.client.outbox import Outbox
 from gradbus.actors.federated.client.pacing import TrainingBudget
 from gradbus.actors.federated.client.round_inputs import RoundInputs
@@ -58,6 +59,7 @@ from gradbus.runtime.misuse import awaited, check_task
 from gradbus.runtime.names import check_name
 from gradbus.runtime.tasks import TaskGroup, items_of, single_error
 from gradbus.runtime.testing.instrumentation import Probe
+from gradbus.runtime.transport.channels import Inbox, ToClients
 from gradbus.runtime.transport.wait_log import EVERY_S, WaitLog
 from gradbus.runtime.wire.control import (
     NOT_WELCOMED,
@@ -318,7 +320,9 @@ class Client:
 
     async def _take_part(self, model: FlatModel, prepared: Prepared, opened: contextlib.ExitStack) -> None:
         """Take part with the parts that are made here. ``opened``: closes them."""
-        with self._bus.subscribe(TrainCmd, Control, only=self._concerns) as inbox:
+        # The inbox last: what arrives there shows that the controller has found the other readers, too.
+        kinds = (TrainCmd, ToClients, Inbox(self._identity.incarnation))
+        with self._bus.subscribe(*kinds, only=self._concerns) as inbox:
             self._bus.open_writer(ClientUpdate)
             async with TaskGroup() as group:
                 running = self._running = self._make_parts(model, prepared, group)
@@ -330,6 +334,7 @@ class Client:
                     for name, work in (
                         ("listen", listen(inbox, lambda message: self._handle(message, group))),
                         ("heartbeat", running.context.heartbeat.run()),
+                        ("older-controller", self._ask_older_controller(running.context.heartbeat, group)),
                         ("show-models", self._show_models()),
                     )
                 ]
@@ -347,6 +352,11 @@ class Client:
                     await running.context.heartbeat.leave("done" if self._session.ended else self._failures.leaving)
                     for helper in helpers:
                         helper.cancel()
+
+    async def _ask_older_controller(self, heartbeat: ClientHeartbeat, group: TaskGroup) -> None:
+        await ask_older_controller(
+            self._bus, self._identity, heartbeat.make_hello, lambda message: self._handle(message, group)
+        )
 
     async def _show_models(self) -> None:
         try:

@@ -17,6 +17,7 @@ from gradbus.runtime.config.federated import ClientConfig
 from gradbus.runtime.errors import BusError, GradbusError, JoinDeclined, RunAborted, TrainingFailed
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.plain_text import plain_line, plain_text
+from gradbus.runtime.transport.channels import ToClients, ToController
 from gradbus.runtime.user_errors import summary_of, traceback_with_place, user_error
 from gradbus.runtime.wire.control import (
     BEFORE_FIRST_ROUND,
@@ -100,9 +101,9 @@ class ClientFailures:
     async def _find_controller(self) -> None:
         """Wait until the controller of the job knows the writer here. Raises TimeoutError: there is no controller."""
         bus = self._bus
-        for kind in (Control, ClientUpdate):  # it reads updates, and no other member does
+        for kind in (ToController, ClientUpdate):  # it reads updates, and no other member does
             bus.open_writer(kind)
-        with bus.subscribe(Control, only=_is_of_controller) as inbox:
+        with bus.subscribe(ToClients, only=_is_of_controller) as inbox:
             await bus.matched(lambda: bus.matched_readers(ClientUpdate) > 0, timeout_s=FIND_S)
             # What it sends arrives, so it knows the reader here, and the writer, which is older.
             async with asyncio.timeout(HEARTBEATS_S):

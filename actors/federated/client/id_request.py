@@ -9,13 +9,15 @@ import asyncio
 import contextlib
 from collections.abc import Callable
 
+from gradbus.actors.federated.client.older_controllers import ask_older_controller
 from gradbus.actors.federated.client.session import ControllerSession
 from gradbus.actors.federated.protocol import REPEAT_AFTER_S
 from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.errors import BusClosed, BusError, GradbusError, JoinRefused
+from gradbus.runtime.transport.channels import Inbox, ToClients
 from gradbus.runtime.wire.control import Hello, Leave, Refused, Welcome
 from gradbus.runtime.wire.frames import CONTROLLER, UNASSIGNED
-from gradbus.runtime.wire.messages import Control, Identity, Message
+from gradbus.runtime.wire.messages import ClientUpdate, Control, Identity, Message
 
 
 async def request_id(
@@ -38,7 +40,12 @@ async def request_id(
             return False
         return getattr(message.body, "to", UNASSIGNED) == UNASSIGNED
 
-    with bus.subscribe(Control, only=concerns) as inbox:
+    def refused(message: Control) -> None:
+        _answer(message, incarnation, session)
+
+    bus.open_writer(ClientUpdate)  # its reader shows that there is a controller, of whatever protocol
+    asking = asyncio.create_task(ask_older_controller(bus, identity, lambda: hello, refused), name="older-controller")
+    with bus.subscribe(ToClients, Inbox(incarnation), only=concerns) as inbox:
         try:
             while True:
                 with contextlib.suppress(BusError):  # sent again
@@ -48,6 +55,8 @@ async def request_id(
                         while (found := _answer(await inbox.get(), incarnation, session)) is None:
                             pass
                     return found
+                if asking.done():
+                    asking.result()  # it raises the refusal
                 check()
         except BusClosed:
             if inbox.fault:
@@ -57,6 +66,8 @@ async def request_id(
             with contextlib.suppress(GradbusError):
                 await bus.publish(identity, Leave("stopped before it had an id"))
             raise
+        finally:
+            asking.cancel()
 
 
 def _answer(message: Message, incarnation: int, session: ControllerSession) -> tuple[int, str] | None:

@@ -18,6 +18,7 @@ from gradbus.runtime.config.federated import ClientConfig
 from gradbus.runtime.errors import BarrierTimeout, BusClosed, BusError, GradbusError, JoinRefused, TrainingFailed
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.testing.instrumentation import Probe
+from gradbus.runtime.transport.channels import ToClients, ToController
 from gradbus.runtime.wire.control import (
     PAUSED_PHASE,
     Body,
@@ -32,7 +33,7 @@ from gradbus.runtime.wire.control import (
     Welcome,
 )
 from gradbus.runtime.wire.id_ranges import has_id, parse_ids
-from gradbus.runtime.wire.messages import ClientUpdate, Control, Identity, Message, ModelBlob, TrainCmd
+from gradbus.runtime.wire.messages import ClientUpdate, Identity, Message, ModelBlob, TrainCmd
 
 if TYPE_CHECKING:  # it loads torch, which the nodes of an app without it are spared
     from gradbus.actors.federated.client.run_terms import RunChoices
@@ -458,14 +459,17 @@ class ClientHeartbeat:
         self._describe = describe
         self._left = False  # Leave was sent, or is about to be
 
+    def make_hello(self) -> Hello:
+        """Return the client's state as of now."""
+        matched = self._bus.matched_readers(ClientUpdate) > 0
+        kinds = (TrainCmd, ToClients) if self._session.fetches_models else (TrainCmd, ToClients, ModelBlob)
+        return self._describe(matched and min(map(self._bus.matched_writers, kinds)) > 0)
+
     async def send_hello(self) -> None:
         """Send it now."""
         if self._left:
             return  # the controller would take it for a client that has come back
-        matched = self._bus.matched_readers(ClientUpdate) > 0
-        kinds = (TrainCmd,) if self._session.fetches_models else (TrainCmd, ModelBlob)
-        matched = matched and min(map(self._bus.matched_writers, kinds)) > 0
-        hello = self._describe(matched)
+        hello = self.make_hello()
         with contextlib.suppress(BusError):  # sent again with the next heartbeat
             await self._bus.publish(self._identity, hello)
             if self._session.failure is not None:
@@ -484,8 +488,8 @@ class ClientHeartbeat:
 
     def _matching(self) -> tuple[int, ...]:
         bus = self._bus
-        kinds = (TrainCmd, Control) if self._session.fetches_models else (TrainCmd, Control, ModelBlob)
-        return bus.matched_readers(ClientUpdate), *map(bus.matched_writers, kinds)
+        kinds = (TrainCmd, ToClients) if self._session.fetches_models else (TrainCmd, ToClients, ModelBlob)
+        return *map(bus.matched_readers, (ClientUpdate, ToController)), *map(bus.matched_writers, kinds)
 
     async def leave(self, reason: str) -> None:
         """Send the client's last message."""

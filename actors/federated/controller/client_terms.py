@@ -117,6 +117,9 @@ class ClientTerms:
                 options=above.options,
             )
         await self._context.publish(welcome)
+
+    async def announce_model(self, client: Member) -> None:
+        """Send a client that has had its Welcome, and reads memory, the place of the model."""
         await self._publisher.announce_to(client.client_id)
 
     async def let_into_round(self, round_id: int) -> None:

@@ -68,6 +68,7 @@ from gradbus.runtime.misuse import awaited, check_instance
 from gradbus.runtime.optimization.schedules import RoundRates
 from gradbus.runtime.tasks import TaskGroup
 from gradbus.runtime.testing.instrumentation import Probe
+from gradbus.runtime.transport.channels import ToClients, ToController
 from gradbus.runtime.wire.control import Welcome
 from gradbus.runtime.wire.frames import CONTROLLER
 from gradbus.runtime.wire.messages import ClientUpdate, Control, Identity, new_incarnation
@@ -441,7 +442,9 @@ class Controller:
         await self._compute.run(state.record_start)
         self._running = await self._start(stack, prepared, on_report, requests)
         parts, began_after = self._running.parts, state.round_id
-        inbox = stack.enter_context(self._bus.subscribe(ClientUpdate, Control))
+        # ToClients: of another controller. Control: of peers of PROTOCOL 3 and older, which are refused there.
+        inbox = stack.enter_context(self._bus.subscribe(ClientUpdate, ToController, ToClients, Control))
+        self._bus.open_writer(Control)
         async with TaskGroup() as group:
             helpers = [
                 group.create_task(parts.dispatcher.run(inbox, group), name="dispatcher"),

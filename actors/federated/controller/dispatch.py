@@ -210,6 +210,7 @@ class Dispatcher:
         for one in (client_id, *of_host):
             self._to.updates.forget(one, incarnation)
         if self._registry.remove(client_id, incarnation):
+            self._context.bus.close_inbox(incarnation)
             for one in of_host or [client_id]:
                 self._to.selection.note_gone(one, why)
             self._membership.follow_registry()

@@ -17,9 +17,9 @@ from gradbus.actors.federated.controller.state import RunContext
 from gradbus.actors.federated.controller.updates_in import UpdateReceiver
 from gradbus.runtime.choices import CODECS
 from gradbus.runtime.logs import get_logger
-from gradbus.runtime.wire.control import Hello, Refused
+from gradbus.runtime.wire.control import LAST_ON_CONTROL, Hello, Refused
 from gradbus.runtime.wire.frames import UNASSIGNED
-from gradbus.runtime.wire.messages import Identity
+from gradbus.runtime.wire.messages import Control, Identity
 
 _OTHER_KIND = {
     "clients": "it is the Controller of a site, and this one takes clients: set its clients.kind to sites",
@@ -113,9 +113,11 @@ class ClientJoining:
         before, earlier = self._registry.get(client_id, incarnation), self._registry.incarnation_of(client_id)
         was_ready = before is not None and self._is_ready(before)
         was_paused = before is not None and before.is_paused
+        was_welcomed = before is not None and self._is_welcomed(before)
         answer, why = self._answer(found, Identity(client_id, incarnation), hello, number)
         if earlier is not None and self._registry.get(client_id, earlier) is None:
             self._updates.forget(client_id, earlier)  # an older start of it, which is gone
+            self._context.bus.close_inbox(earlier)
             self._membership.follow_registry()
         if answer is HelloAnswer.REFUSE:
             await self._refuse(sender, found, hello, why)
@@ -125,6 +127,9 @@ class ClientJoining:
             self._naming.keep(sender, hello, found)
         if answer is HelloAnswer.WELCOME and client is not None:
             await self._terms.welcome(client, to=sender.sender)
+        if client is not None and self._is_welcomed(client) and (answer is HelloAnswer.WELCOME or not was_welcomed):
+            # Not with its first Welcome, which this message, to all clients, may overtake.
+            await self._terms.announce_model(client)
         if client is not None and (before is None or was_ready != self._is_ready(client)):
             self._note_pause(client, was_paused)
             if before is None and hello.ids:
@@ -177,7 +182,11 @@ class ClientJoining:
         log.warning("client refused", **facts, host=hello.host, reason=why)
         if not is_unassigned:
             self._context.state.participation.note_refused(sender.sender, why)
-        await self._context.publish(Refused(sender.sender, sender.incarnation, why))
+        refused = Refused(sender.sender, sender.incarnation, why)
+        if hello.protocol <= LAST_ON_CONTROL:
+            await self._context.bus.publish(self._context.identity, refused, on=Control)
+        else:
+            await self._context.publish(refused)
 
     def _lacks_for_masks(self, hello: Hello) -> str:
         """Why a client cannot mask as this run asks for; empty: it can, or need not."""
@@ -198,6 +207,8 @@ class ClientJoining:
         if client.is_paused:
             self._context.state.participation.note_paused(client.client_id)
 
+    def _is_welcomed(self, client: Member) -> bool:
+        return client.hello.session == self._context.identity.incarnation
+
     def _is_ready(self, client: Member) -> bool:
-        is_welcomed = client.hello.session == self._context.identity.incarnation
-        return client.hello.ready and is_welcomed and not client.is_paused
+        return client.hello.ready and self._is_welcomed(client) and not client.is_paused

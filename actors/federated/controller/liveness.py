@@ -22,6 +22,7 @@ from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.errors import BusError, ControllerReplaced, GradbusError, JobInUse, WriteTimeout
 from gradbus.runtime.logs import get_logger, process_name
 from gradbus.runtime.plain_text import plain_line
+from gradbus.runtime.transport.channels import ToClients
 from gradbus.runtime.wire.control import RunEnded, Status
 from gradbus.runtime.wire.frames import CONTROLLER
 from gradbus.runtime.wire.messages import Control, Identity, Message, TrainCmd, new_incarnation
@@ -189,7 +190,8 @@ async def claim_job(
     looked_s = time.monotonic()
     listened_s = 0.0  # for how long this process has listened
     until_s, longest_s = LISTEN_S, max(LISTEN_S, HEARTBEATS * heartbeat_s, hangs_after_s)
-    with bus.subscribe(Control, TrainCmd) as inbox:
+    # One of PROTOCOL 3 or older sends its status to all peers of the job.
+    with bus.subscribe(ToClients, Control, TrainCmd) as inbox:
         while True:
             bus.access_policy.check_controller()
             now_s = time.monotonic()

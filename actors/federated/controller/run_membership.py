@@ -91,6 +91,7 @@ class RunMembership:
         incarnation = self._registry.incarnation_of(strike.client_id)
         if strike.out_until == FOR_GOOD and incarnation is not None:
             self._registry.remove(strike.client_id, incarnation)
+            self._context.bus.close_inbox(incarnation)
             with contextlib.suppress(BusError):  # its next Hello is refused as well
                 await self._context.publish(Refused(strike.client_id, incarnation, strike.sentence))
         self.follow_registry()

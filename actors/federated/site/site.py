@@ -42,6 +42,7 @@ from gradbus.runtime.logs import get_logger
 from gradbus.runtime.misuse import check_instance
 from gradbus.runtime.saved_state import BUFFER, own_copies
 from gradbus.runtime.tasks import TaskGroup, items_of, single_error
+from gradbus.runtime.transport.channels import ToClients
 from gradbus.runtime.wire.control import Status, Welcome
 from gradbus.runtime.wire.frames import CONTROLLER
 from gradbus.runtime.wire.messages import Control
@@ -229,7 +230,7 @@ def _give_up(contribution: RoundsAlone, reason: str) -> None:
 async def _until_heard(bus: Bus, newest: ControllerStart) -> None:
     """Wait for a Controller on this bus, but for none that ``newest`` has replaced."""
     is_named = False
-    with bus.subscribe(Control) as inbox:
+    with bus.subscribe(ToClients) as inbox:
         while True:
             message = await inbox.get()
             if not (isinstance(message, Control) and message.sender == CONTROLLER and isinstance(message.body, Status)):

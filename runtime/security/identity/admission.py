@@ -228,7 +228,11 @@ class Admission:
             if topic != key_messages.MODELS:
                 parts = self.signer.signed(topic, parts)
             return self.group.envelope(topic, parts)
-        member = self.members.get(self.allowed.owner_of(to) or "")
+        return self.seal_for(topic, parts, self.allowed.owner_of(to) or "")
+
+    def seal_for(self, topic: str, parts: Sequence[Any], node: str) -> OutboundEnvelope | None:
+        """Return an envelope for a node; None: it is no member."""
+        member = self.members.get(node)
         return None if member is None else member.outgoing.envelope(topic, parts)
 
     def open(self, topic: str, data: Any, now_s: float) -> tuple[memoryview, Entry] | None:

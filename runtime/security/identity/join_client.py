@@ -33,6 +33,7 @@ from gradbus.runtime.security.identity.key_epoch import MembershipKeys, RankKeys
 from gradbus.runtime.security.streams import InboundStreams, OutboundEnvelope, OutboundStreams, SharedKey
 from gradbus.runtime.token_buckets import TokenBucket, TokenBuckets
 from gradbus.runtime.transport.api import PEER_ID_BYTES, Peer, PeerId
+from gradbus.runtime.transport.channels import is_control_name
 from gradbus.runtime.wire.messages import new_incarnation
 
 # A Hello without result is repeated with exponential backoff. A late answer to the Hello before is void then, so the
@@ -236,7 +237,7 @@ class JoinClient:
         if header.level == envelope.PSK:
             raise envelope.other_level()
         if header.level == envelope.MEMBER:
-            if self.keys is not None and topic == key_messages.CONTROL:
+            if self.keys is not None and is_control_name(topic):
                 plain = self.keys.open_own(topic, header, view)
         elif self.keys is None:
             raise FrameError("no key", "an envelope for members, and this node is none yet")

@@ -11,7 +11,7 @@ from gradbus.runtime.security.envelope import SESSION_BYTES
 from gradbus.runtime.security.identity.allow_list import MAX_RANGES, Ids
 from gradbus.runtime.transport.api import PEER_ID_BYTES, PeerId
 
-COMMANDS, MODELS, CONTROL = "train/train_cmd", "train/model_blob", "train/control"
+COMMANDS, MODELS, CONTROL = "train/train_cmd", "train/model_blob", "train/control/clients"
 TOPICS = (COMMANDS, MODELS, CONTROL)  # on which the controller sends to all
 MAX_REMOVED = 2048  # sessions in one message: two for each rank that a group can have
 VERSION = 2

@@ -29,13 +29,15 @@ from gradbus.runtime.security.streams import OutboundEnvelope
 from gradbus.runtime.transport import api
 from gradbus.runtime.transport.access_policy import NO_RANKS, ClientNode, job_in_use
 from gradbus.runtime.transport.api import IoThread, PeerId, Transport
-from gradbus.runtime.transport.channels import CHANNELS, Channel
+from gradbus.runtime.transport.channels import CHANNELS, Channel, ToController, is_control, is_control_name
 from gradbus.runtime.wire import control, frames
 from gradbus.runtime.wire.frames import FrameKey
 from gradbus.runtime.wire.messages import ClientUpdate, Control, TrainCmd
 
-_CONTROL, _COMMANDS = CHANNELS[Control].name, CHANNELS[TrainCmd].name
-_FROM_MEMBERS = frozenset({_CONTROL, CHANNELS[ClientUpdate].name})
+_COMMANDS = CHANNELS[TrainCmd].name
+# train/control: of clients of an earlier protocol, which are refused there.
+_CONTROL_OF_MEMBERS = frozenset({CHANNELS[ToController].name, CHANNELS[Control].name})
+_FROM_MEMBERS = _CONTROL_OF_MEMBERS | {CHANNELS[ClientUpdate].name}
 _NAMES = frozenset(channel.name for channel in CHANNELS.values())
 _REMOVED = "its node was taken off the allow list"
 _OTHER_BUS = (
@@ -76,10 +78,12 @@ class ControllerMembership(JobMembership):
     def encrypt(self, topic: str, sample: tuple[Any, ...]) -> OutboundEnvelope | None:
         if self.party.refusal:
             raise job_in_use(self.party.refusal)
+        if not is_control_name(topic):
+            return self.party.seal(topic, sample, None)
         # The last part of a control message is its body, which this process has made.
-        to = control.addressee(sample[-1]) if topic == _CONTROL else None
-        if to == frames.UNASSIGNED:
-            to = None  # no node owns that number: all members can read it, and its incarnation says whom it is for
+        to, incarnation = control.addressee(sample[-1])
+        if to == frames.UNASSIGNED:  # no node owns that number, and the client's first message has shown its node
+            return self.party.seal_for(topic, sample, self._unassigned.node_of(incarnation))
         return self.party.seal(topic, sample, to)
 
     def decryptor(self, channel: Channel) -> Decrypt:
@@ -96,7 +100,7 @@ class ControllerMembership(JobMembership):
 
     def accepts(self, channel: Channel, opened: _Opened, sample: Any, source: api.Peer, release: Release) -> bool:
         client_id, sender = frames.sender_of(sample.data), opened.sender
-        is_control = channel.name == _CONTROL
+        is_control = channel.name in _CONTROL_OF_MEMBERS
         if client_id == frames.UNASSIGNED and is_control and sender is not None and sender.role == "client":
             self._unassigned.note(frames.incarnation_of(sample.data), sender.name)
             return True
@@ -115,10 +119,11 @@ class ControllerMembership(JobMembership):
         return ClientNode(name or "", () if entry is None else entry.ids, lambda one: allowed.get(one) is not None)
 
     def retain(self, topic: str, samples: int) -> None:
-        self.party.rotation.retain(topic, samples)
+        if topic in _NAMES:  # nothing in an inbox is under a group key
+            self.party.rotation.retain(topic, samples)
 
     def check_channel(self, channel: Channel) -> None:
-        if channel.name not in _NAMES:
+        if channel.name not in _NAMES and not is_control(channel):
             raise ConfigError(NO_RANKS)
 
     def sign_model(self, key: FrameKey, flags: int, payload: Any) -> str:

@@ -72,7 +72,10 @@ class Scene:
     def context(self) -> Any:
         config = SimpleNamespace(clients=SimpleNamespace(heartbeat_s=HEARTBEAT_S, num=None))
         state = SimpleNamespace(run_id=1, names=ClientNames())
-        bus = SimpleNamespace(publish=self.publish, job="job", access_policy=AccessPolicy())
+        self.closed: list[int] = []  # inboxes
+        bus = SimpleNamespace(
+            publish=self.publish, job="job", access_policy=AccessPolicy(), close_inbox=self.closed.append
+        )
         return RunContext(bus, Identity(CONTROLLER, 1), None, config, state, None)  # type: ignore[arg-type]
 
     async def publish(self, sender: Identity, body: Any) -> None:
@@ -178,6 +181,7 @@ def test_who_is_said_to_be_gone_has_its_full_time_where_that_is_in_doubt(
     with pytest.raises(BusClosed, match="of the test"):
         asyncio.run(reception.run(SimpleNamespace(get=get, fault=True), None))  # type: ignore[arg-type]
     assert (len(scene.members), forgotten, scene.found_dead) == ((1, [], 0) if stays else (0, [0], 1))
+    assert scene.closed == ([] if stays else [1])
     if stays:
         assert scene.members.mark_silent(scene.now_s + DEAD_AFTER_S) == []
         assert len(scene.members.mark_silent(scene.now_s + DEAD_AFTER_S + 0.1)) == 1

@@ -39,7 +39,7 @@ from gradbus.runtime.errors import ConfigError, JoinRefused, TrainingFailed
 from gradbus.runtime.fast_paths import has_memfd
 from gradbus.runtime.security import Security
 from gradbus.runtime.shm.shared_payload import read
-from gradbus.runtime.transport.channels import CHANNELS
+from gradbus.runtime.transport.channels import CHANNELS, ToController
 from gradbus.runtime.wire.control import PROTOCOL, Hello, Receipt
 from gradbus.runtime.wire.messages import ClientUpdate, Control, Identity, PeerGone
 
@@ -148,7 +148,7 @@ async def ready(hub: MessageHub, *nodes: int) -> None:
 async def next_hello(scene: Scene, is_wanted: Callable[[Hello], bool] = lambda hello: True) -> Hello:
     """The next heartbeat of a node that is like this."""
     async with asyncio.timeout(20), scene.bus("reader") as bus:
-        with bus.subscribe(Control) as inbox:
+        with bus.subscribe(ToController) as inbox:
             async for message in inbox:
                 if isinstance(message, Control) and isinstance(message.body, Hello) and is_wanted(message.body):
                     return message.body

@@ -42,6 +42,7 @@ from gradbus.models import NoopTask
 from gradbus.models.task import TrainResult
 from gradbus.runtime.errors import ConfigError, JoinRefused, RoundTimeout
 from gradbus.runtime.shm.shared_payload import PayloadMemory
+from gradbus.runtime.transport.channels import ToClients
 from gradbus.runtime.wire.control import (
     Hello,
     MaskAnswer,
@@ -579,7 +580,7 @@ def test_a_site_masks_for_its_own_clients_and_the_tree_has_the_bits_of_a_plain_r
     async def run(secure: bool) -> tuple[Tensor, set[str]]:
         async with tree() as place:
             centre = gradbus.Controller(await place.bus("centre"), NoopTask(TREE_DIM), rules(2, sites=True, rounds=2))
-            watching = (await place.bus("site-0")).subscribe(Control)
+            watching = (await place.bus("site-0")).subscribe(ToClients)
             async with asyncio.TaskGroup() as group:
                 for number, ids in enumerate(((0, 1, 2), (3, 4))):
                     own = rules(len(ids), secure_aggregation={"enabled": secure and number == 0})

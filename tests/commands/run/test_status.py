@@ -32,7 +32,7 @@ from gradbus.models import NoopTask
 from gradbus.runtime.config.bus import BusSettings
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.security.job_key import new_job_key, write_secret_file
-from gradbus.runtime.transport.channels import CHANNELS, BestEffortControl
+from gradbus.runtime.transport.channels import CHANNELS, BestEffort, ToClients, ToController
 from gradbus.runtime.wire import control
 from gradbus.runtime.wire.control import (
     PROTOCOL,
@@ -279,7 +279,7 @@ def test_who_looks_on_with_the_wrong_security_is_told_what_to_give(
         member = BusSettings.model_validate({**at, **members})
         looking = settings_of(None, {**at, **looks})
         async with open_bus(member) as bus:
-            bus.open_writer(Control)
+            bus.open_writer(ToController)
 
             async def speak() -> None:
                 while True:
@@ -327,11 +327,11 @@ def test_nobody_waits_for_the_one_that_looks_on() -> None:
     async def main() -> None:
         domain = new_domain()
         async with gradbus.connect(job="o", domain=domain) as bus, gradbus.connect(job="o", domain=domain) as watching:
-            with watching.subscribe(BestEffortControl):
-                reader = watching._channels[BestEffortControl].inlet.entity  # noqa: SLF001 - DDS alone has its QoS
+            with watching.subscribe(BestEffort(ToClients)):
+                reader = watching._channels[BestEffort(ToClients)].inlet.entity  # noqa: SLF001 - DDS alone has its QoS
                 assert reader.get_qos()[Policy.Reliability] == Policy.Reliability.BestEffort
-                bus.open_writer(Control)
-                await bus.matched(lambda: bus.matched_readers(Control) == 1, timeout_s=10.0)
+                bus.open_writer(ToClients)
+                await bus.matched(lambda: bus.matched_readers(ToClients) == 1, timeout_s=10.0)
                 assert not any(map(watching.writes, CHANNELS))  # it has none that others could match
 
     asyncio.run(main())

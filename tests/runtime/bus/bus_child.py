@@ -16,12 +16,13 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "support"))
 
-from bus_helpers import BODIES, CHIEF, CLIENT, MIB, MODEL, UPDATE, delays_of_the_loop, payload_from, reads
+from bus_helpers import BODIES, CHIEF, CLIENT, CONTROLS, MIB, MODEL, UPDATE, delays_of_the_loop, payload_from, reads
 
 import gradbus
 from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.security.liveness_challenge import LivenessChallenge
-from gradbus.runtime.wire.messages import ClientUpdate, Control, ModelBlob, TrainCmd
+from gradbus.runtime.transport.channels import ToClients, ToController
+from gradbus.runtime.wire.messages import ClientUpdate, ModelBlob, TrainCmd
 
 
 def say(value: Any) -> None:
@@ -35,7 +36,7 @@ async def told() -> str:
 
 async def talk(bus: Bus) -> None:
     """Tell of one message of each kind, and send one of each."""
-    inbox = bus.subscribe(TrainCmd, ClientUpdate, ModelBlob, Control)
+    inbox = bus.subscribe(TrainCmd, ClientUpdate, ModelBlob, *CONTROLS)
     say("listening")
     for _ in range(3 + len(BODIES)):
         message = await inbox.get()
@@ -45,7 +46,7 @@ async def talk(bus: Bus) -> None:
             case _:
                 say(repr(message))
     await told()
-    for kind in (TrainCmd, ClientUpdate, ModelBlob, Control):
+    for kind in (TrainCmd, ClientUpdate, ModelBlob, ToController, ToClients):
         await reads(bus, kind, 2)  # our own reader, and the one of the other process
     inbox.close()
     await bus.publish(CHIEF, TrainCmd(3, 600, 2, 0.05, 11))
@@ -90,7 +91,7 @@ async def prove(bus: Bus) -> None:
 
 async def hold(bus: Bus) -> None:
     """Subscribe, and hold the interpreter, so that nothing is taken; then tell how much is left of what was said."""
-    inbox = bus.subscribe(Control)
+    inbox = bus.subscribe(ToClients)
     say("listening")
     await told()
     ctypes.PyDLL(None).usleep(8_000_000)
@@ -101,7 +102,7 @@ async def hold(bus: Bus) -> None:
 
 async def live(bus: Bus) -> None:
     """Say a word, and then nothing more."""
-    await reads(bus, Control)
+    await reads(bus, ToController)
     await bus.publish(CLIENT, BODIES[0])
     await told()
 

@@ -11,6 +11,7 @@ from bus_helpers import (
     BODIES,
     CHIEF,
     CLIENT,
+    CONTROLS,
     MIB,
     MODEL,
     UPDATE,
@@ -21,7 +22,7 @@ from bus_helpers import (
 import gradbus
 from gradbus.runtime.errors import BarrierTimeout, BusClosed, ConfigError
 from gradbus.runtime.network.network_config import NetworkConfig
-from gradbus.runtime.transport.channels import CHANNELS
+from gradbus.runtime.transport.channels import CHANNELS, ToClients, ToController
 from gradbus.runtime.wire.assembler import Assembler
 from gradbus.runtime.wire.control import Leave
 from gradbus.runtime.wire.frames import CONTROLLER, Flags, FrameKey, Kind
@@ -37,8 +38,8 @@ def test_each_kind_of_message_arrives_as_it_was_sent(run: Run, fast: bool, place
     async def main() -> None:
         async with gradbus.connect(**place, fast=fast) as one, gradbus.connect(**place, fast=fast) as other:
             assert one.fast_path is fast
-            inbox = other.subscribe(TrainCmd, ClientUpdate, ModelBlob, Control)
-            for kind in (TrainCmd, ClientUpdate, ModelBlob, Control):
+            inbox = other.subscribe(TrainCmd, ClientUpdate, ModelBlob, *CONTROLS)
+            for kind in (TrainCmd, ClientUpdate, ModelBlob, ToController, ToClients):
                 await reads(one, kind)
             command = TrainCmd(3, 600, 2, 0.05, 11)
             await one.publish(CHIEF, command)
@@ -110,8 +111,8 @@ def test_what_is_not_retained_does_not_reach_a_late_subscriber(run: Run, place: 
             await one.publish(CLIENT, Leave("early"))
             await one.send_update(UPDATE, 1, b"early")
             async with gradbus.connect(**place) as late:
-                inbox = late.subscribe(Control, ClientUpdate)
-                await reads(one, Control)
+                inbox = late.subscribe(ToController, ClientUpdate)
+                await reads(one, ToController)
                 await reads(one, ClientUpdate)
                 await one.publish(CLIENT, Leave("late"))
                 assert await inbox.get() == Control(CLIENT.sender, CLIENT.incarnation, Leave("late"))
@@ -128,15 +129,15 @@ def test_two_jobs_in_one_domain_do_not_see_each_other(run: Run, place: dict[str,
             gradbus.connect(**stranger) as three,
             gradbus.connect(**stranger) as four,
         ):
-            ours, theirs = two.subscribe(Control), four.subscribe(Control)
-            await reads(one, Control)
-            await reads(three, Control)
+            ours, theirs = two.subscribe(ToController), four.subscribe(ToController)
+            await reads(one, ToController)
+            await reads(three, ToController)
             for number in range(10):
                 await one.publish(CLIENT, Leave(f"ours {number}"))
                 await three.publish(CLIENT, Leave(f"theirs {number}"))
             assert [(await ours.get()).body.reason for _ in range(10)] == [f"ours {n}" for n in range(10)]  # type: ignore[union-attr]
             assert [(await theirs.get()).body.reason for _ in range(10)] == [f"theirs {n}" for n in range(10)]  # type: ignore[union-attr]
-            assert (one.matched_readers(Control), four.matched_writers(Control)) == (1, 1)
+            assert (one.matched_readers(ToController), four.matched_writers(ToController)) == (1, 1)
             assert not len(ours)
             assert not len(theirs)
 
@@ -148,12 +149,17 @@ def test_every_subscription_gets_every_message_and_none_that_it_did_not_ask_for(
 ) -> None:
     async def main() -> None:
         async with gradbus.connect(**place) as one, gradbus.connect(**place) as other:
-            first, second, models = other.subscribe(Control), other.subscribe(Control), other.subscribe(ModelBlob)
-            await reads(one, Control)
-            for body in BODIES:
+            first, second, models = (
+                other.subscribe(ToController),
+                other.subscribe(ToController),
+                other.subscribe(ModelBlob),
+            )
+            await reads(one, ToController)
+            bodies = [Leave(f"{number}") for number in range(5)]
+            for body in bodies:
                 await one.publish(CLIENT, body)
             for inbox in (first, second):
-                assert [(await inbox.get()).body for _ in BODIES] == BODIES  # type: ignore[union-attr]
+                assert [(await inbox.get()).body for _ in bodies] == bodies  # type: ignore[union-attr]
             assert len(models) == 0
             first.close()
             await one.publish(CLIENT, Leave("later"))
@@ -169,16 +175,16 @@ def test_what_a_subscription_does_not_want_neither_reaches_it_nor_fills_its_inbo
 ) -> None:
     async def main() -> None:
         async with gradbus.connect(**place) as one, gradbus.connect(**place) as other:
-            everything = other.subscribe(Control)
-            picky = other.subscribe(Control, only=lambda message: getattr(message, "body", None) == Leave("now"))
-            await reads(one, Control)
+            everything = other.subscribe(ToController)
+            picky = other.subscribe(ToController, only=lambda message: getattr(message, "body", None) == Leave("now"))
+            await reads(one, ToController)
             for number in range(3):
                 await one.publish(CLIENT, Leave(f"{number}"))
             assert [(await everything.get()).body for _ in range(3)] == [Leave(f"{n}") for n in range(3)]  # type: ignore[union-attr]
             assert len(picky) == 0
             everything.close()
             for _ in range(12):  # three times as many as the inbox holds, if anybody had to take them
-                for _ in range(CHANNELS[Control].inbox // 4):
+                for _ in range(CHANNELS[ToController].inbox // 4):
                     await one.publish(CLIENT, Leave("later"))
                 await one.publish(CLIENT, Leave("now"))
                 async with asyncio.timeout(20):
@@ -205,15 +211,15 @@ def test_a_domain_has_one_network_configuration_in_a_process_while_it_is_open(ru
 def test_a_peer_that_leaves_is_told_of_once_for_each_of_its_identities(run: Run, place: dict[str, Any]) -> None:
     async def main() -> None:
         async with gradbus.connect(**place) as one:
-            inbox = one.subscribe(Control)
+            inbox = one.subscribe(ToController)
             async with gradbus.connect(**place) as other:
-                await reads(other, Control)
+                await reads(other, ToController)
                 for sender in (Identity(1, 10), Identity(2, 20), Identity(1, 10)):
                     await other.publish(sender, Leave("x"))
                     await inbox.get()
             lost = [await inbox.get(), await inbox.get()]
             assert lost == [PeerGone(1, 10), PeerGone(2, 20)]
-            await one.matched(lambda: one.matched_writers(Control) == 0, timeout_s=20)
+            await one.matched(lambda: one.matched_writers(ToController) == 0, timeout_s=20)
             assert len(inbox) == 0
 
     run(main)
@@ -222,10 +228,10 @@ def test_a_peer_that_leaves_is_told_of_once_for_each_of_its_identities(run: Run,
 def test_waiting_for_a_match_ends_at_its_deadline_and_leaves_nothing_behind(run: Run, place: dict[str, Any]) -> None:
     async def main() -> None:
         async with gradbus.connect(**place) as bus:
-            bus.open_writer(Control)
+            bus.open_writer(ToController)
             for _ in range(5):
                 with pytest.raises(BarrierTimeout, match="a friend"):
-                    await bus.matched(lambda: bus.matched_readers(Control) > 0, timeout_s=0.01, what="a friend")
+                    await bus.matched(lambda: bus.matched_readers(ToController) > 0, timeout_s=0.01, what="a friend")
             # A client waits so with every heartbeat, for days, and only its memory would show it.
             assert bus._match_waiters == []  # noqa: SLF001
 

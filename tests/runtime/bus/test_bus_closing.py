@@ -20,7 +20,7 @@ import gradbus
 from gradbus.runtime.bus import raw_endpoints
 from gradbus.runtime.bus.raw_endpoints import RawEndpoints
 from gradbus.runtime.errors import BusClosed
-from gradbus.runtime.transport.channels import collective_channel
+from gradbus.runtime.transport.channels import ToController, collective_channel
 from gradbus.runtime.transport.dds import domains
 from gradbus.runtime.wire import frames
 from gradbus.runtime.wire.control import Leave
@@ -71,7 +71,7 @@ def test_after_the_close_no_thread_is_left_and_the_switch_interval_is_as_before(
     async def main() -> None:
         async with gradbus.connect(**place):
             async with gradbus.connect(**place) as bus:
-                with bus.subscribe(Control):
+                with bus.subscribe(ToController):
                     await bus.publish(CLIENT, Leave("x"))
                 assert sys.getswitchinterval() < before_s
                 assert sorted(threads_of_gradbus()) == ["gradbus-receive"] * 2 + ["gradbus-write"] * 2
@@ -85,8 +85,8 @@ def test_after_the_close_no_thread_is_left_and_the_switch_interval_is_as_before(
 def test_a_bus_opened_and_closed_many_times_leaks_neither_threads_nor_files(run: Run, place: dict[str, Any]) -> None:
     async def once() -> None:
         async with gradbus.connect(**place) as one, gradbus.connect(**place) as other:
-            with other.subscribe(Control) as inbox:
-                await reads(one, Control)
+            with other.subscribe(ToController) as inbox:
+                await reads(one, ToController)
                 await one.publish(CLIENT, Leave("x"))
                 await inbox.get()
 
@@ -107,7 +107,7 @@ def test_a_bus_opened_and_closed_many_times_leaks_neither_threads_nor_files(run:
 def test_after_the_close_everything_that_needs_the_bus_says_that_it_is_closed(run: Run, place: dict[str, Any]) -> None:
     async def main() -> None:
         async with gradbus.connect(**place) as bus:
-            bus.open_writer(Control)
+            bus.open_writer(ToController)
             bus.open_writer(ClientUpdate)
         with pytest.raises(BusClosed):
             await bus.publish(CLIENT, Leave("x"))
@@ -118,7 +118,7 @@ def test_after_the_close_everything_that_needs_the_bus_says_that_it_is_closed(ru
         with pytest.raises(BusClosed):
             await bus.send_model(MODEL, b"x")
         with pytest.raises(BusClosed):
-            bus.subscribe(Control)
+            bus.subscribe(ToController)
         with pytest.raises(BusClosed):
             await bus.matched(lambda: False, timeout_s=5)
         await bus.close()  # again: nothing happens
@@ -130,8 +130,8 @@ def test_after_the_close_everything_that_needs_the_bus_says_that_it_is_closed(ru
 def test_whoever_waits_is_told_when_the_bus_closes(run: Run, place: dict[str, Any]) -> None:
     async def main() -> None:
         async with gradbus.connect(**place) as bus:
-            bus.open_writer(Control)
-            iterating = asyncio.create_task(everything(bus.subscribe(Control)))
+            bus.open_writer(ToController)
+            iterating = asyncio.create_task(everything(bus.subscribe(ToController)))
             getting = asyncio.create_task(bus.subscribe(ModelBlob).get())
             matching = asyncio.create_task(bus.matched(lambda: False, timeout_s=50))
             await asyncio.sleep(0)
@@ -171,9 +171,9 @@ def test_a_send_after_a_close_that_had_to_wait_for_another_says_that_the_bus_is_
 def test_what_was_sent_just_before_the_close_still_arrives(run: Run, place: dict[str, Any]) -> None:
     async def main() -> None:
         async with gradbus.connect(**place) as other:
-            inbox = other.subscribe(Control, ClientUpdate)
+            inbox = other.subscribe(ToController, ClientUpdate)
             async with gradbus.connect(**place) as one:
-                await reads(one, Control)
+                await reads(one, ToController)
                 await reads(one, ClientUpdate)
                 sending = asyncio.create_task(one.send_update(UPDATE, 1, bytes(8 * MIB)))
                 await one.publish(CLIENT, Leave("last words"))
@@ -309,8 +309,8 @@ def test_a_bus_receives_while_readers_and_writers_of_a_group_are_being_deleted(
     async def main() -> None:
         nonlocal endpoint
         async with gradbus.connect(**place) as one, gradbus.connect(**place) as other:
-            inbox = one.subscribe(Control)
-            await reads(other, Control)
+            inbox = one.subscribe(ToController)
+            await reads(other, ToController)
             for is_reader in (True, False):
                 port, topic = one.raw_endpoints(), collective_channel("group")
                 endpoint = port.open_reader(topic, lambda _: None).inlet if is_reader else port.open_writer(topic)

@@ -25,6 +25,7 @@ import gradbus
 from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.bus.subscription import Subscription
 from gradbus.runtime.errors import WriteTimeout
+from gradbus.runtime.transport.channels import ToController
 from gradbus.runtime.wire.control import Leave
 from gradbus.runtime.wire.frames import CONTROLLER, FrameKey, Kind
 from gradbus.runtime.wire.messages import ClientUpdate, Control, ModelBlob
@@ -102,8 +103,8 @@ def test_a_topic_that_waits_does_not_hold_up_another(run: Run, place: dict[str, 
     async def main() -> None:
         async with gradbus.connect(**place) as one, gradbus.connect(**place) as other:
             stuck = other.subscribe(ClientUpdate)
-            inbox = other.subscribe(Control, ModelBlob)
-            for kind in (ClientUpdate, Control, ModelBlob):
+            inbox = other.subscribe(ToController, ModelBlob)
+            for kind in (ClientUpdate, ToController, ModelBlob):
                 await reads(one, kind)
             sending = asyncio.create_task(one.send_update(UPDATE, 1, bytes(40 * MIB)))
             await eventually(lambda: len(stuck) == 16)

@@ -15,7 +15,7 @@ from patience import eventually
 
 import gradbus
 from gradbus.runtime.network.network_config import NetworkConfig
-from gradbus.runtime.transport.channels import CHANNELS
+from gradbus.runtime.transport.channels import CHANNELS, ToController
 from gradbus.runtime.transport.dds import libddsc
 from gradbus.runtime.transport.dds.participant import Participant, Writer
 from gradbus.runtime.transport.sample_layout import SampleLayout
@@ -27,7 +27,8 @@ from gradbus.runtime.wire.messages import ClientUpdate, Control, ModelBlob, Trai
 pytestmark = pytest.mark.faults
 
 both_paths = pytest.mark.parametrize("fast", [True, False], ids=["fast", "binding"])
-FIELDS: dict[type[Any], tuple[int, ...]] = {ClientUpdate: (0, 0, 0), ModelBlob: (0,), Control: ()}
+KINDS = (TrainCmd, ClientUpdate, ModelBlob, ToController)
+FIELDS: dict[type[Any], tuple[int, ...]] = {ClientUpdate: (0, 0, 0), ModelBlob: (0,), ToController: ()}
 CONTROL = FrameKey(Kind.CONTROL, 0, 0, CLIENT.sender, CLIENT.incarnation, 1)
 
 
@@ -44,7 +45,7 @@ class Stranger:
         self._participant = Participant(
             domain_id=place["domain"], partition=place["job"], network=NetworkConfig(), fast=fast
         )
-        self.writers: dict[type[Any], Writer] = {kind: self._participant.outlet(CHANNELS[kind]) for kind in CHANNELS}
+        self.writers: dict[type[Any], Writer] = {kind: self._participant.outlet(CHANNELS[kind]) for kind in KINDS}
 
     def __enter__(self) -> Stranger:
         return self
@@ -95,7 +96,7 @@ def frame(key: FrameKey, payload: bytes, chunk_bytes: int = 1 << 20) -> bytes:
 def garbage() -> Iterator[tuple[type[Any], tuple[Any, ...], bytes | None, str]]:
     """(topic, fields, bytes, the reason under which it is counted)."""
     rng = random.Random(0)
-    heads: list[tuple[type[Any], tuple[Any, ...]]] = [(ClientUpdate, (7, 3, 1)), (ModelBlob, (3,)), (Control, ())]
+    heads: list[tuple[type[Any], tuple[Any, ...]]] = [(ClientUpdate, (7, 3, 1)), (ModelBlob, (3,)), (ToController, ())]
     for kind, fields in heads:
         yield kind, fields, b"", "short"
         for size in (1, 79, 80, 200):
@@ -111,11 +112,11 @@ def garbage() -> Iterator[tuple[type[Any], tuple[Any, ...], bytes | None, str]]:
     yield ModelBlob, (3,), frame(UPDATE, b"x"), "mismatch"
     yield ModelBlob, (4,), frame(MODEL, b"x"), "mismatch"
     yield ModelBlob, (3,), frame(FrameKey(Kind.MODEL, 1, 3, 7, 1), b"x"), "mismatch"
-    yield Control, (), frame(UPDATE, b"x"), "mismatch"
-    yield Control, (), frame(CONTROL, bytes(20), chunk_bytes=10), "mismatch"
-    yield Control, (), frame(CONTROL, b""), "control"
-    yield Control, (), frame(CONTROL, rng.randbytes(100)), "control"
-    yield Control, (), frame(CONTROL, control.encode(Leave("x")) + b"\0"), "control"
+    yield ToController, (), frame(UPDATE, b"x"), "mismatch"
+    yield ToController, (), frame(CONTROL, bytes(20), chunk_bytes=10), "mismatch"
+    yield ToController, (), frame(CONTROL, b""), "control"
+    yield ToController, (), frame(CONTROL, rng.randbytes(100)), "control"
+    yield ToController, (), frame(CONTROL, control.encode(Leave("x")) + b"\0"), "control"
     for command in ((0, 0, 1, 0.1, 0), (-5, 0, 1, 0.1, 0), (1, -1, 1, 0.1, 0), (1, 0, -1, 0.1, 0)):
         yield TrainCmd, command, None, "command"
     for lr in (math.nan, math.inf, -math.inf):
@@ -128,7 +129,7 @@ def test_garbage_on_every_topic_is_counted_by_its_reason_and_the_next_message_ar
 ) -> None:
     async def main() -> None:
         async with gradbus.connect(**place, fast=fast) as bus:
-            inbox = bus.subscribe(TrainCmd, ClientUpdate, ModelBlob, Control)
+            inbox = bus.subscribe(TrainCmd, ClientUpdate, ModelBlob, ToController)
             with Stranger(place) as stranger:
                 await stranger.matched()
                 for expected, (kind, fields, data, reason) in enumerate(garbage(), start=1):
@@ -137,7 +138,7 @@ def test_garbage_on_every_topic_is_counted_by_its_reason_and_the_next_message_ar
                     await eventually(lambda: len(inbox) + bus.rejected.total() == expected)  # noqa: B023 - awaited here
                     assert bus.rejected[reason] == before + 1, (kind, fields, data, reason, bus.rejected)
                 assert len(inbox) == 0
-                stranger.write(Control, (), frame(CONTROL, control.encode(Leave("still here"))))
+                stranger.write(ToController, (), frame(CONTROL, control.encode(Leave("still here"))))
                 assert await inbox.get() == Control(CLIENT.sender, CLIENT.incarnation, Leave("still here"))
 
     run(main)
@@ -164,11 +165,11 @@ def test_samples_in_other_representations_end_neither_the_thread_nor_the_bus_and
 ) -> None:
     async def main() -> None:
         async with gradbus.connect(**place, fast=fast) as bus:
-            inbox = bus.subscribe(Control, ClientUpdate, ModelBlob, TrainCmd)
+            inbox = bus.subscribe(ToController, ClientUpdate, ModelBlob, TrainCmd)
             with Stranger(place, fast=fast) as stranger:
                 await stranger.matched()
                 written = 0
-                for kind in CHANNELS:
+                for kind in KINDS:
                     for sample in representations():
                         stranger.write_raw(kind, sample)
                         written += 1
@@ -176,7 +177,7 @@ def test_samples_in_other_representations_end_neither_the_thread_nor_the_bus_and
                 assert bus.rejected["sample"] > written / 2
                 for _ in range(len(inbox)):
                     assert isinstance(await inbox.get(), TrainCmd)  # some bytes are numbers in range
-                stranger.write(Control, (), frame(CONTROL, control.encode(Leave("still here"))))
+                stranger.write(ToController, (), frame(CONTROL, control.encode(Leave("still here"))))
                 assert await inbox.get() == Control(CLIENT.sender, CLIENT.incarnation, Leave("still here"))
 
     run(main)

@@ -20,6 +20,7 @@ from bus_helpers import (
     BODIES,
     CHIEF,
     CLIENT,
+    CONTROLS,
     MIB,
     MODEL,
     UPDATE,
@@ -35,6 +36,7 @@ import gradbus
 from gradbus.runtime.security import liveness_challenge
 from gradbus.runtime.security.liveness_challenge import LivenessChallenge
 from gradbus.runtime.security.sealed import SealedOutlet
+from gradbus.runtime.transport.channels import ToClients, ToController
 from gradbus.runtime.wire.messages import ClientUpdate, Control, ModelBlob, PeerGone, TrainCmd
 
 pytestmark = pytest.mark.slow
@@ -89,7 +91,7 @@ def test_each_kind_of_message_arrives_in_another_process_and_comes_back(
             child("talk", place, path=there) as other,
         ):
             assert await other.says() == "listening"
-            for kind in (TrainCmd, ClientUpdate, ModelBlob, Control):
+            for kind in (TrainCmd, ClientUpdate, ModelBlob, ToController, ToClients):
                 await reads(bus, kind)
             command = TrainCmd(3, 600, 2, 0.05, 11)
             await bus.publish(CHIEF, command)
@@ -101,7 +103,7 @@ def test_each_kind_of_message_arrives_in_another_process_and_comes_back(
             for body in BODIES:
                 await bus.publish(CLIENT, body)
                 assert await other.says() == repr(Control(CLIENT.sender, CLIENT.incarnation, body))
-            inbox = bus.subscribe(TrainCmd, ClientUpdate, ModelBlob, Control)
+            inbox = bus.subscribe(TrainCmd, ClientUpdate, ModelBlob, *CONTROLS)
             other.tell("your turn")
             messages = []
             while len(messages) < 3 + len(BODIES):
@@ -111,9 +113,10 @@ def test_each_kind_of_message_arrives_in_another_process_and_comes_back(
                     continue
                 messages.append(message)
             assert [type(message) for message in messages].count(Control) == len(BODIES)
-            assert [m.body for m in messages if isinstance(m, Control)] == BODIES
+            bodies = [m.body for m in messages if isinstance(m, Control)]
+            assert all(body in bodies for body in BODIES)  # there is no order between topics
             assert command in messages
-            assert not bus.rejected
+            assert set(bus.rejected) <= {"repeated"}  # what we retain ourselves, under the same name and number
             inbox.close()
             other.tell("end")
 
@@ -234,7 +237,7 @@ def test_a_process_killed_at_once_is_told_of_when_its_lease_has_ended(run: Run, 
 
     async def kill_one() -> float:
         async with gradbus.connect(**place) as bus, child("live", place, lease_s=1.0, ends_with=-9) as other:
-            inbox = bus.subscribe(Control)
+            inbox = bus.subscribe(ToController)
             assert await inbox.get() == Control(CLIENT.sender, CLIENT.incarnation, BODIES[0])
             other.process.kill()
             await other.process.wait()
@@ -257,7 +260,7 @@ def test_a_process_whose_interpreter_is_held_does_not_stop_what_the_others_say_t
     async def main() -> None:
         async with gradbus.connect(**place, lease_s=LEASE_S) as bus, child("hold", place) as other:
             assert await other.says() == "listening"
-            await reads(bus, Control)
+            await reads(bus, ToClients)
             other.tell("hold it")
             began_s = time.monotonic()
             for _ in range(12_000):  # its reader has room for 4,096, and DDS for a few thousand more

@@ -18,7 +18,7 @@ from gradbus.commands.peer_link import END, HERE, PEER, ROOT, Link
 from gradbus.runtime.bus import handover, wait_loop
 from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.bus.wait_loop import SPIN_S, WaitLoop
-from gradbus.runtime.transport.channels import collective_channel
+from gradbus.runtime.transport.channels import ToController, collective_channel
 from gradbus.runtime.wire import control, frames
 from gradbus.runtime.wire.control import Leave
 from gradbus.runtime.wire.frames import Frame, FrameKey, Kind
@@ -102,8 +102,8 @@ def test_messages_keep_their_order_whether_the_loop_is_woken_or_polls(
 ) -> None:
     async def main() -> None:
         async with gradbus.connect(**place) as bus, gradbus.connect(**place) as other:
-            with bus.subscribe(Control) as inbox:
-                await reads(other, Control)
+            with bus.subscribe(ToController) as inbox:
+                await reads(other, ToController)
                 sending = threading.Thread(target=lambda: [send(other, number) for number in range(TRIPS)])
                 sending.start()
                 got = [await inbox.get() for _ in range(TRIPS)]
@@ -113,7 +113,7 @@ def test_messages_keep_their_order_whether_the_loop_is_woken_or_polls(
     def send(other: Bus, number: int) -> None:
         key = FrameKey(Kind.CONTROL, 0, 0, CLIENT.sender, CLIENT.incarnation, number)
         (frame,) = frames.split(key, control.encode(Leave(str(number))), chunk_bytes=control.MAX_BODY_BYTES)
-        while not writer_of(other, Control).write((), frame):
+        while not writer_of(other, ToController).write((), frame):
             time.sleep(0.001)
 
     run(main)
@@ -124,7 +124,7 @@ def test_a_wait_in_which_nothing_comes_is_asleep_but_for_its_beginning(
 ) -> None:
     async def main() -> None:
         async with gradbus.connect(**place) as bus:
-            with bus.subscribe(Control) as inbox:
+            with bus.subscribe(ToController) as inbox:
                 while not polls:  # the loop may have had something else to do
                     waiting = asyncio.create_task(inbox.get())
                     await asyncio.sleep(0.05)  # time in which it could poll again

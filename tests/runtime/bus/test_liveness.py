@@ -9,6 +9,7 @@ from gradbus.runtime.wire.messages import Control, PeerGone
 
 HERE, ELSEWHERE = "0123456789abcdef 5 7", "fedcba9876543210 5 7"
 WRITER = 77
+CHANNEL = "train/control/controller"
 LEASE_S = 4.0
 GONE = [PeerGone(3, 10)]
 
@@ -30,7 +31,7 @@ class World:
         return True
 
     def says(self, claim: str, writer: int = WRITER, number: int = 1) -> None:
-        self.liveness.received(writer, Control(3, 10, Leave("x"), number, claim))
+        self.liveness.received(writer, Control(3, 10, Leave("x"), number, claim), CHANNEL)
 
     def passes(self, seconds: float) -> list[PeerGone]:
         """Time in which the process listens."""
@@ -47,7 +48,7 @@ def test_the_kernel_tells_at_once_and_once() -> None:
     world.says(HERE)
     assert world.liveness.ended(HERE) == GONE
     assert world.watched == []
-    world.liveness.departed([WRITER])
+    world.liveness.departed([WRITER], CHANNEL)
     world.says(HERE)  # on its way for longer
     assert world.passes(100.0) == world.liveness.ended(HERE) == []
 
@@ -55,7 +56,7 @@ def test_the_kernel_tells_at_once_and_once() -> None:
 def test_a_process_of_this_machine_outlives_what_dds_says_and_is_found_again() -> None:
     world = World()
     world.says(HERE)
-    world.liveness.departed([WRITER])
+    world.liveness.departed([WRITER], CHANNEL)
     assert world.passes(FOUND_AGAIN_S - 1) == []
     world.says(HERE, writer=78, number=2)
     assert world.passes(100.0) == []
@@ -65,7 +66,7 @@ def test_a_process_of_this_machine_outlives_what_dds_says_and_is_found_again() -
 def test_a_process_that_runs_and_is_not_found_again_has_left_the_bus_without_a_word() -> None:
     world = World()
     world.says(HERE)
-    world.liveness.departed([WRITER])
+    world.liveness.departed([WRITER], CHANNEL)
     assert world.passes(FOUND_AGAIN_S + 1) == GONE
     assert world.watched == []
 
@@ -73,7 +74,7 @@ def test_a_process_that_runs_and_is_not_found_again_has_left_the_bus_without_a_w
 def test_a_stopped_process_is_waited_for_without_end_and_has_time_when_it_goes_on() -> None:
     world = World()
     world.says(HERE)
-    world.liveness.departed([WRITER])
+    world.liveness.departed([WRITER], CHANNEL)
     world.stopped = True
     assert world.passes(1000.0 + FOUND_AGAIN_S - 1) == []
     world.stopped = False
@@ -85,7 +86,7 @@ def test_on_another_machine_a_goodbye_is_a_doubt_until_nothing_was_heard_for_a_l
     world = World()
     world.says(ELSEWHERE)
     assert world.passes(1.0) == []
-    world.liveness.departed([WRITER])  # by whomever
+    world.liveness.departed([WRITER], CHANNEL)  # by whomever
     assert world.passes(LEASE_S - 1.5) == []
     world.says(ELSEWHERE, writer=78, number=2)
     assert world.passes(100.0) == []
@@ -95,7 +96,7 @@ def test_on_another_machine_the_end_of_a_lease_counts_at_once() -> None:
     world = World()
     world.says(ELSEWHERE)
     assert world.passes(LEASE_S) == []  # DDS still knows it
-    world.liveness.departed([WRITER])
+    world.liveness.departed([WRITER], CHANNEL)
     assert world.passes(0.5) == GONE
 
 
@@ -104,7 +105,7 @@ def test_time_in_which_this_process_stood_still_is_no_silence_of_others() -> Non
     world.says(ELSEWHERE)
     world.now_s += 60.0  # stopped: the leases of all others have ended meanwhile, as DDS sees it
     assert world.liveness.look(world.now_s) == []
-    world.liveness.departed([WRITER])
+    world.liveness.departed([WRITER], CHANNEL)
     assert world.passes(LEASE_S - LONGEST_TURN_S - 0.5) == []
     world.says(ELSEWHERE, writer=78, number=2)
     assert world.passes(100.0) == []
@@ -114,7 +115,7 @@ def test_who_says_that_its_bus_closes_is_gone_and_is_not_told_of_again() -> None
     world = World()
     world.says(HERE)
     assert world.liveness.closed((3, 10)) == GONE
-    world.liveness.departed([WRITER])
+    world.liveness.departed([WRITER], CHANNEL)
     assert world.liveness.closed((3, 10)) == world.passes(100.0) == []
 
 
@@ -130,7 +131,7 @@ def test_a_sender_keeps_the_process_that_it_has_named_first() -> None:
 def test_all_senders_of_a_process_go_with_it_and_those_of_others_stay() -> None:
     world = World()
     for sender, claim in ((1, HERE), (2, ELSEWHERE), (3, HERE)):
-        world.liveness.received(WRITER + sender, Control(sender, 10, Leave("x"), 1, claim))
+        world.liveness.received(WRITER + sender, Control(sender, 10, Leave("x"), 1, claim), CHANNEL)
     assert world.watched == [HERE]
     assert world.liveness.ended(HERE) == [PeerGone(1, 10), PeerGone(3, 10)]
 

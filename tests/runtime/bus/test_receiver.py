@@ -25,11 +25,10 @@ from gradbus.runtime.bus.wait_loop import IDLE_S, WaitLoop
 from gradbus.runtime.errors import BusClosed, PeerLost
 from gradbus.runtime.spinning import Spinning
 from gradbus.runtime.transport.api import Periodic
-from gradbus.runtime.transport.channels import collective_channel
+from gradbus.runtime.transport.channels import ToController, collective_channel
 from gradbus.runtime.transport.dds import participant
 from gradbus.runtime.wire import frames
 from gradbus.runtime.wire.frames import Frame, FrameKey, Kind
-from gradbus.runtime.wire.messages import Control
 
 ends_a_thread = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 
@@ -351,12 +350,12 @@ def test_whoever_waits_for_a_message_or_a_match_is_told_when_the_thread_has_ende
 ) -> None:
     async def main() -> None:
         async def everything() -> None:
-            async for _ in bus.subscribe(Control):
+            async for _ in bus.subscribe(ToController):
                 raise AssertionError("nobody says anything")
 
         async with gradbus.connect(**place) as bus:
             waiting = [
-                asyncio.create_task(bus.subscribe(Control).get()),
+                asyncio.create_task(bus.subscribe(ToController).get()),
                 asyncio.create_task(everything()),
                 asyncio.create_task(bus.matched(lambda: False, timeout_s=50)),
             ]

@@ -26,7 +26,7 @@ from gradbus.runtime.security.identity.controller_signatures import check_payloa
 from gradbus.runtime.security.identity.opening import read_identity
 from gradbus.runtime.security.sealed import wire_channel
 from gradbus.runtime.security.streams import OutboundStreams
-from gradbus.runtime.transport.channels import CHANNELS
+from gradbus.runtime.transport.channels import CHANNELS, Inbox, ToClients, ToController
 from gradbus.runtime.transport.sample_layout import FRAME, MODEL
 from gradbus.runtime.wire import control, frames
 from gradbus.runtime.wire.control import Leave, Receipt, RunEnded
@@ -75,8 +75,8 @@ def test_a_member_can_make_up_neither_commands_nor_words_of_the_controller_nor_u
     async def main() -> None:
         async with opens("server") as server, opens("robot-0") as victim, opens("robot-1") as traitor:
             with (
-                server.subscribe(Control, ClientUpdate) as desk,
-                victim.subscribe(Control, TrainCmd, ModelBlob) as ears,
+                server.subscribe(ToController, ClientUpdate) as desk,
+                victim.subscribe(ToClients, Inbox(1), TrainCmd, ModelBlob) as ears,
             ):
                 for bus in (victim, traitor):
                     bus.open_writer(ClientUpdate)
@@ -91,18 +91,18 @@ def test_a_member_can_make_up_neither_commands_nor_words_of_the_controller_nor_u
                 ((head, data),) = frames.split(FrameKey(Kind.CONTROL, 0, 0, CONTROLLER, 1, 1), body)
                 signed = (1 << 40).to_bytes(8, "little") + bytes(64)  # a number that is still to come, and no signature
                 sample = FRAME.prefix(len(head) + len(data)), head, data, signed
-                says = raw_writer(traitor, Control)
-                await eventually(lambda: matched(says) >= 2)
+                says, reports = raw_writer(traitor, ToClients), raw_writer(traitor, ToController)
+                await eventually(lambda: matched(says) >= 1 <= matched(reports))
                 for _ in range(50):  # past the counters that the controller has used
-                    forger.seal("train/control", sample)
-                says.write((), (bytes(forger.seal("train/control", sample)),))
+                    forger.seal("train/control/clients", sample)
+                says.write((), (bytes(forger.seal("train/control/clients", sample)),))
                 await eventually(lambda: victim.rejected["signature"] == 1)
 
                 update = FrameKey(Kind.UPDATE, 1, 1, 0, 1, 1)  # of client 0
                 await traitor.send_update(update, 10, b"poison")
                 await eventually(lambda: server.rejected["identity"] == 1)
                 mine = OutboundStreams(keys.outgoing.key, session)
-                says.write((), (bytes(mine.seal("train/control", sample)),))
+                reports.write((), (bytes(mine.seal("train/control/controller", sample)),))
                 await eventually(lambda: server.rejected["unknown sender"] == 1)
                 await traitor.publish(Identity(0, 1), Leave("client 0 goes, says the traitor"))
                 await eventually(lambda: server.rejected["identity"] == 2)
@@ -168,20 +168,19 @@ def test_an_observer_hears_what_is_for_all_and_is_not_heard(opens: Callable[...,
 
     async def main() -> None:
         async with opens("server") as server, opens("watcher", role="observer") as watcher:
-            with watcher.subscribe(Control) as ears, server.subscribe(Control) as desk:
-                watcher.open_writer(Control)
-                await watcher.matched(lambda: watcher.matched_writers(Control) > 0, timeout_s=10)
+            with watcher.subscribe(ToClients) as ears, server.subscribe(ToController) as desk:
+                watcher.open_writer(ToController)
+                await watcher.matched(lambda: watcher.matched_readers(ToController) > 0, timeout_s=10)
                 await watcher.publish(Identity(0, 1), Leave("x"))
-                server.open_writer(Control)
-                await server.matched(lambda: server.matched_readers(Control) > 1, timeout_s=10)
+                server.open_writer(ToClients)
+                await server.matched(lambda: server.matched_readers(ToClients) > 0, timeout_s=10)
                 while not ears:  # said until it was heard: nobody tells when a reader is matched on both sides
                     await server.publish(SERVER, RunEnded(1, True, "done"))
                     await asyncio.sleep(0.01)
                 heard = await ears.get()
                 assert isinstance(heard, Control)
                 assert heard.body == RunEnded(1, True, "done")
-                waiting = [await desk.get() for _ in range(len(desk))]
-                assert all(message.sender == CONTROLLER for message in waiting)  # itself, at most
+                assert not len(desk)
 
     run(main())
 
@@ -233,7 +232,7 @@ def test_who_is_not_let_in_and_finds_nobody_says_why(opens: Callable[..., Any], 
 def test_a_client_whose_id_is_not_on_the_line_of_its_node_ends_with_the_ids_that_are(opens: Callable[..., Any]) -> None:
     async def main() -> None:
         async with opens("server") as server, opens("robot-0") as bus:
-            with server.subscribe(Control):
+            with server.subscribe(ToController):
                 client = gradbus.Client(bus, NoopTask(4), client_id=8)
                 with pytest.raises(JoinRefused, match=r"robot-0 sends as client 8, and the allow list .* gives it 0$"):
                     await client.run()

@@ -27,7 +27,7 @@ from gradbus.runtime.security import Security, liveness_challenge
 from gradbus.runtime.security.job_key import new_job_key, write_secret_file
 from gradbus.runtime.security.peers import MAX_HELD_EACH
 from gradbus.runtime.security.sealed import SealedInlet
-from gradbus.runtime.transport.channels import CHANNELS, collective_channel
+from gradbus.runtime.transport.channels import CHANNELS, ToController, collective_channel
 from gradbus.runtime.transport.dds import libddsc
 from gradbus.runtime.wire.control import Leave
 from gradbus.runtime.wire.frames import CONTROLLER, Flags, FrameKey, Kind
@@ -55,9 +55,9 @@ def keyed(place: dict[str, Any], tmp_path: Path) -> dict[str, Any]:
 @asynccontextmanager
 async def talking(one: Bus, other: Bus) -> AsyncIterator[Any]:
     """``one`` speaks, ``other`` listens; the two are matched."""
-    with other.subscribe(Control) as inbox:
-        one.open_writer(Control)
-        await one.matched(lambda: readers_in_dds(one, Control) > 0, timeout_s=20)
+    with other.subscribe(ToController) as inbox:
+        one.open_writer(ToController)
+        await one.matched(lambda: readers_in_dds(one, ToController) > 0, timeout_s=20)
         yield inbox
 
 
@@ -121,7 +121,7 @@ def test_as_many_samples_are_taken_as_there_are_of_those_that_were_held_back_and
     )
     one, other = opened(), opened()
     try:
-        writer, reader = one.outlet(CHANNELS[Control]), other.inlet(CHANNELS[Control])
+        writer, reader = one.outlet(CHANNELS[ToController]), other.inlet(CHANNELS[ToController])
         assert isinstance(reader, SealedInlet)
         for endpoint in (writer, reader):
             until(lambda endpoint=endpoint: endpoint.refresh() or endpoint.matched)
@@ -144,7 +144,7 @@ def test_an_outsider_hears_no_word_in_clear_and_is_not_heard(keyed: dict[str, An
         with Outsider(place["job"], place["domain"], echoes=True) as outsider:
             async with gradbus.connect(**keyed) as one, gradbus.connect(**keyed) as other, talking(one, other) as inbox:
                 outsider.wait_for_readers(1)
-                await eventually(lambda: readers_in_dds(one, Control) > 1)
+                await eventually(lambda: readers_in_dds(one, ToController) > 1)
                 for number in count():
                     await one.publish(CLIENT, Leave(f"word {number}"))
                     assert (await inbox.get()).body == Leave(f"word {number}")
@@ -165,14 +165,14 @@ def test_a_recording_is_not_taken_by_a_process_that_was_started_later(
     async def main() -> None:
         with Outsider(place["job"], place["domain"]) as outsider:
             async with gradbus.connect(**keyed) as one, gradbus.connect(**keyed) as other, talking(one, other) as inbox:
-                await eventually(lambda: readers_in_dds(one, Control) > 1)  # the outsider, too
+                await eventually(lambda: readers_in_dds(one, ToController) > 1)  # the outsider, too
                 await one.publish(CLIENT, Leave("in the first run"))
                 await inbox.get()
-                await eventually(lambda: any(name == "train/control" for name, _ in outsider.heard))
+                await eventually(lambda: any(name == "train/control/controller" for name, _ in outsider.heard))
                 await eventually(lambda: sum(name == "train/session" for name, _ in outsider.heard) >= 2)
             recorded = list(outsider.heard)
             async with gradbus.connect(**keyed) as late:
-                with late.subscribe(Control) as inbox:
+                with late.subscribe(ToController) as inbox:
                     outsider.wait_for_readers(1)
                     outsider.wait_for_readers(1, "train/session")
                     outsider.say_all(recorded)
@@ -193,12 +193,12 @@ def test_a_recording_of_a_process_that_is_gone_is_not_taken_by_one_that_heard_it
         with Outsider(place["job"], place["domain"]) as outsider:
             async with gradbus.connect(**keyed) as other:
                 async with gradbus.connect(**keyed) as one, talking(one, other) as inbox:
-                    await eventually(lambda: readers_in_dds(one, Control) > 1)
+                    await eventually(lambda: readers_in_dds(one, ToController) > 1)
                     await one.publish(CLIENT, Leave("once"))
                     await inbox.get()
-                    await eventually(lambda: any(name == "train/control" for name, _ in outsider.heard))
-                with other.subscribe(Control) as inbox:
-                    await eventually(lambda: other.matched_writers(Control) == 1)
+                    await eventually(lambda: any(name == "train/control/controller" for name, _ in outsider.heard))
+                with other.subscribe(ToController) as inbox:
+                    await eventually(lambda: other.matched_writers(ToController) == 1)
                     outsider.say_all(outsider.heard)
                     await eventually(lambda: other.rejected["replay"] >= 2)
                     waiting = [await inbox.get() for _ in range(len(inbox))]
@@ -218,15 +218,15 @@ def test_a_recording_of_a_living_process_is_not_taken_by_one_that_was_restarted(
                 await one.publish(SERVER, TrainCmd(1, 0, 1, 0.5, 0))
                 await one.publish(SERVER, COMMAND)
                 async with gradbus.connect(**keyed) as other, talking(one, other) as inbox:
-                    await eventually(lambda: readers_in_dds(one, Control) > 1)
+                    await eventually(lambda: readers_in_dds(one, ToController) > 1)
                     await one.publish(CLIENT, Leave("before"))
                     await inbox.get()
-                    await eventually(lambda: any(name == "train/control" for name, _ in outsider.heard))
+                    await eventually(lambda: any(name == "train/control/controller" for name, _ in outsider.heard))
                 await eventually(lambda: membership_of(one).cipher.moment >= 1)
                 async with gradbus.connect(**keyed) as again, talking(one, again) as inbox:
                     with again.subscribe(TrainCmd) as commands:
                         assert await commands.get() == COMMAND  # DDS has it still
-                    outsider.say_all(heard for heard in outsider.heard if heard[0] == "train/control")
+                    outsider.say_all(heard for heard in outsider.heard if heard[0] == "train/control/controller")
                     await eventually(lambda: again.rejected["old"] >= 1)
                     await one.publish(CLIENT, Leave("after"))
                     assert (await inbox.get()).body == Leave("after")
@@ -244,21 +244,21 @@ def test_who_says_words_again_that_a_process_has_missed_and_goes_takes_nobody_al
         with ExitStack() as stack:
             outsider = stack.enter_context(Outsider(place["job"], place["domain"]))
             async with gradbus.connect(**keyed) as other, gradbus.connect(**keyed) as one:
-                one.open_writer(Control)
-                await eventually(lambda: readers_in_dds(one, Control) > 0)  # the outsider alone
+                one.open_writer(ToController)
+                await eventually(lambda: readers_in_dds(one, ToController) > 0)  # the outsider alone
                 for number in range(5):
                     await one.publish(CLIENT, Leave(f"unheard {number}"))
-                await eventually(lambda: sum(name == "train/control" for name, _ in outsider.heard) >= 5)
+                await eventually(lambda: sum(name == "train/control/controller" for name, _ in outsider.heard) >= 5)
                 async with talking(one, other) as inbox:
                     outsider.wait_for_readers(1)
-                    await eventually(lambda: readers_in_dds(one, Control) > 1)
+                    await eventually(lambda: readers_in_dds(one, ToController) > 1)
                     await one.publish(CLIENT, Leave("heard"))
                     assert (await inbox.get()).body == Leave("heard")
-                    outsider.say_all([heard for heard in outsider.heard if heard[0] == "train/control"][:5])
+                    outsider.say_all([heard for heard in outsider.heard if heard[0] == "train/control/controller"][:5])
                     assert [(await inbox.get()).body for _ in range(5)] == [Leave(f"unheard {n}") for n in range(5)]
-                    await eventually(lambda: other.matched_writers(Control) > 1)
+                    await eventually(lambda: other.matched_writers(ToController) > 1)
                     stack.close()
-                    await eventually(lambda: other.matched_writers(Control) == 1)
+                    await eventually(lambda: other.matched_writers(ToController) == 1)
                     await one.publish(CLIENT, Leave("still there"))
                     assert (await inbox.get()).body == Leave("still there")
                     await one.close()
@@ -271,17 +271,19 @@ def test_a_flood_of_a_recording_takes_a_bounded_amount_of_memory(keyed: dict[str
     async def main() -> None:
         with Outsider(place["job"], place["domain"]) as outsider:
             async with gradbus.connect(**keyed) as one, gradbus.connect(**keyed) as other, talking(one, other) as inbox:
-                await eventually(lambda: readers_in_dds(one, Control) > 1)
+                await eventually(lambda: readers_in_dds(one, ToController) > 1)
                 for _ in range(100):
                     await one.publish(CLIENT, Leave("x" * 1000))
                     await inbox.get()
-                await eventually(lambda: len({data for name, data in outsider.heard if name == "train/control"}) >= 100)
+                await eventually(
+                    lambda: len({data for name, data in outsider.heard if name == "train/control/controller"}) >= 100
+                )
             recorded = list(dict.fromkeys(outsider.heard))  # it may have heard some twice
-            spoken = sum(name == "train/control" for name, _ in recorded)
+            spoken = sum(name == "train/control/controller" for name, _ in recorded)
             outsider.wait_for_nobody()
             async with gradbus.connect(**keyed) as late:
-                with late.subscribe(Control):
-                    await eventually(lambda: late.matched_writers(Control) > 0)
+                with late.subscribe(ToController):
+                    await eventually(lambda: late.matched_writers(ToController) > 0)
                     outsider.wait_for_readers(1)
                     outsider.say_all(recorded)
                     await eventually(lambda: late.rejected["unauthenticated"] == spoken - MAX_HELD_EACH)

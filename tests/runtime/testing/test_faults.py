@@ -18,7 +18,7 @@ from gradbus.runtime.errors import CollectiveTimeout, ConfigError
 from gradbus.runtime.security.job_key import new_job_key
 from gradbus.runtime.testing.faults import Faults, Rule, parse_rules
 from gradbus.runtime.transport.api import Outlet
-from gradbus.runtime.transport.channels import Channel
+from gradbus.runtime.transport.channels import Channel, ToController
 from gradbus.runtime.transport.dds.participant import Writer
 from gradbus.runtime.transport.wrappers import OutletWrapper
 from gradbus.runtime.wire.control import Leave, ModelRequest, Receipt
@@ -130,8 +130,8 @@ def heard(
 
     async def main() -> tuple[list[str], dict[str, int], dict[str, int]]:
         async with gradbus.connect(**place) as one, gradbus.connect(**place, faults=rules) as two:
-            with one.subscribe(Control) as inbox:
-                await reads(two, Control)
+            with one.subscribe(ToController) as inbox:
+                await reads(two, ToController)
                 for body in LEAVES:
                     await two.publish(CLIENT, body)
                 got = []
@@ -191,12 +191,12 @@ def test_what_is_late_has_not_been_taken_over_and_so_comes_before_what_waits_for
 
     async def main() -> list[str]:
         async with gradbus.connect(**place) as one, gradbus.connect(**place, faults=rule) as two:
-            with one.subscribe(Control) as inbox:
-                await reads(two, Control)
+            with one.subscribe(ToController) as inbox:
+                await reads(two, ToController)
                 for body in LEAVES[:2]:
                     await two.publish(CLIENT, body)
-                assert not await two.drain(Control, 0.0)
-                assert await two.drain(Control, 30.0)
+                assert not await two.drain(ToController, 0.0)
+                assert await two.drain(ToController, 30.0)
                 await two.publish(CLIENT, LEAVES[2])
                 messages = [await inbox.get() for _ in range(3)]
         return [message.body.reason for message in messages if isinstance(message, Control)]  # type: ignore[union-attr]
@@ -212,9 +212,9 @@ def test_one_that_was_held_back_and_cannot_be_written_is_late_no_more(
 
     async def main() -> None:
         async with gradbus.connect(**place) as one, gradbus.connect(**place, faults="reorder leave nth=1") as two:
-            with one.subscribe(Control):
-                await reads(two, Control)
-                writer = writer_of(two, Control)
+            with one.subscribe(ToController):
+                await reads(two, ToController)
+                writer = writer_of(two, ToController)
                 write_now, writes = writer.write_now, itertools.count()
 
                 def refuse_the_second(sample: Any) -> bool:
@@ -239,11 +239,11 @@ def test_one_that_was_overtaken_is_late_no_more(run: Run, place: dict[str, Any])
             gradbus.connect(**place) as one,
             gradbus.connect(**place, faults="reorder leave nth=1 seconds=60") as two,
         ):
-            with one.subscribe(Control):
-                await reads(two, Control)
+            with one.subscribe(ToController):
+                await reads(two, ToController)
                 for body in LEAVES[:2]:
                     await two.publish(CLIENT, body)
-                assert await two.drain(Control, 10.0)
+                assert await two.drain(ToController, 10.0)
 
     run(main)
 
@@ -251,9 +251,9 @@ def test_one_that_was_overtaken_is_late_no_more(run: Run, place: dict[str, Any])
 def test_a_late_sample_comes_although_its_sender_has_left_meanwhile(run: Run, place: dict[str, Any]) -> None:
     async def main() -> list[str]:
         async with gradbus.connect(**place) as one:
-            with one.subscribe(Control) as inbox:
+            with one.subscribe(ToController) as inbox:
                 async with gradbus.connect(**place, faults="delay leave nth=1 seconds=60") as two:
-                    await reads(two, Control)
+                    await reads(two, ToController)
                     for body in LEAVES[:2]:
                         await two.publish(CLIENT, body)
                 messages = [await inbox.get() for _ in range(2)]
@@ -294,7 +294,7 @@ def test_a_sample_that_dds_takes_later_is_struck_once_and_doubled_once_and_not_k
     write = Writer.write
 
     def full_now_and_then(self: Writer, fields: tuple[Any, ...], parts: tuple[Any, ...]) -> bool:
-        if self.channel.name == "train/control":
+        if self.channel.name == "train/control/controller":
             return next(answers, True) and write(self, fields, parts)
         return write(self, fields, parts)
 

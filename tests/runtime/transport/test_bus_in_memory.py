@@ -14,6 +14,7 @@ from bus_helpers import CHIEF, CLIENT, MIB, UPDATE, Run, payload_from, reads
 from gradbus.runtime.bus.bus import connect_over
 from gradbus.runtime.collectives import join_group
 from gradbus.runtime.errors import ConfigError
+from gradbus.runtime.transport.channels import ToController
 from gradbus.runtime.transport.memory.network import MemoryNetwork
 from gradbus.runtime.transport.memory.pairs import MemoryNode
 from gradbus.runtime.transport.memory.transport import MemoryTransport
@@ -42,8 +43,8 @@ def test_messages_and_large_payloads_arrive_over_a_lossy_network(run: Run, netwo
             connect_over(at(network, 0), "job") as one,
             connect_over(at(network, 1), "job") as other,
         ):
-            inbox, updates = other.subscribe(TrainCmd, Control), other.subscribe(ClientUpdate)
-            for kind in (TrainCmd, Control, ClientUpdate):
+            inbox, updates = other.subscribe(TrainCmd, ToController), other.subscribe(ClientUpdate)
+            for kind in (TrainCmd, ToController, ClientUpdate):
                 await reads(one, kind)
             command = TrainCmd(3, 600, 2, 0.05, 11)
             await one.publish(CHIEF, command)
@@ -63,9 +64,9 @@ def test_messages_and_large_payloads_arrive_over_a_lossy_network(run: Run, netwo
 def test_a_peer_that_closes_its_bus_is_gone(run: Run, network: MemoryNetwork) -> None:
     async def main() -> None:
         async with asyncio.timeout(PATIENCE_S), connect_over(at(network, 0), "job") as bus:
-            inbox = bus.subscribe(Control)
+            inbox = bus.subscribe(ToController)
             async with connect_over(at(network, 1), "job") as other:
-                await reads(other, Control)
+                await reads(other, ToController)
                 await other.publish(CLIENT, Leave("done"))
                 assert isinstance(await inbox.get(), Control)
             gone = await inbox.get()

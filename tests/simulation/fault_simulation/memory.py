@@ -17,13 +17,13 @@ from gradbus.runtime.bus.bus import Bus, connect_over
 from gradbus.runtime.security import Security
 from gradbus.runtime.security.identity.opening import identity_membership
 from gradbus.runtime.security.sealed import Sealed
+from gradbus.runtime.transport.channels import is_control_name
 from gradbus.runtime.transport.memory.network import MemoryNetwork
 from gradbus.runtime.transport.memory.pairs import EndpointPair
 from gradbus.runtime.transport.memory.transport import MemoryTransport
 
 OUTSIDE = contextvars.Context()  # in which the network itself acts
 WINDOW_BYTES = 64 << 10  # 64 small samples: a run has too few to fill the window that is shipped
-CONTROL = "train/control"
 
 
 class VirtualSchedule:
@@ -67,7 +67,7 @@ def virtual_network(loop: VirtualLoop, seed: int | str, trace: Trace) -> MemoryN
         about = f"crc32 {zlib.crc32(data):08x}" if data else f"round {sample.round_id}"
         name = pair.reader.channel.name
         text = f"{pair.target.name} receives {name} of {pair.source.name}, {about}"
-        trace.add(text, is_shown=name != CONTROL)  # these are many, and all are repeated
+        trace.add(text, is_shown=not is_control_name(name))  # these are many, and all are repeated
 
     network = MemoryNetwork(seed, VirtualSchedule(loop))
     network.on_delivered = note

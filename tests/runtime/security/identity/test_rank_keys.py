@@ -20,8 +20,7 @@ from gradbus.runtime.security.identity.join_messages import JoinHello, parse
 from gradbus.runtime.security.identity.key_messages import RankKeyGrant
 from gradbus.runtime.security.identity.membership import ClientMembership
 from gradbus.runtime.security.streams import StreamEncryptor
-from gradbus.runtime.transport.channels import CHANNELS
-from gradbus.runtime.wire.messages import Control
+from gradbus.runtime.transport.channels import CHANNELS, ToClients
 
 ROUNDS = 12
 
@@ -188,7 +187,7 @@ def test_an_observer_of_ranks_hears_nothing_more_of_who_was_removed() -> None:
     hall = RankHall(ONE, TWO, allowed=with_entry(RANKS, Entry(STRANGER.name, "observer", STRANGER.public)))
     one, two = hall.nodes
     observer = JoinClient(JOB, STRANGER, SERVER.public, "observer")
-    decrypt = ClientMembership(observer).decryptor(CHANNELS[Control])
+    decrypt = ClientMembership(observer).decryptor(CHANNELS[ToClients])
 
     def read(data: bytes) -> bytes:
         opened = decrypt(data)
@@ -293,4 +292,4 @@ def test_ranks_and_clients_of_one_list_do_not_get_into_each_others_way() -> None
     entries = (Entry("a", "client", ONE.public, ((0, 3),)), Entry("b", "worker", TWO.public, ((0, 3),)))
     assert AllowList(entries).owner_of(2) == "a"
     assert AllowList(entries[1:]).owner_of(2) is None
-    assert CONTROL == "train/control"
+    assert CONTROL == "train/control/clients"

@@ -24,11 +24,11 @@ import gradbus
 from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.collectives.reductions import Contribution
 from gradbus.runtime.network.network_config import NetworkConfig
-from gradbus.runtime.transport.channels import READABLE, Channel
+from gradbus.runtime.transport.channels import Channel, ToController, channel_of
 from gradbus.runtime.transport.dds import libddsc, native_topics, participant
 from gradbus.runtime.transport.dds.idl_types import IDL_TYPES
 from gradbus.runtime.wire.control import Leave
-from gradbus.runtime.wire.messages import ClientUpdate, Control, ModelBlob, TrainCmd
+from gradbus.runtime.wire.messages import ClientUpdate, ModelBlob, TrainCmd
 
 COMMAND = TrainCmd(3, 0, 1, 0.5, 7)
 PAYLOAD = random.Random(5).randbytes(3 * MIB + 1)
@@ -41,7 +41,7 @@ def no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def is_cyclones_own(bus: Bus) -> bool:
-    with bus.subscribe(Control):
+    with bus.subscribe(ToController):
         topics = participant_of(bus).topics
         names = topics.names
         (kind,) = {isinstance(topics.enter(name, None), native_topics.CTopic) for name in names}
@@ -55,9 +55,9 @@ def test_what_one_kind_of_topic_sends_the_other_one_gets(run: Run, fast: bool, p
     async def main() -> None:
         async with gradbus.connect(**place, fast=fast) as one, gradbus.connect(**place, fast=not fast) as other:
             assert (is_cyclones_own(one), is_cyclones_own(other)) == (fast, not fast)
-            commands, words = other.subscribe(TrainCmd), other.subscribe(Control)
+            commands, words = other.subscribe(TrainCmd), other.subscribe(ToController)
             models, updates = other.subscribe(ModelBlob), other.subscribe(ClientUpdate)
-            for kind in (TrainCmd, Control, ModelBlob, ClientUpdate):
+            for kind in (TrainCmd, ToController, ModelBlob, ClientUpdate):
                 await reads(one, kind)
             await one.publish(CHIEF, COMMAND)
             await one.publish(CLIENT, Leave("done"))
@@ -115,7 +115,7 @@ def test_discovery_tells_the_same_of_both_kinds(run: Run, place: dict[str, Any])
         """What a reader of the binding hears of a writer."""
         plain = {**place, "security": "none"}
         async with gradbus.connect(**plain, fast=False) as bus, gradbus.connect(**plain, fast=fast) as writer:
-            reader = participant_of(bus).inlet(READABLE[kind])
+            reader = participant_of(bus).inlet(channel_of(kind))
             try:
                 await reads(writer, kind)
                 await eventually(lambda: reader.entity.get_subscription_matched_status().current_count == 1)
@@ -126,7 +126,7 @@ def test_discovery_tells_the_same_of_both_kinds(run: Run, place: dict[str, Any])
                 reader.close()
 
     async def main() -> None:
-        for kind in (TrainCmd, ClientUpdate, ModelBlob, Control):
+        for kind in (TrainCmd, ClientUpdate, ModelBlob, ToController):
             assert await told(kind, fast=True) == await told(kind, fast=False)
 
     run(main)
