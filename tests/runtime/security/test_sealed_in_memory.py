@@ -17,7 +17,7 @@ from gradbus.runtime.security.job_key import new_job_key
 from gradbus.runtime.security.membership import SharedKeyMembership
 from gradbus.runtime.security.peers import CHALLENGE_TOPIC
 from gradbus.runtime.security.sealed import Sealed
-from gradbus.runtime.transport.channels import CHANNELS
+from gradbus.runtime.transport.channels import CHANNELS, ToController
 from gradbus.runtime.transport.dds.idl_types import IDL_TYPES
 from gradbus.runtime.transport.memory.network import MemoryNetwork
 from gradbus.runtime.transport.memory.pairs import MemoryNode
@@ -56,9 +56,9 @@ async def talk(network: MemoryNetwork) -> None:
         connect_over(opens(network, 0), "job") as one,
         connect_over(opens(network, 1), "job") as other,
     ):
-        inbox, updates = other.subscribe(TrainCmd, Control), other.subscribe(ClientUpdate)
+        inbox, updates = other.subscribe(TrainCmd, ToController), other.subscribe(ClientUpdate)
         models = other.subscribe(ModelBlob)
-        for kind in CHANNELS:
+        for kind in (TrainCmd, ToController, ClientUpdate, ModelBlob):
             await reads(one, kind)
         await one.publish(CHIEF, COMMAND)
         assert await inbox.get() == COMMAND
@@ -114,17 +114,17 @@ def test_a_member_with_another_key_does_not_count_and_is_not_heard(run: Run, net
             connect_over(opens(network, 1), "job") as other,
             connect_over(stranger, "job") as third,
         ):
-            with one.subscribe(Control) as inbox, other.subscribe(Control), third.subscribe(Control):
+            with one.subscribe(ToController) as inbox, other.subscribe(ToController), third.subscribe(ToController):
                 for bus in (one, other, third):
-                    bus.open_writer(Control)
-                await reads(one, Control, 2)  # of itself and of the other member
-                await reads(other, Control, 2)
+                    bus.open_writer(ToController)
+                await reads(one, ToController, 2)  # of itself and of the other member
+                await reads(other, ToController, 2)
                 await third.publish(CLIENT, Leave("unheard"))
                 await other.publish(CLIENT, Leave("heard"))
                 heard = await inbox.get()
                 assert isinstance(heard, Control)
                 assert heard.body == Leave("heard")
                 await eventually(lambda: one.rejected["other key"] > 0)
-                assert one.matched_readers(Control) == 2
+                assert one.matched_readers(ToController) == 2
 
     run(main)
