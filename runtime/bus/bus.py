@@ -510,8 +510,8 @@ async def connect(
 async def connect_over(
     transport: Callable[[str], Transport], job: str, *, stall_timeout_s: float = 30.0
 ) -> AsyncIterator[Bus]:
-    """Join a job over a given transport, protected as that is: for tests and simulations, such as over
-    :mod:`gradbus.runtime.transport.memory`, where :class:`gradbus.runtime.security.sealed.Sealed` may stand above it.
+    """Join a job over a given transport, encrypted if that encrypts: for tests and simulations, such as over
+    :mod:`gradbus.runtime.transport.memory`.
 
     ``transport``: opens that of the job, off the loop. Raises what this raises.
     """
