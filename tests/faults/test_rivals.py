@@ -61,11 +61,24 @@ def test_of_two_that_begin_together_the_later_one_gives_way() -> None:
         DuplicateControllers("mnist", Identity(CONTROLLER, 8)),
         DuplicateControllers("mnist", Identity(CONTROLLER, 9)),
     )
+    waits = dataclasses.replace(STATUS, phase="waiting")
     for _ in range(2):
-        for_the_earlier = earlier.observe_running(said(9, STATUS), OTHER_RUN, has_begun=False)
-        for_the_later = later.observe_running(said(8, STATUS), OTHER_RUN, has_begun=False)
+        for_the_earlier = earlier.observe_running(said(9, waits), OTHER_RUN, has_begun=False)
+        for_the_later = later.observe_running(said(8, waits), OTHER_RUN, has_begun=False)
     assert for_the_earlier is None
     assert isinstance(for_the_later, JobInUse)
+
+
+def test_a_controller_that_was_paused_while_it_waited_gives_way_to_a_later_one_that_has_begun_its_rounds() -> None:
+    """Else it would wait, beside a run that goes on, for clients that follow the other one."""
+    earlier, later = (
+        DuplicateControllers("mnist", Identity(CONTROLLER, 8)),
+        DuplicateControllers("mnist", Identity(CONTROLLER, 9)),
+    )
+    waits = dataclasses.replace(STATUS, phase="waiting")
+    assert earlier.observe_running(said(9, STATUS), OTHER_RUN, has_begun=False) is None  # may be the last of one
+    assert isinstance(earlier.observe_running(said(9, STATUS), OTHER_RUN, has_begun=False), ControllerReplaced)
+    assert [later.observe_running(said(8, waits), OTHER_RUN, has_begun=True) for _ in range(3)] == [None] * 3
 
 
 def test_a_later_start_of_its_own_run_ends_a_controller_by_any_word_at_any_time() -> None:

@@ -103,6 +103,17 @@ def test_nothing_of_a_dead_process_runs_not_even_its_finally(loop: VirtualLoop) 
     loop.run_until(task.done, START_S + 1.9)
 
 
+def test_a_callback_that_a_fault_at_its_step_cancels_does_not_run(loop: VirtualLoop) -> None:
+    ran: list[str] = []
+    observed: Any = loop._observer  # noqa: SLF001 - the fixture's
+    handle = loop.call_soon(ran.append, "cancelled")
+    loop.call_soon(ran.append, "next")
+    observed.at[1] = handle.cancel
+    assert loop.run_until(lambda: bool(ran), START_S + 1.0)
+    assert ran == ["next"]
+    assert observed.errors == []
+
+
 def test_a_paused_process_goes_on_with_what_was_due_meanwhile(loop: VirtualLoop) -> None:
     process, times = process_of(loop), list[float]()
 

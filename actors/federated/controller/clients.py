@@ -522,6 +522,10 @@ class ClientRegistry:
         """Whether a client that is not silent waits for a model."""
         return any(m.hello.phase == FETCHING_PHASE and not m.silent for m in self._members.values())
 
+    def live_seen_s(self) -> Iterator[tuple[int, float]]:
+        """Yield the ids of the members that are not silent, and when each sent last."""
+        return ((client_id, member.seen_s) for client_id, member in self._members.items() if not member.silent)
+
     def count_live(self) -> int:
         """Number of members that are not silent."""
         return sum(not member.silent for member in self._members.values())

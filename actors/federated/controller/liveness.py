@@ -137,8 +137,8 @@ class DuplicateControllers:
         """Return why a controller of ``run_id`` that has the job must give way; None: it need not.
 
         A later start of its own run has its state, and clients that have heard of it follow no earlier one: so one
-        message decides. Of two runs that wait for clients the controller that began first goes on; where both have
-        begun their rounds, the later one, as the earlier one was silent for long.
+        message decides. Of two runs that wait for clients the controller that began first goes on; where the later one
+        has begun its rounds, that one does, as the earlier one was silent for long.
 
         Args:
             has_begun: clients follow this controller.
@@ -152,7 +152,7 @@ class DuplicateControllers:
             return self._replaced_by(message, run_id, run_id) if other > own else None
         if other < own:
             return None if has_begun else self.observe(message)
-        if status is None or not has_begun or status.phase in _BEFORE_ROUNDS or self.observe(message) is None:
+        if status is None or status.phase in _BEFORE_ROUNDS or self.observe(message) is None:
             return None
         return self._replaced_by(message, run_id, status.run_id)
 
@@ -319,19 +319,46 @@ class LivenessMonitor:
         """Announce the end of the run to the clients.
 
         If all is done, or ``final``, it is repeated until they have left, as a client that misses it would go on
-        waiting. Clients that still fetch the last model have LAST_MODEL_S for it. Else it is sent once: they are to
-        wait. With ``linger`` it is repeated for a while also without known clients, for a controller that has just
-        started: those that come meanwhile get their Welcome, and then this.
+        waiting. Each client has BYE_S for that from its first message after the end began, so that one that comes only
+        now, or was cut off, hears of it, too. Clients that still fetch the last model have LAST_MODEL_S for it. Else it
+        is sent once: they are to wait. With ``linger`` it is repeated for a while also without known clients, for a
+        controller that has just started: those that come meanwhile get their Welcome, and then this.
         """
         now_s = time.monotonic()
-        until_s, fetching_until_s = now_s + (BYE_S if ok or final else 0.0), now_s + (LAST_MODEL_S if ok else 0.0)
+        bye_s, fetching_until_s = BYE_S if ok or final else 0.0, now_s + (LAST_MODEL_S if ok else 0.0)
+        goodbyes = _Goodbyes(self._registry, now_s, bye_s, self._context.bus.remote_lease_s or 0.0)
         while True:
             with contextlib.suppress(BusError, JobInUse):  # a job with another controller has not ended
                 await self._context.publish(RunEnded(self._context.run_id, ok, plain_line(reason[:4096]), final))
             if not self._registry.count_live() and not linger:
                 return
-            wait_until_s = fetching_until_s if self._registry.has_fetching else until_s
+            wait_until_s = fetching_until_s if self._registry.has_fetching else goodbyes.until_s()
             if time.monotonic() >= wait_until_s:
                 return
             left_s = max(0.0, wait_until_s - time.monotonic())
             await self._membership.wait_for_change(min(self._context.config.clients.heartbeat_s, left_s))
+
+
+class _Goodbyes:
+    """Tells for how long the end of a run waits for its clients to leave."""
+
+    def __init__(self, registry: ClientRegistry, began_s: float, bye_s: float, lease_s: float) -> None:
+        """Args:
+        bye_s: for each client, from its first message since ``began_s``; 0: nobody is waited for.
+        lease_s: after so long a silence two machines lose each other, and as long they may take to meet again.
+        """
+        self._registry = registry
+        self._began_s = began_s
+        self._bye_s = bye_s
+        self._silent_until_s = began_s + bye_s + lease_s
+        self._heard_s: dict[int, float] = {}
+
+    def until_s(self) -> float:
+        """Return when the wait is over, by ``time.monotonic``, as it looks now."""
+        until_s = self._began_s + self._bye_s
+        for client_id, seen_s in self._registry.live_seen_s() if self._bye_s else ():
+            if seen_s > self._began_s:
+                until_s = max(until_s, self._heard_s.setdefault(client_id, seen_s) + self._bye_s)
+            else:
+                until_s = max(until_s, self._silent_until_s)
+        return min(until_s, self._began_s + max(self._bye_s, LAST_MODEL_S))

@@ -95,6 +95,7 @@ class AdmittedNode:
     Attributes:
         incoming, outgoing: streams under its pairwise keys.
         participant: GUID prefix of its DDS participant, as announced by it.
+        rival, rival_s: session of another process with its key and an earlier start number, and when that one asked.
     """
 
     entry: Entry
@@ -106,6 +107,8 @@ class AdmittedNode:
     outgoing: OutboundStreams
     last_seen_s: float
     participant: bytes = b""
+    rival: bytes = b""
+    rival_s: float = 0.0
 
     @property
     def id(self) -> str:
@@ -352,6 +355,8 @@ class Admission:
         why = self._refusal_reason(hello, entry, known, now_s)
         if entry is None or why:
             return self._refuse(signed, hello, why, now_s)
+        if known is not None and self._may_be_gone(known, hello, now_s):
+            return []  # it asks again
         nonce = secrets.token_bytes(handshake.NONCE_BYTES)
         welcome, shared = handshake.answer(
             self.job, self.key, signed, session=self.session, start=self.start, epoch=self.group.key.epoch, nonce=nonce
@@ -380,10 +385,23 @@ class Admission:
             known is not None
             and known.session != hello.session
             and hello.start <= known.start
+            and known.rival == hello.session
+            and known.last_seen_s > known.rival_s
             and now_s - known.last_seen_s < SILENT_S
         ):
             return f"{hello.name} has joined with a process that was started later: one process, one key"
         return ""
+
+    @staticmethod
+    def _may_be_gone(known: AdmittedNode, hello: JoinHello, now_s: float) -> bool:
+        """Return whether a node waits for now: it has an earlier start number than the process that its key is in, of
+        which nothing has come since it asked. A process that is started again a moment after it was killed, by a clock
+        that was set back, is no second one: it is admitted when the other one has been silent for so long."""
+        if known.session == hello.session or hello.start > known.start or now_s - known.last_seen_s >= SILENT_S:
+            return False
+        if known.rival != hello.session:
+            known.rival, known.rival_s = hello.session, now_s
+        return True
 
     def _refuse(self, signed: SignedMessage, hello: JoinHello, why: str, now_s: float) -> list[bytes]:
         self.dropped["refused"] += 1

@@ -230,7 +230,7 @@ def test_the_end_of_a_run_is_announced_with_its_reason_also_where_that_names_a_f
 
     config = SimpleNamespace(clients=SimpleNamespace(heartbeat_s=HEARTBEAT_S), evaluation=EvaluationSettings())
     context: Any = RunContext(
-        SimpleNamespace(publish=publish),
+        SimpleNamespace(publish=publish, remote_lease_s=None),
         Identity(CONTROLLER, 1),
         None,
         config,
@@ -253,7 +253,7 @@ def test_the_end_of_a_run_waits_for_a_client_that_fetches_the_last_model(monkeyp
 
     config = SimpleNamespace(clients=SimpleNamespace(heartbeat_s=0.01), evaluation=EvaluationSettings())
     context: Any = RunContext(
-        SimpleNamespace(publish=publish),
+        SimpleNamespace(publish=publish, remote_lease_s=None),
         Identity(CONTROLLER, 1),
         None,
         config,
@@ -276,3 +276,27 @@ def test_the_end_of_a_run_waits_for_a_client_that_fetches_the_last_model(monkeyp
         await asyncio.wait_for(ending, PATIENT_S)
 
     asyncio.run(main())
+
+
+def test_the_end_of_a_run_waits_for_each_client_from_its_first_message_on() -> None:
+    """One that comes only now, or was cut off, would else miss it, and wait for a controller that has gone."""
+    members = ClientRegistry(ExpectedModel(1, 0), session=1, dead_after_s=60.0, duplicate_after_s=1.0)
+
+    def report(client_id: int, now_s: float) -> None:
+        hello = Hello(PROTOCOL, 1, 0, True, 1, "idle", 0, 0, "h", 1)
+        members.answer_hello(Identity(client_id, 1), hello, next(_numbers), now_s=now_s, next_round=1)
+
+    report(0, now_s=90.0)
+    on_one_machine = liveness._Goodbyes(members, 100.0, 2.0, lease_s=0.0)  # noqa: SLF001 - its sums, without a wait
+    assert on_one_machine.until_s() == 102.0
+    goodbyes = liveness._Goodbyes(members, 100.0, 2.0, lease_s=10.0)  # noqa: SLF001 - its sums, without a wait
+    assert goodbyes.until_s() == 112.0  # client 0 may be cut off
+    report(0, now_s=101.0)
+    assert goodbyes.until_s() == 103.0
+    report(1, now_s=102.9)
+    report(0, now_s=102.9)  # it is still there: its time is over
+    assert goodbyes.until_s() == 104.9
+    members.remove(1, 1)
+    assert goodbyes.until_s() == 103.0
+    at_once = liveness._Goodbyes(members, 100.0, 0.0, lease_s=10.0)  # noqa: SLF001 - its sums, without a wait
+    assert at_once.until_s() == 100.0

@@ -256,6 +256,10 @@ def test_a_node_that_was_restarted_replaces_its_former_start_whose_envelopes_die
     older.start = old.start - 1
     hall.nodes.append(older)
     hall.meet(older)
+    hall.later(1.0)
+    assert not older.refusal  # the other one may have died
+    assert hall.taken(UPDATES, upload(new, b"y")) == "robot-1: y"
+    hall.later(1.0)
     assert "started later: one process, one key" in older.refusal
     hall.now_s += admission.SILENT_S + 1
     late = JoinClient(JOB, ONE, SERVER.public, "client")  # the other one is gone, and the clock was set back
@@ -263,6 +267,20 @@ def test_a_node_that_was_restarted_replaces_its_former_start_whose_envelopes_die
     hall.nodes = [late]
     hall.meet(late)
     assert late.keys is not None
+
+
+def test_a_node_that_was_killed_and_starts_again_by_a_clock_that_was_set_back_is_admitted() -> None:
+    hall = Hall(ONE)
+    killed = hall.nodes.pop()
+    again = JoinClient(JOB, ONE, SERVER.public, "client")
+    again.start = killed.start - 1
+    hall.nodes.append(again)
+    hall.meet(again)
+    for _ in range(12):
+        hall.later(0.5)
+        hall.meet(again)
+    assert not again.refusal
+    assert hall.taken(UPDATES, upload(again, b"x")) == "robot-1: x"
 
 
 def test_of_two_processes_with_one_key_file_the_earlier_one_is_told_that_it_is_out() -> None:

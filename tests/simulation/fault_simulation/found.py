@@ -145,4 +145,29 @@ FOUND = (
             Fault(Moment("decision", 10, "rank-0", "view", "after"), "kill", "rank-0", 0.08),
         ),
     ),
+    Found(
+        "A controller is paused while it waits for its clients, and replaced: another run begins with them. When it "
+        "went on it waited for these clients beside that run, until `timeouts.join_s` was over.",
+        14798980035, "replaced", (Fault(Moment("sync", 2, CONTROLLER, "", "before"), "replace", CONTROLLER, 6.0),),
+    ),
+    Found(
+        "The controller stands still for longer than a lease in the last round. At its end it waited 2 s for clients "
+        "to leave, in which some had not found it again: these waited for `controller_timeout_s`, and failed.",
+        14798985901, "q8", (Fault(Moment("note", 17, CONTROLLER, "counted", "before"), "pause", CONTROLLER, 6.0),),
+    ),
+    Found(
+        "A start after the last round waits 2 s for clients that lack its end. One that came in the last moment was "
+        "welcomed and left alone: it waited 30 s for the last model, and ended without it.",
+        14798983135, "replaced",
+        (
+            _replaced("after_publish", 6, 0.5)[0],
+            Fault(Moment("sync", 32, CONTROLLER, "", "before"), "pause", CONTROLLER, 6.0),
+        ),
+    ),
+    Found(
+        "A node with a key of its own is killed and starts again at once by a clock that is behind: it was taken for a "
+        "second process with that key, and refused for good.",
+        14798986774, "admission",
+        (Fault(Moment("note", 1, "client-2", "welcomed", "after"), "kill", "client-2", 0.09),),
+    ),
 )  # fmt: skip

@@ -98,13 +98,18 @@ class ServersWorld(World):
     def on_decision(self, process: VirtualProcess, name: str, facts: dict[str, Any]) -> None:
         """Take a decision. A worker that takes part as it should is not dropped because it seems to be silent.
 
-        It may be where another server has failed meanwhile. The worker waits for that one until it is known to be lost,
-        which may be later; and then all begin again, this server, too.
+        It may be where another server has failed meanwhile, or was paused for as long as requests may take. The worker
+        waits for that one until it is known to be lost, which may be later; and then all begin again, this server, too.
         """
         super().on_decision(process, name, facts)
         if name == "drop" and facts["why"] == "CollectiveTimeout":
             worker = f"worker-{facts['worker']}"
             if any(failed_s > process.started_s for failed_s in self.server_failed_s.values()):
+                return
+            if any(
+                one.action == "pause" and one.role in self.roles[:SERVERS] and one.seconds >= COLLECTIVE_S
+                for one in self.happened
+            ):
                 return
             own = [fault for fault in self.happened if fault.role in (worker, process.role) or fault.other == worker]
             if not own and not any(fault.action == "cut" for fault in self.happened):

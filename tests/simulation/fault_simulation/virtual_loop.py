@@ -206,7 +206,7 @@ class VirtualLoop:
         CLOCK.now_s = now_s() + STEP_S
         self.steps += 1
         self._observer.before_step(self.steps)
-        if not self._may_run(handle):  # a fault has just hit its process
+        if handle.function is None or not self._may_run(handle):  # a fault has just cancelled it, or hit its process
             return
         try:
             handle.context.run(handle.function, *handle.arguments)

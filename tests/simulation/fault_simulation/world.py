@@ -189,6 +189,11 @@ class World:
             self.tree.on_note(process, event, facts, is_kept=is_kept)
         if event == "commanded":
             self._resume_replaced()
+        if event == "committed" and process.role == CONTROLLER and facts["round"] == self.rounds:
+            # Who starts only after the end of the run cannot know of the two, and would follow the one that is left.
+            for one in self.processes:
+                if one.replaced and not one.dead:
+                    self.network.at(0.0, self._end_replaced, one, 0.0)
         shown = " ".join(
             f"{name}={value}" for name, value in facts.items() if name in ("round", "client", "clients", "reason")
         )
