@@ -102,14 +102,21 @@ def _ordinal(number: int) -> str:
 
 def draw_plan(rng: random.Random, roles: Sequence[str], rounds: int, *, replaces: bool = False) -> tuple[Fault, ...]:
     """Return the faults of a run: none in one of six, mostly one to four, and a storm of up to twelve in one of
-    twelve. ``replaces``: the controller is replaced while it is paused, and at most two other faults happen, of which
-    none cuts machines off: two controllers that do not hear each other, each with clients of its own, are two runs."""
+    twelve. ``replaces``: the controller is replaced while it is paused, and at most two other faults happen. None of
+    them cuts machines off or pauses a client: two controllers that do not hear each other, each with clients of its own
+    that have not heard the other one, are two runs."""
     if replaces:
         moment = draw_decision(rng, roles[0], rounds)
         others = [_draw_fault(rng, roles, rounds) for _ in range(rng.choice([0, 0, 1, 2]))]
-        return _draw_effect(rng, moment, roles, "replace"), *(one for one in others if one.action != "cut")
+        effect = _draw_effect(rng, moment, roles, "replace")
+        return effect, *(one for one in others if not _keeps_apart(one, roles[0]))
     number = rng.choice([0, 0, 1, 1, 1, 2, 2, 3, 3, 4, 4, rng.randint(5, 12)])
     return tuple(_draw_fault(rng, roles, rounds) for _ in range(number))
+
+
+def _keeps_apart(fault: Fault, controller: str) -> bool:
+    """Return whether a client may hear of a start in the place of the controller only after the first one goes on."""
+    return fault.action == "cut" or (fault.action == "pause" and fault.role != controller)
 
 
 def _draw_fault(rng: random.Random, roles: Sequence[str], rounds: int) -> Fault:

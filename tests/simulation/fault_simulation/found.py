@@ -96,11 +96,6 @@ FOUND = (
         29, "tree_alone", (Fault(Moment("step", 483, CONTROLLER), "disk", CONTROLLER, 5.0),),
     ),
     Found(
-        "A site loses its power, and starts again when the run has ended. Its clients asked for the model of the round "
-        "in which it had stopped, which it no longer had: they waited 30 s, and ended without the last model.",
-        5164, "tree", (Fault(Moment("place", 2, "site-0", "after_publish"), "power", "site-0", 3.38),),
-    ),
-    Found(
         "The controller begins a round anew after its start. A client that came to a site during the attempt before "
         "took no part in this round: the site had too few clients, and failed after its deadline.",
         5088, "tree",
