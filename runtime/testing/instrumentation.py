@@ -34,8 +34,7 @@ class Probe:
 
     def note(self, event: str, **facts: Any) -> None:
         """Something has happened; see :meth:`.journal.History.note`."""
-        if self.history.on:
-            self.history.note(event, **facts)
+        self.history.note(event, **facts)
 
     def end(self, **facts: Any) -> None:
         """The process, or its part in the run, ends gracefully."""
