@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any
 
 DASH = "–"  # of tables in a report; on a terminal it is "-"
 
@@ -51,10 +50,3 @@ def ranges(numbers: Iterable[int]) -> str:
         else:
             runs.append([value])
     return ", ".join(f"{run[0]}-{run[-1]}" if run[-1] > run[0] + 1 else ", ".join(map(str, run)) for run in runs)
-
-
-def listed(values: Iterable[Any], most: int = 8) -> str:
-    """The first of many: ``1, 2, 3 and 7 more``."""
-    found = [str(value) for value in values]
-    more = f" and {len(found) - most} more" if len(found) > most else ""
-    return ", ".join(found[:most]) + more

@@ -11,9 +11,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-PART_OF = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
-"""The dtype of the parts, by that of the tensor."""
-
 
 def is_inexact(dtype: torch.dtype) -> bool:
     """Return whether numbers of this dtype can be averaged: floats, and pairs of them."""

@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from gradbus.commands.simulate.topology import LinkSpec
 
@@ -182,6 +183,17 @@ def cina_s(gradient_bytes: float, blocks: int, fabric: Fabric) -> float:
 
 
 # Little memory in the switch, and what an aggregator is worth
+
+
+def slot_bytes(way: Literal["hina", "cina"], fabric: Fabric, block_bytes: float) -> float:
+    """Memory of each switch that keeps the link of a host busy: what is sent until the sum of a block is back.
+
+    ``B`` times the latencies and the time of a block on each link of the way there and back. Blocks that are under way
+    hold their slots in every switch.
+    """
+    links = (hina_links if way == "hina" else cina_links)(fabric)
+    round_trip_s = sum(link.latency_s + link.overhead_s + block_bytes / link.rate_bytes_s for link in links)
+    return min(link.rate_bytes_s for link in links) * round_trip_s
 
 
 def ring_factor(world: int) -> float:

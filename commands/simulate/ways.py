@@ -26,8 +26,7 @@ import numpy as np
 from torch import Tensor
 
 from gradbus.commands.simulate import closed_forms as forms
-from gradbus.commands.simulate.closed_forms import Fabric
-from gradbus.commands.simulate.deployment import slot_bytes
+from gradbus.commands.simulate.closed_forms import Fabric, slot_bytes
 from gradbus.commands.simulate.in_network import simulate_aggregation
 from gradbus.commands.simulate.network import NetworkModel
 from gradbus.commands.simulate.scenario import AggregationOutcome, Kind, Scenario

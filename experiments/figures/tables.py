@@ -18,10 +18,10 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError,
 
 from gradbus.actors.data_parallel.report import EpochReport
 from gradbus.actors.federated.controller.report import RoundReport
-from gradbus.commands.simulate.closed_forms import Fabric
+from gradbus.commands.simulate.closed_forms import Fabric, slot_bytes
 from gradbus.commands.simulate.comparison import ComparisonRow
-from gradbus.commands.simulate.deployment import deployment, slot_bytes
 from gradbus.commands.simulate.topology import LinkSpec
+from gradbus.experiments.figures.deployment import deployment
 from gradbus.experiments.figures.plan import FederatedRun, LadderRun, ParallelRun, SimulationRun, ThinLinkRun
 from gradbus.experiments.figures.store import StoredRun
 from gradbus.runtime.errors import ConfigError

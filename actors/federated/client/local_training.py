@@ -184,16 +184,15 @@ class LocalTraining:
 
     def _note_offered(self, request: UploadRequest, payload: bytes | memoryview) -> None:
         """Note in the journal what the controller is to count, just before it is offered."""
-        if self._probe.history.on:
-            self._probe.note(
-                "offered",
-                run=f"{request.run_id:016x}",
-                round=request.round_id,
-                transfer=request.transfer,
-                bytes=request.total_bytes,
-                num_samples=request.num_samples,
-                crc32=self._probe.history.checksum(payload),
-            )
+        self._probe.note(
+            "offered",
+            run=f"{request.run_id:016x}",
+            round=request.round_id,
+            transfer=request.transfer,
+            bytes=request.total_bytes,
+            num_samples=request.num_samples,
+            crc32=self._probe.history.checksum(payload),
+        )
         self._probe.reached("after_training_before_offer", request.round_id)
 
     def _offered(self, update: EncodedUpdate) -> EncodedUpdate:

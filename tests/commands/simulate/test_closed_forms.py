@@ -10,10 +10,10 @@ import pytest
 from doc_pages import rows, section
 
 from gradbus.commands.simulate import closed_forms as forms
-from gradbus.commands.simulate.closed_forms import Fabric
-from gradbus.commands.simulate.deployment import deployment, slot_bytes
+from gradbus.commands.simulate.closed_forms import Fabric, slot_bytes
 from gradbus.commands.simulate.topology import LinkSpec
 from gradbus.experiments.figures.aggregation import aggregator_rate_for
+from gradbus.experiments.figures.deployment import deployment
 from gradbus.experiments.studies import printed_forms
 from gradbus.experiments.studies.claims import exchange_share_for, static_memory_s
 

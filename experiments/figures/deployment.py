@@ -1,13 +1,9 @@
-"""What aggregation by switches takes: switches that add, by the ports that they have, and their memory."""
+"""What aggregation by switches takes: switches that add, by the ports that they have."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
-
-from gradbus.commands.simulate.closed_forms import Fabric, cina_links, hina_links
-from gradbus.commands.simulate.topology import LinkSpec
 
 Way = Literal["ina", "hina", "mtina", "cina"]
 
@@ -65,14 +61,3 @@ def _tree(below: int, ports: int, up: int) -> tuple[int, int]:
         layer = -(-below // (ports - up))
         switches, used, below = switches + layer, used + below + up * layer, layer
     return switches, used
-
-
-def slot_bytes(way: Literal["hina", "cina"], fabric: Fabric, block_bytes: float) -> float:
-    """Memory of each switch that keeps the link of a host busy: what is sent until the sum of a block is back.
-
-    ``B`` times the latencies and the time of a block on each link of the way there and back. Blocks that are under way
-    hold their slots in every switch.
-    """
-    links: Sequence[LinkSpec] = (hina_links if way == "hina" else cina_links)(fabric)
-    round_trip_s = sum(link.latency_s + link.overhead_s + block_bytes / link.rate_bytes_s for link in links)
-    return min(link.rate_bytes_s for link in links) * round_trip_s
