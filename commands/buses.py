@@ -52,7 +52,7 @@ def reach_of(settings: BusSettings) -> Reachable:
 
 
 def examination_of(settings: BusSettings) -> Examination:
-    """Return what the transport of a bus asks of this machine."""
+    """Return what the transport of a bus asks of this machine. Raises ConfigError: its network is wrong."""
     return reach.examination_of(settings.domain, NetworkConfig.of(settings))
 
 

@@ -179,7 +179,7 @@ class Bus:
                 self._senders.setdefault(sender, set()).add(kind)
         writer = self._writer_of(kind)
         if writer.write(*sample):
-            self._sender.sent_bytes[writer.channel.name] += sum(len(part) for part in sample[1])
+            self._sender.count(writer.channel, sum(len(part) for part in sample[1]))
         else:  # some reader's queue is full: wait off the loop
             await self._submit(writer, iter([sample]))
 
@@ -406,7 +406,8 @@ class Bus:
 
     @property
     def received_control(self) -> Counter[str]:
-        """Control messages taken from DDS by the open subscriptions, by topic, and reports of peers that are gone."""
+        """Control messages taken from the transport by the open subscriptions, by topic, and reports of peers that are
+        gone."""
         channels = [channel for channel in self._channels.values() if is_control(channel.inlet.channel)]
         return Counter({channel.inlet.channel.name: channel.taken for channel in channels})
 
@@ -539,9 +540,11 @@ async def _opened(
         try:
             yield bus
         finally:
-            if injector is not None:
-                injector.close()
-            await bus.close()
+            try:
+                if injector is not None:
+                    injector.close()
+            finally:
+                await bus.close()
 
 
 __all__ = ["Bus", "PeerGone", "Subscription", "check_bus", "connect", "connect_over"]

@@ -154,6 +154,10 @@ class Liveness:
         del self._of_process[claim]
         return False
 
+    def forget(self, channel: str) -> None:
+        """Note that a channel is not read any more: nobody is there, or in doubt, for its sake."""
+        self._registry.forget(channel)
+
     def departed(self, writers: Iterable[Peer], channel: str) -> None:
         """The transport does not know these writers of a channel any more. Their senders are in doubt where no writer
         of them is left on any other channel."""
@@ -254,6 +258,15 @@ class WriterRegistry:
         else:
             return
         self._present.setdefault(sender, set()).add(channel)
+
+    def forget(self, channel: str) -> None:
+        """Forget the writers of a channel, which nobody reads any more. Their senders go with their other channels."""
+        if self._sent.pop(channel, None) is None:
+            return
+        for sender, channels in list(self._present.items()):
+            channels.discard(channel)
+            if not channels:
+                del self._present[sender]
 
     def left(self, writers: Iterable[Peer], why: str = "", *, channel: str | None = None) -> list[PeerGone]:
         """These writers are gone, or nothing is taken from them any more: on one channel, None: on all. Returns the

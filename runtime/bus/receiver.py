@@ -223,6 +223,10 @@ class Receiver:
             return
         endpoints = [endpoint for some, _ in removals for endpoint in some]
         readers, writers = self._endpoints.detach(endpoints)
+        here = {one.inlet.channel.name for one in self._endpoints.channels}
+        for one in endpoints:
+            if isinstance(one, InboundChannel) and one.inlet.channel.name not in here:
+                self._liveness.forget(one.inlet.channel.name)
 
         def delete() -> None:
             try:

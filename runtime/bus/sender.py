@@ -17,6 +17,7 @@ from typing import Any
 from gradbus.runtime.drive import OwnThread
 from gradbus.runtime.errors import BusClosed, WriteTimeout
 from gradbus.runtime.transport.api import Outlet
+from gradbus.runtime.transport.channels import Channel, traffic_name
 
 Sample = tuple[tuple[Any, ...], tuple[Any, ...]]  # fields before the payload, parts of the payload
 Pause = float  # seconds: there is nothing to write just now, ask again when they have passed, or earlier
@@ -67,6 +68,10 @@ class Sender(OwnThread):
         self.sent_bytes: Counter[str] = Counter()
 
     # From any thread
+
+    def count(self, channel: Channel, num_bytes: int) -> None:
+        """Note that so many octets were sent. All inboxes count as one: they are as many as processes."""
+        self.sent_bytes[traffic_name(channel)] += num_bytes
 
     def submit(self, job: Job) -> None:
         """Add a job. Raises BusClosed after :meth:`stop`."""
@@ -181,7 +186,7 @@ class Sender(OwnThread):
             job.pending = None
             job.written_bytes += size
             job.progressed_s = time.monotonic()
-            self.sent_bytes[job.writer.channel.name] += size
+            self.count(job.writer.channel, size)
             return 0.0
         job.pending = sample
         if time.monotonic() - job.progressed_s > job.stall_timeout_s:

@@ -12,6 +12,7 @@ from collections import deque
 from dataclasses import replace
 from typing import Any
 
+from gradbus.runtime.errors import FrameError
 from gradbus.runtime.security.job_membership import JobMembership
 from gradbus.runtime.transport.api import Inlet, IoThread, JobMembers, Outlet, Peer, Transport
 from gradbus.runtime.transport.channels import Channel
@@ -30,11 +31,7 @@ def wire_channel(channel: Channel) -> Channel:
 
 
 class SealedOutlet(OutletWrapper):
-    """Encrypts every sample for its recipients.
-
-    Attributes:
-        unsent: number of samples that had no recipient.
-    """
+    """Encrypts every sample for its recipients. One that has none is not sent."""
 
     def __init__(self, channel: Channel, below: Outlet, transport: Transport, membership: JobMembership) -> None:
         """``transport``: that of ``below``."""
@@ -43,13 +40,11 @@ class SealedOutlet(OutletWrapper):
         self._membership = membership
         self._parts = LAYOUTS[channel.sample_type].parts
         self._clear = _CLEAR[below.channel.sample_type]
-        self.unsent = 0
 
     def write(self, fields: tuple[Any, ...], parts: tuple[Any, ...]) -> bool:
         """See :meth:`.api.Outlet.write`. A sample that is written again gets a new envelope."""
         envelope = self._membership.encrypt(self.channel.name, self._parts(fields, parts))
         if envelope is None:
-            self.unsent += 1
             return True
         accepted = self.below.write_made(self._clear, envelope)
         if accepted:
@@ -113,6 +108,13 @@ class SealedInlet(InletWrapper):
             return None
         sample = self._decode(opened.data)
         return sample if self._membership.accepts(self.channel, opened, sample, source, self._release) else None
+
+    def octets(self, raw: Any) -> Any:
+        """See :meth:`.api.Inlet.octets`. Raises as :meth:`decode`; FrameError also where it is for another process."""
+        sample = self.decode(raw)
+        if sample is None:
+            raise FrameError("not for it", f"a sample of {self.channel.name} that is not for this process, or not yet")
+        return sample.data
 
     def _release(self, sample: Any, source: Peer) -> None:
         self._released.append((sample, source))

@@ -19,7 +19,7 @@ import time
 from collections import Counter
 from typing import Any, NamedTuple
 
-from gradbus.runtime.errors import BusClosed, BusError, FrameError
+from gradbus.runtime.errors import BusClosed, FrameError, GradbusError
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.testing.failpoints import kill_self
 from gradbus.runtime.testing.faults import Faults, Rule
@@ -203,7 +203,7 @@ class _LateWrites:
 
     def __init__(self) -> None:
         self._due: list[_Late] = []
-        self._waiting: Counter[_FaultyOutlet] = Counter()  # how many of a outlet are due, or are being written
+        self._waiting: Counter[_FaultyOutlet] = Counter()  # how many of an outlet are due, or are being written
         self._numbers = itertools.count()
         self._wakeup = threading.Condition()
         self._stopped = False
@@ -232,7 +232,7 @@ class _LateWrites:
             self._wakeup.notify_all()
 
     def wait(self, outlet: _FaultyOutlet, timeout_s: float) -> bool:
-        """Whether all that is late of a outlet has been written, within so long."""
+        """Whether all that is late of an outlet has been written, within so long."""
         with self._wakeup:
             return self._wakeup.wait_for(lambda: not self._waiting[outlet], timeout_s)
 
@@ -277,7 +277,7 @@ class _LateWrites:
                     return
                 if self._stopped:
                     break
-            except (BusError, OSError) as error:
+            except (GradbusError, OSError) as error:  # also of security, which stands below
                 reason = str(error)
                 break
         log.warning("late sample lost", topic=outlet.channel.name, reason=reason)

@@ -63,6 +63,8 @@ class Rule:
             raise ConfigError(
                 f"fault {self.action!r} of {self.what!r}: {hint} one of {', '.join(known)}, or nothing for any"
             )
+        if self.action == "corrupt" and self.what == "command":
+            raise ConfigError(f"fault {self}: a command has no octets to damage; drop or delay it")
         if not 0 <= self.p <= 1 or not 0 <= self.seconds <= _MAX_SECONDS:
             raise ConfigError(f"fault {self}: p must be within 0 .. 1, seconds within 0 .. {_MAX_SECONDS:g}")
         if any(number is not None and number < 1 for number in (self.nth, self.times)):

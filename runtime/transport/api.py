@@ -8,7 +8,7 @@ itself. One thread, the bus's I/O thread, sits in :meth:`Waiter.wait`; other thr
 Rules of a matched pair of one outlet and one inlet, which ``tests/runtime/transport/test_contract.py`` checks:
 
 1. **Order.** Samples arrive in the order of their writes, each once, and some day. What is lost below shows as delay:
-   see rule 8. There is no order between outlets, nor between channels.
+   see rule 10. There is no order between outlets, nor between channels.
 2. **Retained.** On a retained channel an inlet that matches later gets the newest samples first; on any other it gets
    what is written from then on.
 3. **Back-pressure.** An inlet that takes nothing holds a bounded number of samples. Then a write waits for ``block_s``
@@ -27,12 +27,12 @@ Rules of a matched pair of one outlet and one inlet, which ``tests/runtime/trans
    these names whose its inlets are, if it can.
 9. **Threads and forks.** Any thread may write, close, and :meth:`Waiter.wake`. A child by fork uses nothing that it has
    inherited; :meth:`Waiter.wake` and :meth:`Transport.close` do nothing there.
-8. **Resending.** An outlet numbers its samples, and keeps each until all matched inlets have acknowledged it. An inlet
-   acknowledges what it has received with the first number that it lacks, which stands for all before. The outlet sends
-   again what was lost. After a reconnect within the lease the inlet names the first number that it lacks, and the
-   outlet goes on from there. A gap is never handed over: samples behind it wait until it is filled. An outlet keeps
-   :data:`~.channels.WINDOW_BYTES` for an inlet beyond what the inlet's own bound holds; then a write waits, as for a
-   full inlet. Only an inlet that is not reliable, or keeps the last sample, does without what it lacks.
+10. **Resending.** An outlet numbers its samples, and keeps each until all matched inlets have acknowledged it. An inlet
+    acknowledges what it has received with the first number that it lacks, which stands for all before. The outlet sends
+    again what was lost. After a reconnect within the lease the inlet names the first number that it lacks, and the
+    outlet goes on from there. A gap is never handed over: samples behind it wait until it is filled. An outlet keeps
+    :data:`~.channels.WINDOW_BYTES` for an inlet beyond what the inlet's own bound holds; then a write waits, as for a
+    full inlet. Only an inlet that is not reliable, or keeps the last sample, does without what it lacks.
 
 The hot path is two calls: :meth:`Outlet.write`, and :meth:`Inlet.take` with :meth:`Inlet.decode`. Nothing is made per
 sample beside the pair that ``take`` returns. A sample goes in as the fields before its octets and the octets in parts,

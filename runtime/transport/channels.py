@@ -145,6 +145,10 @@ CHANNELS: dict[type[Any], Channel] = {
     ToController: replace(_GROUPS, name="train/control/controller"),
     ToClients: replace(_GROUPS, name="train/control/clients"),
 }
+_INBOX = "train/control/"
+INBOXES = f"{_INBOX}<incarnation>"
+"""The name under which the traffic of all inboxes counts."""
+
 INBOX_RETAINED = 16
 """Messages that the outlet to an inbox keeps: what it writes before the two have matched arrives at the match."""
 
@@ -156,7 +160,13 @@ def inbox_channel(incarnation: int) -> Channel:
     It is retained, because the controller opens its outlet with the first message that it addresses: a client need not
     ask twice. After a lost match the newest messages arrive again, and a bus drops those that it has received.
     """
-    return replace(_GROUPS, name=f"train/control/{incarnation:016x}", retained=True, reader_samples=256, inbox=256)
+    return replace(_GROUPS, name=f"{_INBOX}{incarnation:016x}", retained=True)
+
+
+def traffic_name(channel: Channel) -> str:
+    """Return the name under which traffic on a channel counts: all inboxes have one."""
+    is_inbox = len(channel.name) == len(_INBOX) + 16 and channel.name.startswith(_INBOX)
+    return INBOXES if is_inbox else channel.name
 
 
 def is_control(channel: Channel) -> bool:

@@ -16,7 +16,7 @@ class Examination:
         ports: the UDP ports that all processes of a machine may use, in words for a firewall: ``7410-7649``.
         spare_ports: the last two of them, which a doctor takes for its own datagrams.
         spare_ports_elsewhere: one such port of each other range that a machine with other settings may use.
-        receive_buffer_bytes, send_buffer_bytes: size of the buffers of its sockets; None: the kernel's default will do.
+        receive_buffer_bytes, send_buffer_bytes: of its sockets. The latter is None where the kernel's default will do.
     """
 
     ports: str

@@ -166,5 +166,7 @@ class TransportWrapper:
 
 
 def _below(endpoint: Any) -> Any:
-    """Return what a wrapper of this transport wraps; an endpoint that it has passed on as it is, itself."""
+    """Return what an endpoint wraps, whichever layer has wrapped it; itself where none has. There are at least as many
+    layers as wrappers of an endpoint, so the lowest transport gets what it has opened. A layer that did more at the end
+    of an endpoint than the one below would have to know its own."""
     return endpoint.below if isinstance(endpoint, OutletWrapper | InletWrapper) else endpoint

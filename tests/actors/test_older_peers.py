@@ -136,7 +136,11 @@ def test_a_client_that_finds_only_a_controller_of_protocol_3_is_refused_with_its
     asyncio.run(main())
 
 
-def test_a_client_sends_nothing_on_the_topic_of_all_where_its_controller_is_not_older(place: dict[str, Any]) -> None:
+def test_a_client_sends_nothing_on_the_topic_of_all_where_its_controller_is_not_older(
+    place: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(older_controllers, "OLDER_AFTER_S", 0.1)
+
     async def main() -> None:
         async with (
             asyncio.timeout(PATIENT_S),
@@ -145,7 +149,9 @@ def test_a_client_sends_nothing_on_the_topic_of_all_where_its_controller_is_not_
             asyncio.TaskGroup() as group,
         ):
             group.create_task(gradbus.Client(other, NoopTask(DIM), client_id=0).run())
-            await gradbus.Controller(bus, NoopTask(DIM), gradbus.FederatedConfig(rounds=2, clients={"num": 1})).run()
+            controller = gradbus.Controller(bus, NoopTask(DIM), gradbus.FederatedConfig(rounds=2, clients={"num": 1}))
+            async for _ in controller.rounds():
+                await asyncio.sleep(1.0)  # ten times as long as a client looks for an older one
             assert not other.writes(Control)
             assert other.writes(ToController)
             assert bus.writes(ToClients)

@@ -51,6 +51,7 @@ class FakeBus:
         self.said: list[Any] = []
         self.rejected: Counter[str] = Counter()
         self.error: Exception | None = None
+        self.is_closed = False
         self.open = asyncio.Event()  # while it is not set, publishing waits, as on a full queue
         self.open.set()
         self.news = asyncio.Event()

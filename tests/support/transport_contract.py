@@ -303,6 +303,11 @@ def an_inlet_that_is_not_reliable_holds_up_no_outlet(scene: Scene) -> None:
     outlet = scene.open().outlet(channel)
     matched(scene, outlet, inlet)
     assert all(write(outlet, *range(MORE_THAN_A_WINDOW), size=FULL_BYTES))
+    retaining = scene.open().outlet(replace(channel, retained=True), retained_samples=MORE_THAN_A_WINDOW)
+    assert all(write(retaining, *range(MORE_THAN_A_WINDOW), size=FULL_BYTES))
+    late = scene.open().inlet(replace(channel, retained=True, reliable=False))
+    matched(scene, retaining, late)
+    assert all(write(retaining, 0, 1, size=FULL_BYTES))
 
 
 # Acknowledgements, pauses and ends
@@ -370,6 +375,26 @@ def an_endpoint_that_is_closed_is_no_peer_any_more(scene: Scene) -> None:
     for one in others:
         one.close()
     scene.until(lambda: len(outlet.peers()) == 1 and len(inlet.peers()) == 1, "the closed ones are lost")
+
+
+@clause()
+def an_outlet_counts_the_inlets_that_are_there(scene: Scene) -> None:
+    outlet, _ = pair(scene, VOLATILE)
+    other = scene.open().inlet(VOLATILE.opened())
+    counted = counts(scene, outlet, 2)
+    other.close()
+    if counted and comes_to_be(scene, lambda: len(outlet.peers()) == 1):  # else other clauses are broken
+        assert counts(scene, outlet, 1)
+
+
+@clause()
+def an_inlet_counts_the_outlets_that_are_there(scene: Scene) -> None:
+    _, inlet = pair(scene, VOLATILE)
+    other = scene.open().outlet(VOLATILE.opened())
+    counted = counts(scene, inlet, 2)
+    other.close()
+    if counted and comes_to_be(scene, lambda: len(inlet.peers()) == 1):  # else other clauses are broken
+        assert counts(scene, inlet, 1)
 
 
 @clause()
@@ -635,6 +660,14 @@ def octets_that_are_made_in_a_write_arrive_whole(scene: Scene) -> None:
         assert envelope.times == 1
 
 
+@clause(needs_threads=True)
+def octets_that_are_made_for_a_full_inlet_are_refused(scene: Scene) -> None:
+    outlet, _ = pair(scene, BOUNDED)
+    _, is_full = fill(scene, outlet)
+    if is_full:  # else a clause of its own is broken
+        assert not outlet.write_made((), Made(FULL_BYTES))
+
+
 @clause()
 def the_octets_of_a_sample_can_be_had_alone(scene: Scene) -> None:
     outlet, inlet = scene.open().outlet(CHANNELS[ClientUpdate]), scene.open().inlet(CHANNELS[ClientUpdate])
@@ -658,17 +691,21 @@ def an_outlet_tells_whose_its_inlets_are(scene: Scene) -> None:
     inlets = [one.inlet(VOLATILE.opened()) for one in transports]
     for owners in (transports, transports[1:]):
         if not counts(scene, outlet, len(owners)):
-            return  # clauses of its own say that it finds and loses them
+            return  # that it counts them is a clause of its own
         receivers = outlet.receivers()
         assert receivers is None or sorted(receivers) == sorted(one.own for one in owners)
         inlets[0].close()
 
 
-def counts(scene: Scene, outlet: Outlet, inlets: int) -> bool:
-    """Return whether an outlet comes to count exactly so many inlets."""
+def counts(scene: Scene, endpoint: Endpoint, peers: int) -> bool:
+    """Return whether an endpoint comes to count exactly so many peers."""
+    return comes_to_be(scene, lambda: endpoint.refresh() is not None and endpoint.matched == peers)
+
+
+def comes_to_be(scene: Scene, condition: Callable[[], bool]) -> bool:
+    """Return whether a condition holds within some seconds."""
     for _ in range(100):
-        outlet.refresh()
-        if outlet.matched == inlets:
+        if condition():
             return True
         scene.pass_time(0.03)
     return False

@@ -440,3 +440,34 @@ def all_transports_have_one_name(patch: pytest.MonkeyPatch) -> None:
 @breaks("an_outlet_tells_whose_its_inlets_are")
 def an_outlet_takes_all_inlets_for_its_own(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(MemoryOutlet, "receivers", lambda self: [self.place.own] * self.matched)
+
+
+@breaks("octets_that_are_made_for_a_full_inlet_are_refused")
+def made_octets_seem_to_be_accepted(patch: pytest.MonkeyPatch) -> None:
+    def write_made(self: MemoryOutlet, fields: tuple[Any, ...], envelope: Envelope) -> bool:
+        self.write(fields, (envelope.octets(),))
+        return True
+
+    patch.setattr(MemoryOutlet, "write_made", write_made)
+
+
+@breaks("an_outlet_counts_the_inlets_that_are_there")
+def an_outlet_counts_those_that_were_there(patch: pytest.MonkeyPatch) -> None:
+    counting_all(patch, MemoryOutlet)
+
+
+@breaks("an_inlet_counts_the_outlets_that_are_there")
+def an_inlet_counts_those_that_were_there(patch: pytest.MonkeyPatch) -> None:
+    counting_all(patch, MemoryInlet)
+
+
+def counting_all(patch: pytest.MonkeyPatch, kind: type[MemoryInlet | MemoryOutlet]) -> None:
+    refresh = kind.refresh
+
+    def refresh_upwards(self: Any) -> bool:
+        before = self.matched
+        is_new = refresh(self)
+        self.matched = max(before, self.matched)
+        return is_new
+
+    patch.setattr(kind, "refresh", refresh_upwards)

@@ -68,6 +68,9 @@ async def request_id(
             raise
         finally:
             asking.cancel()
+            await asyncio.wait([asking])
+            if not asking.cancelled():
+                asking.exception()  # it is of no use any more
 
 
 def _answer(message: Message, incarnation: int, session: ControllerSession) -> tuple[int, str] | None:

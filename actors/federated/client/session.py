@@ -40,6 +40,7 @@ if TYPE_CHECKING:  # it loads torch, which the nodes of an app without it are sp
 
 OLD_SESSION_S = 3.0  # a controller with a lower incarnation is accepted when the known one is silent for so long
 LISTENED_S = 2.0  # between two turns of this process: longer than a heartbeat is apart, with some delay
+LAST_ANSWERS_S = 1.0  # after the end of the run, while the controller waits for its clients to leave
 OVERTAKEN_S = 3.0  # a command of an earlier round that comes later than this after a newer one is not an overtaken one
 
 log = get_logger("client")
@@ -121,6 +122,7 @@ class ControllerSession:
         self.commanded_s = 0.0
         self.failure: TrainingFailure | None = None
         self.ended: RunEnded | None = None
+        self._ended_s = 0.0
         self.incarnation = 0
         self.run_id = 0
         self.names_commands = False
@@ -207,9 +209,19 @@ class ControllerSession:
         """Note that another start of the controller has to welcome this client first."""
         self.welcome = None
 
-    def end(self, ended: RunEnded) -> None:
-        """Note that all rounds are done."""
+    def end(self, ended: RunEnded) -> bool:
+        """Note that all rounds are done. Returns whether that is news."""
+        is_news = self.ended is None
+        if is_news:
+            self._ended_s = time.monotonic()
         self.ended = ended
+        return is_news
+
+    @property
+    def is_open(self) -> bool:
+        """Whether answers about updates of the run may still come: there is no order between channels, so the end of
+        the run may overtake the receipt of an update that counts."""
+        return self.ended is None or time.monotonic() < self._ended_s + LAST_ANSWERS_S
 
     def report(self, failure: TrainingFailure) -> None:
         """Send this with each heartbeat, until the next command."""
@@ -532,10 +544,10 @@ class ClientContext:
         return self.session.is_current(session)
 
     def is_same_run(self, run_id: int) -> bool:
-        """Whether the run goes on, with this start of the controller or another one. Raises BarrierTimeout: there has
-        been none for too long."""
+        """Whether answers about updates of this run may come, from this start of the controller or another one. Raises
+        BarrierTimeout: there has been none for too long."""
         self._check_controller()
-        return self.session.run_id == run_id and self.session.ended is None
+        return self.session.run_id == run_id and self.session.is_open
 
     def _check_controller(self) -> None:
         self.session.check_controller(self.bus.misconfiguration, partial(self.bus.reach.advice, one=True))

@@ -7,7 +7,7 @@ import contextlib
 import time
 
 from gradbus.actors.federated.controller.client_evaluation import ClientEvaluator
-from gradbus.actors.federated.controller.clients import ClientRegistry
+from gradbus.actors.federated.controller.clients import ClientRegistry, HostedClient
 from gradbus.actors.federated.controller.current_round import CurrentRound
 from gradbus.actors.federated.controller.participation import FOR_GOOD, Strike
 from gradbus.actors.federated.controller.report import Progress
@@ -90,8 +90,10 @@ class RunMembership:
         self._registry.exclude(strike.client_id, strike.out_until)
         incarnation = self._registry.incarnation_of(strike.client_id)
         if strike.out_until == FOR_GOOD and incarnation is not None:
+            is_hosted = isinstance(self._registry.get(strike.client_id, incarnation), HostedClient)
             self._registry.remove(strike.client_id, incarnation)
-            self._context.bus.close_inbox(incarnation)
+            if not is_hosted:  # else others share it
+                self._context.bus.close_inbox(incarnation)
             with contextlib.suppress(BusError):  # its next Hello is refused as well
                 await self._context.publish(Refused(strike.client_id, incarnation, strike.sentence))
         self.follow_registry()

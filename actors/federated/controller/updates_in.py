@@ -35,7 +35,7 @@ from gradbus.actors.federated.controller.state import RunContext
 from gradbus.actors.federated.controller.update_admission import UpdateAdmission, UpdateRefusal, unusable
 from gradbus.actors.federated.controller.update_sum import IncomingUpdate, MaskedUpdate, UpdateSum, facts_of
 from gradbus.actors.federated.controller.uploads import UNEXPECTED, RequestedUpload, Uploads
-from gradbus.runtime.errors import FrameError, WriteTimeout
+from gradbus.runtime.errors import BusError, FrameError
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.shm.segment import SharedMemoryFault, is_here
 from gradbus.runtime.tasks import TaskGroup
@@ -629,5 +629,7 @@ class UpdateReceiver:
     async def _send(self, body: Body) -> None:
         try:
             await self._context.publish(body)
-        except WriteTimeout as error:  # the client repeats its request
+        except BusError as error:  # the client repeats its request
+            if self._context.bus.is_closed:
+                raise
             log.warning("message not sent", message=type(body).__name__, reason=str(error))

@@ -11,7 +11,7 @@ import hmac
 import secrets
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -41,6 +41,7 @@ from gradbus.runtime.token_buckets import TokenBucket, TokenBuckets
 from gradbus.runtime.transport.api import PEER_ID_BYTES, PeerId
 from gradbus.runtime.wire.messages import new_incarnation
 
+MAX_RIVALS = 4  # processes with the key of a member that are remembered
 SILENT_S = 5.0  # after this silence a member may be replaced by a process with an earlier start number
 LEADS_S = 10.0  # after so long with members this controller keeps the job against earlier starts
 CHECKS_PER_S, CHECKS_AT_ONCE = 500, 1000  # signatures of nodes on the list: 0.15 ms each
@@ -97,7 +98,7 @@ class AdmittedNode:
     Attributes:
         incoming, outgoing: streams under its pairwise keys.
         peer_id: what its transport calls itself, as announced by it.
-        rival, rival_s: session of another process with its key and an earlier start number, and when that one asked.
+        rivals: sessions of other processes with its key and an earlier start number, and when each asked first.
     """
 
     entry: Entry
@@ -109,8 +110,7 @@ class AdmittedNode:
     outgoing: OutboundStreams
     last_seen_s: float
     peer_id: PeerId = b""
-    rival: bytes = b""
-    rival_s: float = 0.0
+    rivals: dict[bytes, float] = field(default_factory=dict)
 
     @property
     def id(self) -> str:
@@ -391,8 +391,7 @@ class Admission:
             known is not None
             and known.session != hello.session
             and hello.start <= known.start
-            and known.rival == hello.session
-            and known.last_seen_s > known.rival_s
+            and known.last_seen_s > known.rivals.get(hello.session, now_s)
             and now_s - known.last_seen_s < SILENT_S
         ):
             return f"{hello.name} has joined with a process that was started later: one process, one key"
@@ -405,8 +404,10 @@ class Admission:
         that was set back, is no second one: it is admitted when the other one has been silent for so long."""
         if known.session == hello.session or hello.start > known.start or now_s - known.last_seen_s >= SILENT_S:
             return False
-        if known.rival != hello.session:
-            known.rival, known.rival_s = hello.session, now_s
+        if hello.session not in known.rivals:
+            known.rivals[hello.session] = now_s
+            while len(known.rivals) > MAX_RIVALS:
+                del known.rivals[next(iter(known.rivals))]
         return True
 
     def _refuse(self, signed: SignedMessage, hello: JoinHello, why: str, now_s: float) -> list[bytes]:

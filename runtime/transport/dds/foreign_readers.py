@@ -200,6 +200,7 @@ class ForeignReaders:
             self._watched = {writer: self._watched.get(writer) or _Watched(writer) for writer in self._node.writers}
             self._periodic.every_s = self._judge(now_s)
         else:
+            self._watched = {}
             self._periodic.every_s = IDLE_S
 
     def exclude_late(self, writers: Sequence[WatchedWriter]) -> None:
@@ -236,6 +237,7 @@ class ForeignReaders:
         """Exclude participants and readmit others; returns the interval to the next check."""
         members = self.members.known()
         if members is None:
+            self._has_new = True  # those that are there now are looked at once this process is a member
             return IDLE_S
         known = self._node.own_prefixes() | set(members)
         present: set[PeerId] = set()

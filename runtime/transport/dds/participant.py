@@ -375,8 +375,9 @@ class Participant:
             self._foreign = ForeignReaders(self, thread, members)
 
     def _note_new_readers(self) -> None:
-        if self._foreign is not None:
-            self._foreign.note_new_readers()
+        foreign = self._foreign  # another thread may close this
+        if foreign is not None:
+            foreign.note_new_readers()
 
     def waiter(self) -> WaitSet:
         """See :meth:`.transport.api.Transport.waiter`. What waits is deleted with this."""
@@ -388,8 +389,9 @@ class Participant:
         self._delete_writers(outlets)
 
     def _delete_writers(self, writers: Sequence[Writer]) -> None:
-        if self._foreign is not None:
-            self._foreign.exclude_late(writers)
+        foreign = self._foreign
+        if foreign is not None:
+            foreign.exclude_late(writers)
         delete_together([], writers)
 
     def outlet(self, channel: Channel, *, retained_samples: int = 1) -> Writer:

@@ -141,15 +141,19 @@ class SampleDelivery:
     def _end_telling(self, pair: EndpointPair, wanted: int, epoch: int) -> None:
         pair.is_telling = False
         self._hear(pair, wanted, epoch, sends_all=False)
-        if epoch == pair.epoch and pair.wanted > wanted and not pair.target.dead:
+        if (epoch != pair.epoch or pair.wanted > wanted) and not pair.target.dead:  # nothing was told meanwhile
             self._tell(pair)
 
     def ask(self, pair: EndpointPair) -> None:
         """Have the inlet name the first number that it lacks, so that the outlet sends all from there."""
         links = self._links
-        if pair.is_reliable and not pair.target.dead and not links.loses_packet(pair.target, pair.source):
+        if not pair.is_reliable or pair.target.dead:
+            return
+        if not links.loses_packet(pair.target, pair.source):
             delay_s = links.delay_s(pair.target, pair.source)
             links.at(delay_s, self._hear_request, pair, pair.wanted, pair.epoch)
+        if pair.lacks_samples:  # where this is lost, or what comes of it
+            self._resend_later(pair)
 
     def _hear_request(self, pair: EndpointPair, wanted: int, epoch: int) -> None:
         self._hear(pair, wanted, epoch, sends_all=True)

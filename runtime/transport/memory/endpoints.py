@@ -262,6 +262,7 @@ class MemoryInlet(_MemoryEndpoint):
                 for pair in self.pairs:
                     if pair.early:
                         self.place.network.delivery.hand_over(pair)
+                self.pairs[:] = self.pairs[1:] + self.pairs[:1]  # so that no outlet has the free room each time
                 self._schedule.notify()
         return taken
 

@@ -159,7 +159,8 @@ class MemoryNetwork:
     def kill(self, node: Node) -> None:
         """End a process without a goodbye."""
         with self.schedule.lock:
-            node.dead, node.ended_s = True, self.schedule.now_s()
+            node.dead = node.killed = True
+            node.ended_s = self.schedule.now_s()
             self.ended(node)
 
     def reconnect(self) -> None:
@@ -269,8 +270,10 @@ class MemoryNetwork:
         """Have the reader of an outlet that is closed lose it, after it has received the samples, or in time."""
         if pair.lacks_samples and self.schedule.now_s() < until_s:
             self.at(self.resend_s / 2, self._say_goodbye, pair, until_s)
-        else:
+        elif self.is_up(pair.source, pair.target):
             self.at(self.base_s + self.jitter_s, self._part, self.reader_loses, pair)
+        else:
+            self.at(self.lease_s, self._part, self.reader_loses, pair)
 
     def _part(self, lose: Callable[[EndpointPair], None], pair: EndpointPair) -> None:
         lose(pair)

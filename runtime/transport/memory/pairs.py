@@ -14,7 +14,8 @@ class Node(Protocol):
     """A process.
 
     Attributes:
-        dead: it has ended, at ``ended_s``. paused: it stands still, and sends no sign of life.
+        dead: it has ended, at ``ended_s``; killed: without closing what it had opened. paused: it stands still, and
+            sends no sign of life.
     """
 
     @property
@@ -26,6 +27,7 @@ class Node(Protocol):
         """Return the number of its machine, within which all reach each other whatever is cut."""
 
     dead: bool
+    killed: bool
     paused: bool
     ended_s: float
 
@@ -37,6 +39,7 @@ class MemoryNode:
     name: str
     machine: int = 0
     dead: bool = False
+    killed: bool = False
     paused: bool = False
     ended_s: float = 0.0
 
@@ -134,7 +137,8 @@ class EndpointPair:
         """Have the writer send, and the reader want, the samples from this number on."""
         self.acknowledged, self.wanted, self.attempts = number - 1, number, 0
         self.early.clear()
-        self.writer.kept.keep_since(number)
+        if self.is_reliable:
+            self.writer.kept.keep_since(number)
 
     @property
     def source(self) -> Node:
@@ -153,8 +157,8 @@ class EndpointPair:
 
     @property
     def is_sending(self) -> bool:
-        """Return whether the writer sends again what is lost: it lives, or was closed, for which its process waits."""
-        return not self.source.dead or self.writer.is_closed
+        """Return whether the writer sends again what is lost: its process lives, or has closed it, and waits."""
+        return not self.source.dead or (self.writer.is_closed and not self.source.killed)
 
     @property
     def is_reliable(self) -> bool:

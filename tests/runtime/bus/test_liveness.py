@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gradbus.runtime.bus.liveness import FOUND_AGAIN_S, LONGEST_TURN_S, Liveness, Reachability
+from gradbus.runtime.bus.liveness import FOUND_AGAIN_S, LONGEST_TURN_S, Liveness, Reachability, WriterRegistry
 from gradbus.runtime.transport import peer_processes
 from gradbus.runtime.wire.control import Leave
 from gradbus.runtime.wire.messages import Control, PeerGone
@@ -156,3 +156,13 @@ def test_a_peer_with_a_topic_of_its_own_is_gone_when_it_has_ended_or_is_not_foun
         assert peer.is_gone(False, 300.0 + patience_s - 0.1) is (patience_s == 0.0)
         assert peer.in_doubt
         assert peer.is_gone(False, 300.0 + patience_s)
+
+
+def test_who_was_last_heard_on_a_channel_that_is_read_no_more_goes_with_its_other_ones() -> None:
+    registry = WriterRegistry()
+    message = Control(7, 70, Leave("x"), 1)
+    registry.received("of the inbox", message, "inbox")
+    registry.received("of all", message, "clients")
+    registry.forget("inbox")
+    assert registry.writers_on("inbox") == set()
+    assert registry.left(["of all"], channel="clients") == [PeerGone(7, 70)]

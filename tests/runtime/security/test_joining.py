@@ -449,3 +449,18 @@ def test_the_keys_of_an_exchange_are_gone_as_soon_as_it_has_been_used() -> None:
         left = everything_in(party)
         assert not [one for one in left if isinstance(one, X25519PrivateKey | handshake.Secrets)]
         assert shared not in left
+
+
+def test_each_of_two_earlier_processes_with_the_key_of_a_live_one_is_refused_once_that_one_is_heard() -> None:
+    hall = Hall(ONE)
+    live = hall.nodes[0]
+    twins = [JoinClient(JOB, ONE, SERVER.public, "client") for _ in range(2)]
+    for number, twin in enumerate(twins, 1):
+        twin.start = live.start - number
+        hall.nodes.append(twin)
+        hall.meet(twin)
+    for _ in range(8):
+        hall.later(0.25)
+        assert hall.taken(UPDATES, upload(live, b"x")) == "robot-1: x"
+    assert all("started later: one process, one key" in twin.refusal for twin in twins)
+    assert not live.refusal

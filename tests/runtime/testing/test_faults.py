@@ -10,17 +10,22 @@ from typing import Any
 
 import pytest
 from bus_helpers import CHIEF, CLIENT, MODEL, UPDATE, Run, payload_from, reads, writer_of
-from patience import eventually
+from patience import PATIENT_S, eventually
+from structlog.testing import capture_logs
 
 import gradbus
 from gradbus.commands.files import ClientFile, load
-from gradbus.runtime.errors import CollectiveTimeout, ConfigError
+from gradbus.runtime.errors import CollectiveTimeout, ConfigError, JobInUse
 from gradbus.runtime.security.job_key import new_job_key
+from gradbus.runtime.testing.fault_injection import FaultInjector
 from gradbus.runtime.testing.faults import Faults, Rule, parse_rules
 from gradbus.runtime.transport.api import Outlet
-from gradbus.runtime.transport.channels import Channel, ToController
+from gradbus.runtime.transport.channels import CHANNELS, Channel, ToController
 from gradbus.runtime.transport.dds.participant import Writer
-from gradbus.runtime.transport.wrappers import OutletWrapper
+from gradbus.runtime.transport.memory.network import MemoryNetwork
+from gradbus.runtime.transport.memory.pairs import MemoryNode
+from gradbus.runtime.transport.memory.transport import MemoryTransport
+from gradbus.runtime.transport.wrappers import OutletWrapper, TransportWrapper
 from gradbus.runtime.wire.control import Leave, ModelRequest, Receipt
 from gradbus.runtime.wire.messages import ClientUpdate, Control, TrainCmd
 
@@ -65,6 +70,7 @@ def test_a_wrong_rule_is_an_error_that_says_what_would_be_right(text: str, wante
         ("drop(p=0.02)", "Write 'drop p=0.02'. A rule is ACTION"),
         ("Drop: update p=0.1", "Write 'drop update p=0.1'. A rule is ACTION"),
         ("dropp update p=0.1", "fault 'dropp': did you mean 'drop'? Expected one of drop, delay,"),
+        ("corrupt command", "fault corrupt command: a command has no octets to damage; drop or delay it"),
         ("drop updates", "fault 'drop' of 'updates': did you mean 'update'? Expected one of command,"),
         ("loose=0.1", "corrupt, crash. A rule is ACTION [WHAT] [key=value ...], such as 'drop update p=0.02'; rules"),
         ("drop=2", "corrupt, crash. A rule is ACTION"),  # 200 % in no form
@@ -358,3 +364,29 @@ def test_ranks_wait_no_longer_than_they_said_for_a_frame_that_is_lost(run: Run, 
         return list(await asyncio.gather(rank(0, "", told), rank(1, "drop collective round=5", told)))
 
     assert run(main) == [[1], []]
+
+
+def test_a_late_sample_that_security_refuses_is_lost_with_its_reason_and_those_behind_it_go_on() -> None:
+    network = MemoryNetwork()
+    tried: list[int] = []
+
+    class Refusing(TransportWrapper):
+        def outlet(self, channel: Channel, *, retained_samples: int = 1) -> Outlet:
+            return RefusingOutlet(channel, super().outlet(channel, retained_samples=retained_samples))
+
+    class RefusingOutlet(OutletWrapper):
+        def write(self, fields: tuple[Any, ...], parts: tuple[Any, ...]) -> bool:
+            tried.append(fields[0])
+            raise JobInUse("it is held by another")
+
+    injector = FaultInjector("delay update seconds=0.01")
+    outlet = injector.over(Refusing(MemoryTransport(network, MemoryNode("node"), "job"))).outlet(CHANNELS[ClientUpdate])
+    with capture_logs() as logs:
+        for number in (1, 2):
+            assert outlet.write((number, 1, 1), (b"octets",))
+        assert outlet.wait_for_acks(PATIENT_S)
+        injector.close()
+    network.close()
+    assert tried == [1, 2]
+    lost = [entry["reason"] for entry in logs if entry["event"] == "late sample lost"]
+    assert lost == ["it is held by another"] * 2

@@ -138,3 +138,62 @@ def test_where_the_network_has_failed_writes_and_waits_say_so() -> None:
             waiter.wait(1.0)
     finally:
         scene.network.close()
+
+
+RETAINED = Channel("retained", retained=True)
+
+
+def test_an_inlet_that_lost_its_outlet_gets_what_is_retained_though_its_request_is_lost(scene: MemoryScene) -> None:
+    for _ in range(20):
+        outlet, inlet = joined(scene, RETAINED)
+        assert all(write(outlet, 1))
+        scene.until(lambda outlet=outlet: outlet.is_acknowledged, "the sample is received")
+        take(inlet)
+        scene.network.loss = 0.8
+        scene.network.lose_one_side(inlet.node, outlet.node, 0.05)
+        scene.pass_time(1.0)
+        scene.network.loss = 0.0
+        scene.until(lambda outlet=outlet: outlet.is_acknowledged, "it is received again")
+        outlet.close()
+        inlet.close()
+
+
+def test_what_a_killed_process_had_closed_is_not_sent_again(scene: MemoryScene) -> None:
+    outlet, inlet = joined(scene)
+    scene.network.loss = 1.0 - 1e-12
+    assert all(write(outlet, *range(5)))
+    outlet.close()
+    scene.network.kill(outlet.node)
+    scene.network.loss = 0.0
+    scene.pass_time(2 * LINGER_S)
+    assert take(inlet) == []
+
+
+def test_of_an_outlet_that_is_closed_before_its_link_is_cut_an_inlet_knows_after_the_lease(scene: MemoryScene) -> None:
+    outlet, inlet = joined(scene)
+    scene.network.loss = 1.0 - 1e-12
+    assert all(write(outlet, 1))
+    outlet.close()
+    scene.network.cut(0, 1, 60.0)
+    scene.pass_time(LINGER_S + 1.0)
+    assert inlet.peers()
+    scene.pass_time(scene.network.lease_s + 1.0)
+    assert not inlet.peers()
+
+
+def test_no_outlet_has_the_free_room_of_an_inlet_each_time(scene: MemoryScene) -> None:
+    channel = Channel("bounded", reader_samples=4)
+    inlet = MemoryTransport(scene.network, MemoryNode("node-0", 0), "one").inlet(channel.opened())
+    outlets = [
+        MemoryTransport(scene.network, MemoryNode(f"node-{number}", number), "one").outlet(channel.opened())
+        for number in (1, 2)
+    ]
+    scene.until(lambda: len(inlet.peers()) == 2, "they find each other")
+    for first, outlet in zip((0, 1000), outlets, strict=True):
+        write(outlet, *range(first, first + 40))
+    scene.pass_time(1.0)
+    found: list[int] = []
+    for _ in range(8):
+        found += take(inlet)
+        scene.pass_time(0.2)
+    assert {number >= 1000 for number in found} == {True, False}

@@ -80,7 +80,7 @@ class VirtualProcess:
         self.participants: list[Any] = []
         self.watchers: list[tuple[Callable[[str], None], contextvars.Context]] = []
         self.parked: list[Any] = []
-        self.dead = self.paused = self.replaced = self.is_stranger = False
+        self.dead = self.killed = self.paused = self.replaced = self.is_stranger = False
         self.blocked_s = self.slow_until_s = 0.0
         self.started_s = now_s()
         self.ended_s = 0.0

@@ -342,6 +342,7 @@ class World:
                 REPLACED, f"{process.name} goes on {seconds:g} s after the first command of the start in its place"
             )
         self.trace.add(f"{process.name} is killed, which was replaced")
+        process.killed = True
         self._end(process)
 
     def _resume(self, process: VirtualProcess) -> None:
@@ -359,6 +360,7 @@ class World:
     def _kill(self, process: VirtualProcess, again_s: float) -> None:
         """Kill a process as ``kill -9`` does: its network and files end first, and no code of it runs any more."""
         self.trace.add(f"{process.name} is killed")
+        process.killed = True
         self._end(process)
         if not process.replaced:  # else the start in its place is on its way
             self._start_later(again_s, process.role)

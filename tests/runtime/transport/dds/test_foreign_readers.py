@@ -463,3 +463,32 @@ def test_the_io_thread_goes_on_checking_while_a_deletion_waits_for_a_foreign_rea
     may_end.set()
     deleting.join(30)
     assert receiver.rejected["foreign reader"] == 1
+
+
+def test_a_reader_that_was_there_before_this_process_became_a_member_is_watched_from_then_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = [100.0]
+    monkeypatch.setattr(foreign_readers, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    stranger, ended = b"f" * 12, list[bytes]()
+    writer = Mock(
+        channel=SimpleNamespace(name="t"),
+        readers={1: MatchedReader(stranger, True)},
+        throttled_s=0.0,
+        awaited_since_s=40.0,
+        refused_since_s=40.0,
+        is_acknowledged=False,
+    )
+    exclusion = SimpleNamespace(end=ended.append, leave=lambda *_: None)
+    node: Any = SimpleNamespace(
+        writers=[writer], own_prefixes=lambda: {b"o" * 12}, claims=dict, exclusion=lambda: exclusion
+    )
+    thread: Any = SimpleNamespace(add_periodic=lambda _: None, call_within=lambda *_: None, rejected=Counter())
+    members: Any = SimpleNamespace(knows_all=False, known=lambda: None)
+    watch = foreign_readers.ForeignReaders(node, thread, members)
+    watch.check()
+    members.known = lambda: {b"m" * 12}
+    for _ in range(40):
+        clock[0] += 0.1
+        watch.check()
+    assert ended[:1] == [stranger]
