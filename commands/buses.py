@@ -6,7 +6,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from gradbus.runtime.bus import reach
+from gradbus.runtime.bus import transport_factory
 from gradbus.runtime.config.bus import BusSettings
 from gradbus.runtime.config.timeouts import ELASTIC_LEASE_S
 from gradbus.runtime.errors import ConfigError
@@ -48,17 +48,17 @@ def check(settings: BusSettings, *, rank: int | None = None) -> None:
 def reach_of(settings: BusSettings) -> Reachable:
     """Return who a bus will reach. Raises ConfigError: no such interface, or CYCLONEDDS_URI holds no document for
     Cyclone DDS."""
-    return reach.reach_of(settings.domain, NetworkConfig.of(settings))
+    return transport_factory.reach_of(settings.domain, NetworkConfig.of(settings))
 
 
 def examination_of(settings: BusSettings) -> Examination:
     """Return what the transport of a bus asks of this machine. Raises ConfigError: its network is wrong."""
-    return reach.examination_of(settings.domain, NetworkConfig.of(settings))
+    return transport_factory.examination_of(settings.domain, NetworkConfig.of(settings))
 
 
 def peer_names_of(settings: BusSettings) -> PeerNames:
     """Return the host names among the peers of a bus. Raises ConfigError, as :func:`reach_of`."""
-    return reach.peer_names_of(NetworkConfig.of(settings))
+    return transport_factory.peer_names_of(NetworkConfig.of(settings))
 
 
 def _security(settings: BusSettings, rank: int | None) -> Security:

@@ -34,8 +34,7 @@ DDS_FOLDER = "runtime/transport/dds"
 DDS_PACKAGE = "gradbus.runtime.transport.dds"
 # Who imports the transport on DDS although it is not of it: file, and why.
 KNOWS_DDS = {
-    "runtime/bus/participant_factory.py": "opens the transport",
-    "runtime/bus/reach.py": "describes the transport before it is open, and loads no library of it",
+    "runtime/bus/transport_factory.py": "describes the transport before it is open, and opens it",
     "experiments/bench/bare_dds.py": "measures DDS alone, as a reference for the bus",
     "experiments/bench/idle.py": "measures what DDS sends while it searches for others, and how soon it finds them",
 }
@@ -212,7 +211,7 @@ def dds_stays_behind_the_bus(path: PurePosixPath, source: str) -> list[str]:
 
 def imports_of_the_transport_on_dds(path: PurePosixPath, source: str) -> list[str]:
     return [
-        f"line {line}: {name}; use runtime/transport/api.py, or ask runtime/bus/reach.py"
+        f"line {line}: {name}; use runtime/transport/api.py, or ask runtime/bus/transport_factory.py"
         for line, name, _ in imports(path, source)
         if f"{name}.".startswith(f"{DDS_PACKAGE}.")
     ]

@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from gradbus.actors.federated.client.older_controllers import ask_older_controller
-from gradbus.actors.federated.client.session import ControllerSession
+from gradbus.actors.federated.client.session import LAST_ANSWERS_S, ControllerSession
 from gradbus.actors.federated.client.updates_out import ANSWERS, EncodedUpdate, UpdateSender
 from gradbus.actors.flower.protocol import (
     DEFAULT_MAX_BYTES,
@@ -250,7 +250,8 @@ class MessageNode:
                 if (instruction := self._open.get(body.round_id)) is not None:
                     instruction.notice = body
             case RunEnded() if body.run_id == current.run_id and (body.ok or body.final):
-                current.end(body)
+                if current.end(body):
+                    asyncio.get_running_loop().call_later(LAST_ANSWERS_S, self._sender.interrupt)
                 self._run_over.set()
                 self._compute.stop_current()
                 self._sender.interrupt()
@@ -406,7 +407,7 @@ class MessageNode:
             outgoing.data,
             sealed=outgoing.shared,
         )
-        receipt = await self._sender.deliver(update, check=lambda: self._is_current(session))
+        receipt = await self._sender.deliver(update, check=lambda: self._awaits_answers_of(session))
         await self._compute.run(self._answering.release)
         if receipt is None:
             return
@@ -451,9 +452,14 @@ class MessageNode:
 
     def _is_current(self, session: int) -> bool:
         """Whether the hub is still this one, and its run goes on. Raises BarrierTimeout: there is none."""
+        return self._awaits_answers_of(session) and self._session.ended is None
+
+    def _awaits_answers_of(self, session: int) -> bool:
+        """Whether receipts may come from this hub: the end of its run may overtake the last one. Raises
+        BarrierTimeout: as :meth:`_is_current`."""
         current = self._session
         current.check_controller(self._bus.misconfiguration, partial(self._bus.reach.advice, one=True))
-        return current.incarnation == session and current.ended is None
+        return current.incarnation == session and current.is_open
 
     # Instructions
 

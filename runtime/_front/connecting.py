@@ -64,7 +64,7 @@ async def connect(  # noqa: PLR0913 - settings by keyword, for programs that hav
     """
     await loading.load_on_thread(loading.load_bus, *([loading.load_actors] if load_actors else []))
     from gradbus.runtime.bus.bus import connect as join  # loaded by now
-    from gradbus.runtime.bus.participant_factory import network_config
+    from gradbus.runtime.bus.transport_factory import network_config
 
     async with join(
         job,

@@ -63,6 +63,9 @@ def preload(*, freeze: bool = True) -> None:
 def load_bus() -> None:
     """Import what a bus needs. Raises ImportError: as :func:`load`."""
     load(_BUS)
+    from gradbus.runtime.bus.transport_factory import TRANSPORT
+
+    load((TRANSPORT,))
     _loaded.add(load_bus)
 
 

@@ -18,7 +18,7 @@ from pydantic import Field
 
 from gradbus.runtime import forks
 from gradbus.runtime.bus.bus import Bus, connect
-from gradbus.runtime.bus.reach import reach_of
+from gradbus.runtime.bus.transport_factory import reach_of
 from gradbus.runtime.config.bus import BusSettings
 from gradbus.runtime.config.settings import Settings, load_settings
 from gradbus.runtime.errors import BusError

@@ -21,17 +21,17 @@ from typing import Any
 
 from gradbus.runtime import drive, forks
 from gradbus.runtime.bus.inbox_outlets import InboxOutlets
-from gradbus.runtime.bus.participant_factory import (
-    check_job,
-    closed_on_error,
-    open_participant,
-    participant_maker,
-    short_switch_interval,
-)
 from gradbus.runtime.bus.raw_endpoints import RawEndpoints
 from gradbus.runtime.bus.receiver import InboundChannel, Receiver
 from gradbus.runtime.bus.sender import Job, Sample, Sender
 from gradbus.runtime.bus.subscription import Subscription, Subscriptions
+from gradbus.runtime.bus.transport_factory import (
+    check_job,
+    closed_on_error,
+    open_transport,
+    short_switch_interval,
+    transport_maker,
+)
 from gradbus.runtime.config.job_name import default_job
 from gradbus.runtime.errors import BarrierTimeout, BusClosed, ConfigError, GradbusError
 from gradbus.runtime.misuse import check_instance, opening
@@ -501,7 +501,7 @@ async def connect(
     """
     job = default_job() if job is None else job
     check_job(job, domain)
-    find = partial(participant_maker, job, domain=domain, network=network, fast=fast, security=security)
+    find = partial(transport_maker, job, domain=domain, network=network, fast=fast, security=security)
     injector = FaultInjector(faults) if faults else None
     async with _opened(job, find, stall_timeout_s, injector) as bus:
         yield bus
@@ -530,7 +530,7 @@ async def _opened(
 ) -> AsyncIterator[Bus]:
     """Hold a bus open on the transport that is made by what ``find`` returns."""
     with short_switch_interval():
-        transport = await open_participant(find)
+        transport = await open_transport(find)
         if injector is not None:
             transport = injector.over(transport)
         async with closed_on_error(transport):

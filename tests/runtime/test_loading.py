@@ -15,7 +15,7 @@ import pytest
 import gradbus
 from gradbus import loading
 from gradbus.runtime.bus.bus import connect as connect_loaded
-from gradbus.runtime.bus.participant_factory import network_config
+from gradbus.runtime.bus.transport_factory import network_config
 from gradbus.runtime.network.network_config import NetworkConfig
 
 # A host with a client, its controller, and both ranks of a data-parallel run. It notes who imports what meanwhile.

@@ -14,7 +14,7 @@ from dds_domains import new_domain
 from forked_commands import Forked
 
 import gradbus
-from gradbus.runtime.bus.participant_factory import check_job
+from gradbus.runtime.bus.transport_factory import check_job
 from gradbus.runtime.config import job_name
 from gradbus.runtime.config.bus import BusSettings
 from gradbus.runtime.config.federated import FederatedConfig

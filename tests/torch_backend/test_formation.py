@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 from torch_node import play
 
-from gradbus.runtime.bus.reach import reach_of
+from gradbus.runtime.bus.transport_factory import reach_of
 from gradbus.runtime.errors import BarrierTimeout, ConfigError
 from gradbus.runtime.network.network_config import NetworkConfig
 from gradbus.torch import formation

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from torch.distributed import DistNetworkError
 
-from gradbus.runtime.bus.reach import reach_of
+from gradbus.runtime.bus.transport_factory import reach_of
 from gradbus.runtime.network.network_config import NetworkConfig
 from gradbus.runtime.wire import frames
 from gradbus.runtime.wire.frames import Frame

@@ -11,7 +11,7 @@ import time
 import pytest
 
 from gradbus.commands.lab.namespaces import Host
-from gradbus.runtime.bus.reach import reach_of
+from gradbus.runtime.bus.transport_factory import reach_of
 from gradbus.runtime.network.network_config import NetworkConfig
 from gradbus.torch.formation import RankLocation
 

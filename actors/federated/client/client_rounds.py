@@ -210,7 +210,7 @@ class ClientRounds:
                 continue
             receipt = await self._outbox.updates.deliver(
                 sent,
-                check=lambda: context.is_same_session(session) and not self._is_failed(attempt),  # noqa: B023 - awaited here
+                check=lambda: context.awaits_answers_of(session) and not self._is_failed(attempt),  # noqa: B023 - awaited here
             )
             if receipt is not None:
                 return sent, receipt

@@ -32,7 +32,7 @@ from gradbus.actors.federated.model.sharing import TensorSpec, specs_of
 from gradbus.actors.federated.task_results import as_floats
 from gradbus.runtime import forks
 from gradbus.runtime.bus.bus import Bus, connect
-from gradbus.runtime.bus.participant_factory import network_config
+from gradbus.runtime.bus.transport_factory import network_config
 from gradbus.runtime.config.federated import ClientConfig
 from gradbus.runtime.config.job_name import default_job
 from gradbus.runtime.errors import ConfigError, OutOfTurn

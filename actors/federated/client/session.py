@@ -543,6 +543,12 @@ class ClientContext:
         self._check_controller()
         return self.session.is_current(session)
 
+    def awaits_answers_of(self, session: int) -> bool:
+        """Whether answers about updates may come from this start of the controller. Raises BarrierTimeout: as
+        :meth:`is_same_run`."""
+        self._check_controller()
+        return self.session.incarnation == session and self.session.is_open
+
     def is_same_run(self, run_id: int) -> bool:
         """Whether answers about updates of this run may come, from this start of the controller or another one. Raises
         BarrierTimeout: there has been none for too long."""

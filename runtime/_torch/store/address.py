@@ -6,7 +6,7 @@ import hashlib
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from gradbus.runtime.bus.participant_factory import check_job
+from gradbus.runtime.bus.transport_factory import check_job
 
 _FORM = "dds://DOMAIN/JOB with rank= and world_size= for init_process_group, or dds://0/job1?rank=0&world_size=2"
 _MAX_WORLD = 1 << 20

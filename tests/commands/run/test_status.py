@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from bus_helpers import lowest
 from cyclonedds.qos import Policy
 from dds_domains import new_domain
 from identities import Identities
@@ -328,7 +329,7 @@ def test_nobody_waits_for_the_one_that_looks_on() -> None:
         domain = new_domain()
         async with gradbus.connect(job="o", domain=domain) as bus, gradbus.connect(job="o", domain=domain) as watching:
             with watching.subscribe(BestEffort(ToClients)):
-                reader = watching._channels[BestEffort(ToClients)].inlet.entity  # noqa: SLF001 - DDS alone has its QoS
+                reader = lowest(watching._channels[BestEffort(ToClients)].inlet).entity  # noqa: SLF001 - DDS alone has its QoS
                 assert reader.get_qos()[Policy.Reliability] == Policy.Reliability.BestEffort
                 bus.open_writer(ToClients)
                 await bus.matched(lambda: bus.matched_readers(ToClients) == 1, timeout_s=10.0)

@@ -71,7 +71,7 @@ async def assert_all_is_heard(bus: Bus, other: Bus) -> None:
     with bus.subscribe(Control, only=lambda message: getattr(message, "body", None) == Leave("lot")) as inbox:
         for _ in range(CHANNELS[Control].inbox // lot + 1):
             for _ in range(lot):
-                await other.publish(CLIENT, Leave("lot"))
+                await other.publish(CLIENT, Leave("lot"), on=Control)
             async with asyncio.timeout(20):
                 for _ in range(lot):
                     await inbox.get()

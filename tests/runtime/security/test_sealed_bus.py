@@ -20,7 +20,7 @@ from patience import eventually, run, until
 
 import gradbus
 from gradbus.runtime.bus.bus import Bus
-from gradbus.runtime.bus.participant_factory import participant_maker
+from gradbus.runtime.bus.transport_factory import transport_maker
 from gradbus.runtime.errors import BarrierTimeout
 from gradbus.runtime.network.network_config import NetworkConfig
 from gradbus.runtime.security import Security, liveness_challenge
@@ -116,7 +116,7 @@ def test_a_late_one_gets_all_of_a_model_that_dds_refused_at_first(
 def test_as_many_samples_are_taken_as_there_are_of_those_that_were_held_back_and_those_that_dds_has(
     keyed: dict[str, Any],
 ) -> None:
-    opened = participant_maker(
+    opened = transport_maker(
         keyed["job"], domain=keyed["domain"], network=NetworkConfig(), fast=None, security=keyed["security"]
     )
     one, other = opened(), opened()

@@ -13,7 +13,7 @@ import gradbus
 from gradbus.actors.federated.client import client
 from gradbus.actors.federated.controller import selection
 from gradbus.models import NoopTask
-from gradbus.runtime.bus.reach import reach_of
+from gradbus.runtime.bus.transport_factory import reach_of
 from gradbus.runtime.collectives import membership
 from gradbus.runtime.errors import BarrierTimeout
 from gradbus.runtime.network.network_config import NetworkConfig

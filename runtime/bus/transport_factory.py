@@ -1,9 +1,14 @@
-"""What comes before a bus: its name and its security are checked, and its transport is opened off the loop."""
+"""What comes before a bus: its name and its security are checked, and its transport is opened off the loop.
+
+This alone knows which transport that is. Before one is opened no library of it is loaded: settings are checked before
+those seconds, and the doctor runs where a library is missing.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import re
 import sys
 import threading
@@ -12,7 +17,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from gradbus.runtime.bus.reach import reach_of
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.fast_paths import LOOPBACK
 from gradbus.runtime.logs import get_logger
@@ -20,12 +24,18 @@ from gradbus.runtime.network.network_config import NetworkConfig, Profile
 from gradbus.runtime.network.peers import check_peers
 from gradbus.runtime.security.settings import Level, Security, level_in_force, other_users
 from gradbus.runtime.transport.api import Transport
-from gradbus.runtime.transport.dds.participant import Participant
+from gradbus.runtime.transport.dds import examination
+from gradbus.runtime.transport.dds.missing_peers import Reach
 
 if TYPE_CHECKING:
     from gradbus.runtime.security.job_membership import JobMembership
+    from gradbus.runtime.transport.api import Reachable
+    from gradbus.runtime.transport.examination import Examination, PeerNames
 
 T = TypeVar("T")
+
+TRANSPORT = "gradbus.runtime.transport.dds.participant"
+"""The module of the transport, which loads its library."""
 
 log = get_logger("bus")
 
@@ -61,10 +71,29 @@ def network_config(
     )
 
 
-def participant_maker(
+def reach_of(domain: int, network: NetworkConfig) -> Reachable:
+    """Return who a bus with these settings will reach.
+
+    Raises:
+        ConfigError: there is no such interface, or ``CYCLONEDDS_URI`` holds no document for Cyclone DDS.
+    """
+    return Reach.of(domain, network)
+
+
+def examination_of(domain: int, network: NetworkConfig) -> Examination:
+    """Return what a machine is to be examined for. Raises nothing."""
+    return examination.examination_of(domain, network)
+
+
+def peer_names_of(network: NetworkConfig) -> PeerNames:
+    """Return the host names among the peers of a bus. Raises ConfigError, as :func:`reach_of`."""
+    return examination.peer_names_of(network)
+
+
+def transport_maker(
     job: str, *, domain: int, network: NetworkConfig, fast: bool | None, security: Level | Security
 ) -> Callable[[], Transport]:
-    """Return what opens the participant of a job, protected as ``security`` says.
+    """Return what opens the transport of a job, protected as ``security`` says.
 
     Raises:
         ConfigError: the network is wrong, or reached without protection. What opens it raises it if a key cannot be
@@ -85,11 +114,16 @@ def participant_maker(
     return partial(_open_sealed, partial(_shared_key_membership, job, level, security.key_file), **place)
 
 
+def _opened(**place: Any) -> Transport:
+    transport: Transport = importlib.import_module(TRANSPORT).Participant(**place)
+    return transport
+
+
 def _open_sealed(membership: Callable[[], JobMembership], **place: Any) -> Transport:
     from gradbus.runtime.security.sealed import Sealed  # loads cryptography
 
     made = membership()  # first: a key that cannot be read is an error before anything is opened
-    return Sealed(Participant(**place), made)
+    return Sealed(_opened(**place), made)
 
 
 def _shared_key_membership(job: str, level: Level, key_file: Path | None) -> JobMembership:
@@ -108,10 +142,10 @@ def _open_unprotected(*, exposed: bool, network: NetworkConfig, **place: Any) ->
     if exposed or others:
         users = {"users": others} if others else {}
         log.warning("not protected", interface=network.interface, effect=f"{who} can read and join in", **users)
-    return Participant(network=network, **place)
+    return _opened(network=network, **place)
 
 
-async def open_participant(find: Callable[[], Callable[[], Transport]]) -> Transport:
+async def open_transport(find: Callable[[], Callable[[], Transport]]) -> Transport:
     """Open a transport off the loop: keys and files are read, and with the self-test it takes some tens of
     milliseconds. ``find``: gives what opens it. Raises what these raise."""
     opening = asyncio.get_running_loop().run_in_executor(None, lambda: find()())

@@ -10,7 +10,7 @@ import pytest
 from bus_helpers import Run
 from patience import eventually
 
-from gradbus.runtime.bus.participant_factory import closed_on_error, open_participant
+from gradbus.runtime.bus.transport_factory import closed_on_error, open_transport
 
 
 class SlowParticipant:
@@ -55,7 +55,7 @@ def test_a_participant_whose_opening_is_cancelled_twice_is_closed(run: Run) -> N
     async def main() -> None:
         participant = SlowParticipant()
         participant.may_close.set()
-        opening = asyncio.create_task(open_participant(lambda: participant.open))
+        opening = asyncio.create_task(open_transport(lambda: participant.open))
         await participant.began_to("open")
         await cancel(opening)
         await cancel(opening)
@@ -69,7 +69,7 @@ def test_a_participant_whose_opening_is_cancelled_twice_is_closed(run: Run) -> N
 def test_an_opening_that_is_cancelled_again_while_it_closes_ends_after_the_close(run: Run) -> None:
     async def main() -> None:
         participant = SlowParticipant()
-        opening = asyncio.create_task(open_participant(lambda: participant.open))
+        opening = asyncio.create_task(open_transport(lambda: participant.open))
         await participant.began_to("open")
         await cancel(opening)
         participant.may_open.set()
@@ -91,7 +91,7 @@ def test_a_cancelled_opening_that_fails_is_cancelled(run: Run) -> None:
             participant.open()
             raise ZeroDivisionError
 
-        opening = asyncio.create_task(open_participant(lambda: fail))
+        opening = asyncio.create_task(open_transport(lambda: fail))
         await participant.began_to("open")
         await cancel(opening)
         participant.may_open.set()
