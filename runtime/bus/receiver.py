@@ -19,7 +19,7 @@ from gradbus.runtime.errors import FrameError
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.transport import peer_processes
 from gradbus.runtime.transport.api import WOKEN, Inlet, Outlet, Peer, Periodic, Transport, Waiter
-from gradbus.runtime.transport.channels import INBOX_RETAINED, is_control
+from gradbus.runtime.transport.channels import INBOX_RETAINED, is_control, traffic_name
 from gradbus.runtime.wire.control import Closing
 from gradbus.runtime.wire.frames import Frame
 from gradbus.runtime.wire.messages import Control, Message, PeerGone
@@ -353,7 +353,7 @@ class Receiver:
                 self.rejected["repeated"] += 1
                 return None
         data = getattr(sample, "data", b"")
-        self.received_bytes[channel.inlet.channel.name] += len(data)
+        self.received_bytes[traffic_name(channel.inlet.channel)] += len(data)
         return message
 
     def _ended(self) -> None:
