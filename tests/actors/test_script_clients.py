@@ -236,16 +236,18 @@ def test_calls_out_of_order_say_what_to_call() -> None:
                 _ = fed.round
             with pytest.raises(OutOfTurn, match="Call receive"):
                 fed.send(model, samples=1)
+            assert fed.receive(model)
+            with pytest.raises(ValueError, match="1 or more, got 0"):
+                fed.send(model, samples=0)
+            with pytest.raises(ConfigError, match=r"'0.weight' has shape \(8, 5\).*Pass the same model"):
+                fed.send(nn.Sequential(nn.Linear(5, 8), *list(model)[1:]), samples=1)
+            assert fed.send(model, samples=1)
+            with pytest.raises(OutOfTurn, match="followed by one send"):  # the run goes on: there is a second round
+                fed.send(model, samples=1)
+            with pytest.raises(ConfigError, match="are gone"):
+                fed.receive(nn.Linear(2, 2))
             while fed.receive(model):
-                with pytest.raises(ValueError, match="1 or more, got 0"):
-                    fed.send(model, samples=0)
-                with pytest.raises(ConfigError, match=r"'0.weight' has shape \(8, 5\).*Pass the same model"):
-                    fed.send(nn.Sequential(nn.Linear(5, 8), *list(model)[1:]), samples=1)
                 assert fed.send(model, samples=1)
-                with pytest.raises(OutOfTurn, match="followed by one send"):
-                    fed.send(model, samples=1)
-                with pytest.raises(ConfigError, match="are gone"):
-                    fed.receive(nn.Linear(2, 2))
             assert not fed.receive(model)
             with pytest.raises(OutOfTurn, match="after the end of the run"):
                 fed.send(model, samples=1)
@@ -254,7 +256,7 @@ def test_calls_out_of_order_say_what_to_call() -> None:
         with pytest.raises(OutOfTurn, match="entered before"), fed:
             pass
 
-    run([script], rounds=1)
+    run([script], rounds=2)
 
 
 def test_wrong_settings_are_told_at_once() -> None:
