@@ -12,11 +12,14 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from gradbus.runtime.logs import get_logger
 from gradbus.runtime.transport.api import Outlet
 from gradbus.runtime.transport.channels import Inbox
 
 MAX_INBOXES = 1024  # processes of clients that a controller addresses at the same time
 UNREAD_S = 10.0  # longer than a client's reader takes to match, and than discovery takes to find a lost one again
+
+log = get_logger("bus")
 
 
 @dataclass(slots=True)
@@ -43,6 +46,7 @@ class InboxOutlets:
         self._most = most
         self._clock = clock
         self._opened: OrderedDict[Inbox, _Opened] = OrderedDict()  # the least recently used first
+        self._has_warned = False
 
     def __len__(self) -> int:
         return len(self._opened)
@@ -76,6 +80,14 @@ class InboxOutlets:
                 over.append(inbox)
         left = len(self._opened) - len(over)
         if left >= self._most:
-            over.append(next(inbox for inbox in self._opened if inbox not in over))
+            oldest = next(inbox for inbox in self._opened if inbox not in over)
+            over.append(oldest)
+            if self._opened[oldest].outlet.matched and not self._has_warned:
+                self._has_warned = True
+                log.warning(
+                    "more processes than inboxes",
+                    most=self._most,
+                    effect="inboxes are closed and opened again in turns; have each process speak for several clients",
+                )
         if over:
             self._close_outlets([self._opened.pop(inbox).outlet for inbox in over])

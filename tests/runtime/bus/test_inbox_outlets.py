@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from structlog.testing import capture_logs
+
 from gradbus.runtime.bus.inbox_outlets import UNREAD_S, InboxOutlets
 from gradbus.runtime.bus.receiver import ReceivedMessages
 from gradbus.runtime.transport.channels import Inbox
@@ -54,6 +56,14 @@ def test_a_flood_of_addressees_opens_no_more_outlets_than_there_may_be() -> None
         assert len(scene.outlets) <= MOST
     assert 0 not in scene.closed
     assert scene.closed == list(range(1, 98))
+
+
+def test_more_readers_than_inboxes_are_said_once() -> None:
+    scene = Scene()
+    with capture_logs() as logs:
+        for incarnation in range(10):
+            scene.address(incarnation)
+    assert [(entry["event"], entry["most"]) for entry in logs] == [("more processes than inboxes", MOST)]
 
 
 def test_an_outlet_that_no_process_reads_is_closed_when_another_one_is_opened() -> None:
