@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from gradbus.actors.federated.client.older_controllers import ask_older_controller
-from gradbus.actors.federated.client.session import LAST_ANSWERS_S, ControllerSession
+from gradbus.actors.federated.client.session import ControllerSession
 from gradbus.actors.federated.client.updates_out import ANSWERS, EncodedUpdate, UpdateSender
 from gradbus.actors.flower.protocol import (
     DEFAULT_MAX_BYTES,
@@ -250,8 +250,7 @@ class MessageNode:
                 if (instruction := self._open.get(body.round_id)) is not None:
                     instruction.notice = body
             case RunEnded() if body.run_id == current.run_id and (body.ok or body.final):
-                if current.end(body):
-                    asyncio.get_running_loop().call_later(LAST_ANSWERS_S, self._sender.interrupt)
+                current.end(body)
                 self._run_over.set()
                 self._compute.stop_current()
                 self._sender.interrupt()

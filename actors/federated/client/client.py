@@ -35,7 +35,6 @@ from gradbus.actors.federated.client.pacing import TrainingBudget
 from gradbus.actors.federated.client.round_inputs import RoundInputs
 from gradbus.actors.federated.client.run_terms import Allowed, RunChoices, RunTerms, check_run
 from gradbus.actors.federated.client.session import (
-    LAST_ANSWERS_S,
     ClientContext,
     ClientHeartbeat,
     ClientStatus,
@@ -552,8 +551,7 @@ class Client:
             case ModelAvailable() if session == current.incarnation:
                 self._models.on_notice(session, body)
             case RunEnded() if body.run_id == current.run_id and body.ok:
-                if current.end(body):
-                    asyncio.get_running_loop().call_later(LAST_ANSWERS_S, self._interrupt_sending)
+                current.end(body)
                 self._observer.run_has_ended()
                 self._models.end()
                 self._compute.stop_current()

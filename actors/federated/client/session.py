@@ -209,13 +209,11 @@ class ControllerSession:
         """Note that another start of the controller has to welcome this client first."""
         self.welcome = None
 
-    def end(self, ended: RunEnded) -> bool:
-        """Note that all rounds are done. Returns whether that is news."""
-        is_news = self.ended is None
-        if is_news:
+    def end(self, ended: RunEnded) -> None:
+        """Note that all rounds are done."""
+        if self.ended is None:
             self._ended_s = time.monotonic()
         self.ended = ended
-        return is_news
 
     @property
     def is_open(self) -> bool:

@@ -92,6 +92,7 @@ class UpdateSender:
         self._sending: asyncio.Task[None] | None = None
         self._is_counted = False  # bytes of the update are in bytes_up
         self._answered = asyncio.Event()
+        self._is_hurried = False  # since an interrupt
         self.phase = "idle"
         self.bytes_up = 0
 
@@ -128,6 +129,8 @@ class UpdateSender:
                     wait_s = first_s
                 except TimeoutError:
                     wait_s = min(2 * wait_s, max(first_s, MAX_REPEAT_AFTER_S))
+                if self._is_hurried:
+                    wait_s = REPEAT_AFTER_S
         finally:
             self._update, self.phase = None, "idle"
             if self._sending is not None:
@@ -137,6 +140,7 @@ class UpdateSender:
 
     def _begin(self, update: EncodedUpdate) -> None:
         self._update, self._receipt, self._is_counted, self.phase = update, None, False, "offering"
+        self._is_hurried = False
 
     def on_answer(self, body: Grant | RetransmitRequest | Receipt, group: asyncio.TaskGroup) -> bool:
         """The controller has answered; tasks that send belong to ``group``. Returns whether it is about the update."""
@@ -163,7 +167,8 @@ class UpdateSender:
         return key is not None and (key.round_id, key.transfer) == (round_id, transfer)
 
     def interrupt(self) -> None:
-        """Check at once whether the update is still wanted."""
+        """Check at once whether the update is still wanted, and soon again: an answer comes now, or never."""
+        self._is_hurried = True
         self._answered.set()
 
     def _count(self, num_bytes: int) -> None:
