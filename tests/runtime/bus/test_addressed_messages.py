@@ -169,7 +169,8 @@ def test_of_more_inboxes_than_there_may_be_the_least_recently_addressed_ones_are
                     lambda: expected == {one: clients.matched_writers(Inbox(one)) for one in everyone},
                     timeout_s=PATIENCE_S,
                 )
-                assert inboxes_in_transport(server) == {channel_of(Inbox(one)).name for one in incarnations}
+                names = {channel_of(Inbox(one)).name for one in incarnations}
+                await eventually(lambda: inboxes_in_transport(server) == names)  # readers know it a little earlier
 
             def warnings(logs: list[Any]) -> list[Any]:
                 return [line for line in logs if line["event"] == "more processes than inboxes"]
