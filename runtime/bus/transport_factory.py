@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib
 import re
 import sys
 import threading
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.fast_paths import LOOPBACK
 from gradbus.runtime.logs import get_logger
+from gradbus.runtime.needs import import_module
 from gradbus.runtime.network.network_config import NetworkConfig, Profile
 from gradbus.runtime.network.peers import check_peers
 from gradbus.runtime.security.settings import Level, Security, level_in_force, other_users
@@ -115,7 +115,8 @@ def transport_maker(
 
 
 def _opened(**place: Any) -> Transport:
-    transport: Transport = importlib.import_module(TRANSPORT).Participant(**place)
+    """Raises ImportError: the library of the transport is missing or broken."""
+    transport: Transport = import_module(TRANSPORT).Participant(**place)
     return transport
 
 

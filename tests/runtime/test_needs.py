@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from gradbus.runtime.needs import explain, extra_with, how_to_install, install_line, requirements
+from gradbus.runtime.needs import explain, extra_with, how_to_install, import_module, install_line, requirements
 
+PARTICIPANT = "gradbus.runtime.transport.dds.participant"
 CONTROLLER = "import sys; sys.argv = ['gradbus', {arguments}]; from gradbus.__main__ import main; main()"
 
 
@@ -112,6 +113,17 @@ def test_a_package_that_cannot_be_loaded_is_to_be_installed_anew(tmp_path: Path)
     (line,) = err.splitlines()
     assert "cannot be loaded: OSError: libddsc.so.0: cannot open shared object file" in line
     assert line.endswith(f"Install it anew: {install_line('cyclonedds', again=True)}")
+
+
+def test_an_error_that_was_put_in_place_of_a_missing_package_is_explained_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "cyclonedds", None)
+    monkeypatch.delitem(sys.modules, PARTICIPANT, raising=False)
+    with pytest.raises(ImportError) as raised:
+        import_module(PARTICIPANT)
+    assert str(raised.value) == f"gradbus: {explain(raised.value)}"
+    assert explain(raised.value).startswith("the package cyclonedds is not installed here. Install it: ")
 
 
 def test_other_errors_are_not_explained_away() -> None:
