@@ -149,7 +149,7 @@ def node_of(bus: Bus, client_id: int) -> Coroutine[Any, Any, object]:
 
 
 def site_of(bus: Bus, client_id: int) -> Coroutine[Any, Any, object]:
-    config = gradbus.FederatedConfig(rounds=1, clients={"num": 1})
+    config = gradbus.FederatedConfig(clients={"num": 1})
     return Site(bus, bus, NoopTask(DIM), config, UpstreamConfig(site=client_id, alone=False)).run()
 
 
