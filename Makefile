@@ -161,13 +161,13 @@ links:  ## lay out the packages in build/tree as they are installed, for mypy an
 
 typecheck: $(STAMP) links  ## strict types
 	cd build/tree && ../../$(BIN)/mypy --config-file ../../pyproject.toml --cache-dir ../mypy --python-executable ../../$(PY) \
-		--exclude '/_(front|torch)/' -p gradbus -p conformance -p fuzz -p soak -p fault_simulation -m call_profile -m golden_runs -m mnist_example -m nightly -m pauses -m public_names -m torch_build -m trap_gains -m walks -m weight
+		--exclude '/_(front|torch)/' -p gradbus -p conformance -p fuzz -p soak -p fault_simulation -m call_profile -m distributions -m golden_runs -m mnist_example -m nightly -m pauses -m public_names -m torch_build -m trap_gains -m walks -m weight
 
 # Stale build/lib and *.egg-info would carry removed files into the wheel. The build tools come from .venv: nothing is fetched here.
-wheel: $(STAMP)  ## build the sdist and the wheel into dist/
-	@rm -rf build/lib build/bdist.* dist *.egg-info && mkdir -p build
-	@$(PY) -m build --no-isolation >build/wheel.log 2>&1 || { cat build/wheel.log; exit 1; }
-	@rm -rf *.egg-info
+wheel: $(STAMP)  ## build the sdists and the wheels of gradbus-core and gradbus into dist/
+	@rm -rf build/distributions dist && mkdir -p build
+	@for folder in $$($(TOOL) distributions build/distributions); do \
+		$(PY) -m build --no-isolation --outdir dist $$folder >build/wheel.log 2>&1 || { cat build/wheel.log; exit 1; }; done
 	@ls -l dist
 
 smoke: wheel  ## install the wheel into a fresh environment and use it from an empty folder

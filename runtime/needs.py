@@ -1,10 +1,13 @@
 """Packages that gradbus needs and that are missing or broken: one sentence that says which, and how to install it.
 
-Nothing is imported here that may itself be missing.
+gradbus is installed as two distributions: ``gradbus-core``, which needs no torch, and ``gradbus``, which has the rest
+and requires the other one. In a checkout, ``gradbus`` is all of it. Nothing is imported here that may itself be
+missing.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import re
@@ -16,15 +19,31 @@ from pathlib import Path
 from types import TracebackType
 
 _MODULES = {"mlflow_skinny": "mlflow", "pillow": "PIL"}  # projects whose module has another name
+_DISTRIBUTIONS = ("gradbus", "gradbus-core")
+_ONLY_IN_GRADBUS = "gradbus.models"  # which no core has
+_TORCH = ("torch", "torchvision")
 _OF_DEVELOPERS = ("dev", "integrations")  # extras of which nobody who lacks one package wants all
 _EXTRA = re.compile(r"""\bextra == ["']([^"']+)["']""")
 _FOLDER = re.compile(r"[/\\](?:site|dist)-packages[/\\]([A-Za-z0-9_]+)")
 
 
+def own_version() -> str:
+    """Return the version of gradbus; 0: it is not installed, and run from the tree by a tool."""
+    for name in _DISTRIBUTIONS:
+        with contextlib.suppress(PackageNotFoundError):
+            return version(name)
+    return "0"
+
+
+def is_core_alone() -> bool:
+    """Return whether ``gradbus-core`` is installed without ``gradbus``: nothing here trains, and there is no torch."""
+    return importlib.util.find_spec(_ONLY_IN_GRADBUS) is None
+
+
 def requirements() -> dict[str, str]:
     """Return what gradbus is built on, as it asks for it: ``{"torch": "torch>=2.6"}``, extras too. By project name."""
     asked = [line.partition(";")[0].strip() for line in _lines()]
-    return {_project(line): line for line in reversed(asked) if _project(line) != "gradbus"}
+    return {_project(line): line for line in reversed(asked) if not _project(line).startswith("gradbus")}
 
 
 def extra_with(project: str) -> str:
@@ -45,7 +64,8 @@ def how_to_install(project: str, *, again: bool = False) -> str:
     if again or extra in ("", *_OF_DEVELOPERS):
         return f"Install it{' anew' * again}: {install_line(project, again=again)}"
     projects = [other for other in reversed(requirements()) if extra_with(other) == extra]
-    return f"Install it, which is what the extra gradbus[{extra}] does: {install_line(*projects)}"
+    owner = _DISTRIBUTIONS[is_core_alone()]
+    return f"Install it, which is what the extra {owner}[{extra}] does: {install_line(*projects)}"
 
 
 def install_line(*projects: str, again: bool = False) -> str:
@@ -80,6 +100,9 @@ def _is_made_by_uv() -> bool:
 
 def explain(error: BaseException) -> str:
     """A sentence about a package that is missing or cannot be loaded, where that is what went wrong; else empty."""
+    if _asks_for_the_rest(error):
+        named = install_line(f"gradbus=={own_version()}")
+        return f"this needs the package gradbus, and only gradbus-core is installed here. Install it: {named}"
     projects = {_MODULES.get(project, project): project for project in requirements()}
     if isinstance(error, ModuleNotFoundError) and error.name is not None:
         project = projects.get(error.name.partition(".")[0])
@@ -91,6 +114,13 @@ def explain(error: BaseException) -> str:
         return ""
     what = " ".join(f"{type(error).__name__}: {error}".split())[:300]
     return f"the package {_named(project)} cannot be loaded: {what}. {how_to_install(project, again=True)}"
+
+
+def _asks_for_the_rest(error: BaseException) -> bool:
+    """Return whether the core alone lacks what was to be imported: a module of ``gradbus``, or torch."""
+    name = (isinstance(error, ImportError) and error.name) or ""
+    is_missing = name.partition(".")[0] == "gradbus" or (isinstance(error, ModuleNotFoundError) and name in _TORCH)
+    return is_missing and is_core_alone()
 
 
 def fault_of(module: str) -> str:
@@ -114,10 +144,11 @@ def _loading(trace: TracebackType | None) -> str:
 
 
 def _lines() -> list[str]:
-    try:
-        return requires("gradbus") or []
-    except PackageNotFoundError:  # run from the tree by a tool
-        return []
+    found = []
+    for name in _DISTRIBUTIONS:
+        with contextlib.suppress(PackageNotFoundError):  # one of them, or both where a tool runs from the tree
+            found += requires(name) or []
+    return found
 
 
 def _project(line: str) -> str:
