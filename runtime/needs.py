@@ -101,8 +101,11 @@ def _is_made_by_uv() -> bool:
 def explain(error: BaseException) -> str:
     """A sentence about a package that is missing or cannot be loaded, where that is what went wrong; else empty."""
     if _asks_for_the_rest(error):
-        named = install_line(f"gradbus=={own_version()}")
-        return f"this needs the package gradbus, and only gradbus-core is installed here. Install it: {named}"
+        wanted = install_line(f"gradbus=={own_version()}")
+        return (
+            "this needs the package gradbus; only gradbus-core is installed here. Install it from the same source: "
+            f"{wanted}"
+        )
     projects = {_MODULES.get(project, project): project for project in requirements()}
     if isinstance(error, ModuleNotFoundError) and error.name is not None:
         project = projects.get(error.name.partition(".")[0])

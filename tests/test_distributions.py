@@ -1,4 +1,4 @@
-"""The two distributions: which file is whose, and that the core works where there is no torch."""
+"""The two distributions: which file goes where, and that the core works without torch."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ from distributions import (
 )
 from source_imports import imports
 
-# What a machine with the core alone does not have.
+# Packages that an installation of the core only does not have.
 ABSENT = {"torch", "torchvision", "cyclonedds", "safetensors", "zstandard", "PIL", "aiohttp", "matplotlib", "simpy"}
-# Modules of the core that need a package of an extra, and the one that they need.
+# Modules of the core that need the package of an extra.
 NEED_AN_EXTRA = {"gradbus.actors.flower.": "flwr", "gradbus.runtime.transport.dds.": "cyclonedds"}
-# Commands that gradbus-core alone runs, as far as they exist. All others say that they need gradbus.
+# Commands that work with gradbus-core only. Not all of them exist yet. All others report that they need gradbus.
 CORE_COMMANDS = {
     "doctor", "flower node", "flower run", "keys allow", "keys new", "keys remove", "keys show", "keys tls", "relay",
     "status",
@@ -248,7 +248,7 @@ def test_a_command_that_only_gradbus_has_says_so_in_one_line(folders: tuple[Path
     for name, line in words.items():
         code, said = ended[line]
         named = name.partition(" ")[0]
-        told = f"gradbus {named}: this needs the package gradbus, and only gradbus-core is installed here. Install it: "
+        told = f"gradbus {named}: this needs the package gradbus; only gradbus-core is installed here. Install it "
         assert (code, said.startswith(told), said.count("\n")) == (14, True, 1), f"{name}: {code} {said}"
         assert said.rstrip().endswith(f"'gradbus=={PYPROJECT['project']['version']}'")
 
@@ -279,7 +279,7 @@ def test_a_program_with_the_core_alone_joins_a_bus_and_is_told_what_a_controller
     assert done.returncode == 0, done.stderr
     bus, controller = done.stdout.splitlines()
     assert "cyclonedds" in bus
-    assert controller.startswith("gradbus: this needs the package gradbus, and only gradbus-core is installed here.")
+    assert controller.startswith("gradbus: this needs the package gradbus; only gradbus-core is installed here.")
 
 
 @pytest.fixture(scope="module")
@@ -361,7 +361,7 @@ def test_a_name_in_the_table_that_is_not_in_the_tree_is_an_error() -> None:
     with pytest.raises(ValueError, match=r"has package 'gradbus\.nothing\.\*', which is not in the tree"):
         core_modules(changed(packages=["gradbus.nothing.*"]), MODULES)
     for names in (["gradbus.nothing"], ["gradbus.runtime.logs"]):
-        with pytest.raises(ValueError, match=rf"{names[0]}: modules are to name"):
+        with pytest.raises(ValueError, match=rf"{names[0]}: 'modules' must name"):
             core_modules(changed(modules=names), MODULES)
-    with pytest.raises(ValueError, match=r"gradbus\.codecs\.q8: modules are to name"):
+    with pytest.raises(ValueError, match=r"gradbus\.codecs\.q8: 'modules' must name"):
         core_modules(changed(**{"except": ["gradbus.codecs.q8"]}), MODULES)

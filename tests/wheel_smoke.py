@@ -108,7 +108,7 @@ def check_commands_of_core() -> None:
 
 def check_what_core_does_not_have() -> None:
     done = run("demo")
-    told = "gradbus demo: this needs the package gradbus, and only gradbus-core is installed here. Install it: "
+    told = "gradbus demo: this needs the package gradbus; only gradbus-core is installed here. Install it "
     assert done.returncode == 14, done.stdout
     assert done.stdout.startswith(told), done.stdout
     assert done.stdout.count("\n") == 1, done.stdout

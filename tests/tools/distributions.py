@@ -1,21 +1,25 @@
-"""The two distributions that are built from this tree, both parts of the import package ``gradbus``.
+"""Split this tree into the two distributions that are built from it: ``gradbus-core`` and ``gradbus``.
 
-    PYTHONPATH=tests/tools .venv/bin/python -P -m distributions build/distributions      # make wheel does it
+    PYTHONPATH=tests/tools .venv/bin/python -P -m distributions build/distributions      # make wheel runs it
 
-``gradbus-core`` is what takes part in a job without torch: the bus, its transports and security, the relay, the doctor,
-the status of a job, keys, Flower nodes. ``gradbus`` is everything else, and requires a ``gradbus-core`` of its version.
-The program writes a folder for each, with a ``pyproject.toml`` and files of its own, from which any build tool makes an
-sdist and a wheel. No file is in both, so that each can be installed and removed without a change of the other's files.
+``gradbus-core`` takes part in a job without torch: bus, transports, security, doctor, status, keys, Flower nodes.
+``gradbus`` holds everything else and requires ``gradbus-core`` of the same version. Both install into the import
+package ``gradbus``, and no file is in both, so that installing or removing one leaves the other's files alone. The
+program writes a folder for each, with a ``pyproject.toml`` of its own, from which any build tool makes an sdist and a
+wheel.
 
-Which module is whose is said once, in ``[tool.gradbus.core]`` of pyproject.toml:
+One table decides which module goes where, ``[tool.gradbus.core]`` of pyproject.toml:
 
-- ``packages`` are the core's, with all their modules, but for those in ``except``; ``x.*`` is ``x`` and all packages in
-  it;
-- ``modules`` are single ones of other packages;
-- the ``__init__.py`` of each package above one of these is the core's, too, and nothing else is.
+- ``packages``: all modules of these packages go to the core, except those in ``except``. ``x.*`` means ``x`` and every
+  package below it.
+- ``modules``: single modules of other packages that go to the core, too.
+- The ``__init__.py`` of each package above a module of the core goes to the core. Everything else goes to ``gradbus``.
 
-``tests/test_distributions.py`` holds ``except`` to what it is for: the modules that load torch, or a module that only
-``gradbus`` has, when they are imported.
+``tests/test_distributions.py`` checks ``except`` against its definition: the modules that, when they are imported, load
+torch or a module that only ``gradbus`` has.
+
+A module that a release had in ``gradbus`` must not move to ``gradbus-core`` under the same name. On an upgrade, pip
+first installs the new core and then removes the files of the old ``gradbus``, and with them the module.
 """
 
 from __future__ import annotations
@@ -36,11 +40,11 @@ _BESIDE = ("README.md", "LICENSE")  # in each of the folders
 
 @dataclass(frozen=True)
 class Distribution:
-    """One of the two.
+    """What one distribution is built from.
 
     Attributes:
-        project: its ``[project]``.
-        files: where each file is installed, as ``gradbus/runtime/logs.py``: where the tree has it.
+        project: the ``[project]`` table of its pyproject.toml.
+        files: installed path, such as ``gradbus/runtime/logs.py``, to the file of this tree.
     """
 
     project: Mapping[str, Any]
@@ -48,23 +52,23 @@ class Distribution:
 
     @property
     def name(self) -> str:
-        """The name that it is installed by."""
+        """Return its name on a package index."""
         return str(self.project["name"])
 
     @property
     def packages(self) -> list[str]:
-        """Return the packages that it has modules or data of, in order. Data may lie in folders below a package."""
+        """Return the names of the packages that it has modules of, sorted."""
         folders = {place.rpartition("/")[0] for place in self.files if place.endswith(".py")}
         return sorted(folder.replace("/", ".") for folder in folders)
 
 
 def read_pyproject(root: Path = ROOT) -> dict[str, Any]:
-    """Return what the pyproject.toml of a tree says."""
+    """Return the content of a tree's pyproject.toml."""
     return tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))
 
 
 def folder_of(package: str, mapped: Mapping[str, str]) -> str:
-    """Return the folder of a package, from the root of the tree. ``mapped``: ``package-dir`` of setuptools.
+    """Return the folder of a package, relative to the root of the tree. ``mapped``: ``package-dir`` of setuptools.
 
     Raises:
         ValueError: no folder is mapped to it, or to a package above it.
@@ -77,7 +81,7 @@ def folder_of(package: str, mapped: Mapping[str, str]) -> str:
 
 
 def modules_of(pyproject: Mapping[str, Any], root: Path = ROOT) -> dict[str, Path]:
-    """Return the file of each module that is installed, by the name that it is imported by."""
+    """Return the file of each installed module, by import name."""
     setuptools = pyproject["tool"]["setuptools"]
     found = {}
     for package in setuptools["packages"]:
@@ -87,7 +91,7 @@ def modules_of(pyproject: Mapping[str, Any], root: Path = ROOT) -> dict[str, Pat
 
 
 def core_packages(pyproject: Mapping[str, Any]) -> set[str]:
-    """Return the packages that are the core's as a whole. Raises ValueError: one of them is not in the tree."""
+    """Return the packages that go to the core as a whole. Raises ValueError: one of them is not in the tree."""
     every, found = pyproject["tool"]["setuptools"]["packages"], set()
     for name in pyproject["tool"]["gradbus"]["core"]["packages"]:
         top = name.removesuffix(".*")
@@ -98,18 +102,18 @@ def core_packages(pyproject: Mapping[str, Any]) -> set[str]:
 
 
 def core_modules(pyproject: Mapping[str, Any], modules: Mapping[str, Path]) -> set[str]:
-    """Return those of ``modules`` that the core has.
+    """Return the names of the modules that go to the core. ``modules``: as :func:`modules_of` returns them.
 
     Raises:
-        ValueError: ``[tool.gradbus.core]`` names what is not there, or the same twice.
+        ValueError: ``[tool.gradbus.core]`` names a module that is not in the tree, or that its place does not fit.
     """
     core, packages = pyproject["tool"]["gradbus"]["core"], core_packages(pyproject)
     single, without = set(core["modules"]), set(core["except"])
     of_packages = {name for name in modules if _package_of(name, modules) in packages}
     if wrong := (single - modules.keys()) | (without - of_packages) | (single & of_packages):
         raise ValueError(
-            f"[tool.gradbus.core] of pyproject.toml: {', '.join(sorted(wrong))}: modules are to name single ones that "
-            "are in the tree and in none of the packages, except is to name modules of these packages"
+            f"[tool.gradbus.core] of pyproject.toml: {', '.join(sorted(wrong))}: 'modules' must name modules of the "
+            "tree that are in none of 'packages', and 'except' modules that are in one of them. Correct the table"
         )
     chosen = (of_packages - without) | single
     return chosen | {name for module in chosen for name in _above(module)}
@@ -125,12 +129,12 @@ def _above(module: str) -> Iterator[str]:
 
 
 def distributions(pyproject: Mapping[str, Any], root: Path = ROOT) -> tuple[Distribution, Distribution]:
-    """Return the core, and the rest. Raises ValueError: as :func:`core_modules`."""
+    """Return ``gradbus-core`` and ``gradbus``. Raises ValueError: as :func:`core_modules`."""
     modules = modules_of(pyproject, root)
     core = core_modules(pyproject, modules)
     whole = core_packages(pyproject)
     data = dict(_data_of(pyproject, root))
-    return tuple(  # type: ignore[return-value] # one of each
+    return tuple(  # type: ignore[return-value] # mypy does not count the two
         Distribution(
             project(pyproject),
             {_place(name, file): file for name, file in modules.items() if (name in core) == is_core}
@@ -146,7 +150,7 @@ def _place(module: str, file: Path) -> str:
 
 
 def _data_of(pyproject: Mapping[str, Any], root: Path) -> Iterator[tuple[str, tuple[str, Path]]]:
-    """Yield where each file of a package that is not Python is installed, with the package and the file."""
+    """Yield the installed path of each data file, with its package and its file in the tree."""
     setuptools = pyproject["tool"]["setuptools"]
     for package in setuptools["packages"]:
         folder = root / folder_of(package, setuptools["package-dir"])
@@ -155,10 +159,10 @@ def _data_of(pyproject: Mapping[str, Any], root: Path) -> Iterator[tuple[str, tu
 
 
 def core_project(pyproject: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``[project]`` of the core."""
+    """Return the ``[project]`` table of ``gradbus-core``."""
     project, core = dict(pyproject["project"]), pyproject["tool"]["gradbus"]["core"]
     every = [*project["dependencies"], *(line for lines in project["optional-dependencies"].values() for line in lines)]
-    # Whoever asks for an extra has it, or an error of the installer: so without the marker.
+    # Without markers: a user who asks for an extra gets its packages or an error of the installer, never nothing.
     bare = {project_of(line): line.partition(";")[0].strip() for line in reversed(every)}
     extras = {extra: [bare[name] for name in names] for extra, names in core["extras"].items()}
     needed = [line for line in project["dependencies"] if project_of(line) not in core["without"]]
@@ -169,7 +173,7 @@ def core_project(pyproject: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def rest_project(pyproject: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``[project]`` of the rest."""
+    """Return the ``[project]`` table of ``gradbus``."""
     project, without = dict(pyproject["project"]), pyproject["tool"]["gradbus"]["core"]["without"]
     more = [line for line in project["dependencies"] if project_of(line) in without]
     project["dependencies"] = [f"{CORE}=={project['version']}", *more]
@@ -178,7 +182,7 @@ def rest_project(pyproject: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def project_of(requirement: str) -> str:
-    """Return the name of the project that a requirement, such as ``torch>=2.6``, asks for."""
+    """Return the project name in a requirement such as ``torch>=2.6``, in lower case."""
     name = requirement
     for sign in "[<>=!~; ":
         name = name.partition(sign)[0]
@@ -186,7 +190,7 @@ def project_of(requirement: str) -> str:
 
 
 def write(distribution: Distribution, pyproject: Mapping[str, Any], folder: Path) -> None:
-    """Write what a distribution is built from into a folder, in place of anything in it. ``pyproject``: the tree's."""
+    """Write a tree to build a distribution from, and replace the folder. ``pyproject``: that of this tree."""
     shutil.rmtree(folder, ignore_errors=True)
     for place, file in distribution.files.items():
         copy = folder / place
@@ -209,7 +213,7 @@ def write(distribution: Distribution, pyproject: Mapping[str, Any], folder: Path
 
 
 def as_toml(tables: Mapping[str, Any], above: Sequence[str] = ()) -> str:
-    """Return TOML of texts, lists of texts, and tables of these. JSON writes the first two as TOML does."""
+    """Return tables of strings and lists of strings as TOML, which writes these two as JSON does."""
     lines = [f"{_key(key)} = {_value(value)}" for key, value in tables.items() if not isinstance(value, Mapping)]
     text = "".join(f"{line}\n" for line in ([f"[{'.'.join(map(_key, above))}]"] if lines else []) + lines)
     inner = [as_toml(value, [*above, key]) for key, value in tables.items() if isinstance(value, Mapping)]
@@ -225,9 +229,9 @@ def _value(value: str | Collection[str]) -> str:
 
 
 def main(arguments: Iterable[str] | None = None) -> None:
-    """Write both folders, and print their paths, the core's first."""
+    """Write both folders and print their paths, that of the core first."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="where the two folders go")
+    parser.add_argument("folder", type=Path, help="where to write the two folders")
     chosen = parser.parse_args(None if arguments is None else list(arguments))
     pyproject = read_pyproject()
     for distribution in distributions(pyproject):
