@@ -120,10 +120,13 @@ def explain(error: BaseException) -> str:
 
 
 def _asks_for_the_rest(error: BaseException) -> bool:
-    """Return whether the core alone lacks what was to be imported: a module of ``gradbus``, or torch."""
-    name = (isinstance(error, ImportError) and error.name) or ""
-    is_missing = name.partition(".")[0] == "gradbus" or (isinstance(error, ModuleNotFoundError) and name in _TORCH)
-    return is_missing and is_core_alone()
+    """Return whether the import of a module that only ``gradbus`` has, or of torch, failed in the core alone."""
+    if not isinstance(error, ImportError) or error.name is None or not is_core_alone():
+        return False
+    if isinstance(error, ModuleNotFoundError):
+        return error.name in _TORCH or error.name.partition(".")[0] == "gradbus"
+    # ``from gradbus.runtime import checkpoint`` names the package; an error of any other module is an error of ours.
+    return error.name.partition(".")[0] == "gradbus" and hasattr(sys.modules.get(error.name), "__path__")
 
 
 def fault_of(module: str) -> str:
