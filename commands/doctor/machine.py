@@ -15,7 +15,7 @@ from gradbus.commands.rundir.versions import versions
 from gradbus.runtime import fast_paths
 from gradbus.runtime.config.bus import BusSettings
 from gradbus.runtime.cores import usable_cpus
-from gradbus.runtime.needs import fault_of
+from gradbus.runtime.needs import fault_of, is_core_alone
 from gradbus.runtime.transport.examination import Examination
 
 _JUMBO_MTU = 9000
@@ -40,8 +40,11 @@ class Finding:
 
 
 def packages() -> list[Finding]:
-    """Findings about torch and Cyclone DDS where they cannot be loaded."""
-    faults = {name: fault_of(module) for name, module in (("torch", "torch"), ("cyclonedds", "cyclonedds.domain"))}
+    """Findings about torch and Cyclone DDS where they cannot be loaded. ``gradbus-core`` alone needs no torch."""
+    needed = {"torch": "torch", "cyclonedds": "cyclonedds.domain"}
+    if is_core_alone():
+        del needed["torch"]
+    faults = {name: fault_of(module) for name, module in needed.items()}
     return [Finding(name, "cannot be used", Severity.BAD, fault) for name, fault in faults.items() if fault]
 
 

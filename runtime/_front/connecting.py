@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from gradbus import loading
 from gradbus.runtime.misuse import opening
+from gradbus.runtime.needs import is_core_alone
 
 if TYPE_CHECKING:
     from gradbus.runtime.bus.bus import Bus
@@ -56,13 +57,14 @@ async def connect(  # noqa: PLR0913 - settings by keyword, for programs that hav
             ``none`` protects nothing; a :class:`Security` says more, as ``identity`` needs.
         load_actors: whether to load, on a thread, what Controller, Client and Worker need, so that the event loop does
             not wait where they are first used. False saves a program that sends and receives messages only some
-            seconds, and the memory of torch.
+            seconds, and the memory of torch. ``gradbus-core`` alone has none of them.
 
     Raises:
         ConfigError: a setting is wrong, or data would leave the machine without protection. BusError: DDS cannot be
             started. ImportError: a package is missing or broken.
     """
-    await loading.load_on_thread(loading.load_bus, *([loading.load_actors] if load_actors else []))
+    has_actors = load_actors and not is_core_alone()
+    await loading.load_on_thread(loading.load_bus, *([loading.load_actors] if has_actors else []))
     from gradbus.runtime.bus.bus import connect as join  # loaded by now
     from gradbus.runtime.bus.transport_factory import network_config
 

@@ -13,6 +13,8 @@ import importlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+from gradbus.runtime.needs import is_core_alone
+
 _BUS = (
     "gradbus.connecting",
     "gradbus.runtime.bus.bus",
@@ -40,6 +42,8 @@ _loaded: set[Callable[[], None]] = set()  # what was loaded to its end: sys.modu
 def preload(*, freeze: bool = True) -> None:
     """Load what a bus, its actors and the first optimizer of torch need, which takes seconds.
 
+    With ``gradbus-core`` alone, which has neither actors nor torch, it is what a bus needs.
+
     Call it before your event loop starts, and after your own imports. Without it ``gradbus.connect`` loads the same on
     a thread; what Python's lock is held for, above all the start of torch's libraries, then delays the loop.
 
@@ -51,8 +55,9 @@ def preload(*, freeze: bool = True) -> None:
         ImportError: a package is missing or broken; the text says which, and what to do.
     """
     load_bus()
-    load_actors()
-    load(_FIRST_ROUND)
+    if not is_core_alone():
+        load_actors()
+        load(_FIRST_ROUND)
     if freeze:
         gc.collect()
         gc.freeze()
