@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import faulthandler
+import itertools
 import multiprocessing
 import os
 import runpy
@@ -19,16 +20,17 @@ import subprocess
 import sys
 import threading
 from asyncio.subprocess import DEVNULL
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import structlog
 import torch
 
 _COMMAND = (sys.executable, "-P", "-m", "gradbus")
+_OPTIONS = ("-P", "-u")  # of Python, which forks know as well
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _execute = asyncio.create_subprocess_exec
 _context = multiprocessing.get_context("fork")
@@ -106,6 +108,38 @@ def fork_ranks_of_torchrun() -> None:
     SubprocessHandler._popen = start  # type: ignore[method-assign]  # noqa: SLF001 - as above
 
 
+def fork_modules() -> None:
+    """From now on this process forks modules that it starts with ``subprocess.Popen([..., "-m", ...], stdout=PIPE)``,
+    of whose output it then has text."""
+    popen = subprocess.Popen
+
+    def start(command: Any, *, stdout: Any = None, text: bool = False, env: Any = None, **options: Any) -> Any:
+        if options or stdout != subprocess.PIPE or "-m" not in command[:4] or (main := _main_of(command)) is None:
+            return popen(command, stdout=stdout, text=text, env=env, **options)
+        reading, writing = os.pipe()
+        process = _forked(main, [writing, 2], env=os.environ if env is None else env, start_new_session=False)
+        os.close(writing)
+        return ReadModule(process, open(reading, encoding="utf-8"))
+
+    subprocess.Popen = start  # type: ignore[assignment,misc]
+
+
+class ReadModule:
+    """What the simulation uses of ``subprocess.Popen``."""
+
+    def __init__(self, process: Any, stdout: TextIO) -> None:
+        self._process, self._stdout = process, stdout
+        self.returncode: int | None = None
+
+    def communicate(self) -> tuple[str, None]:
+        """Wait until it ends. Returns what it has written."""
+        with self._stdout:
+            text = self._stdout.read()
+        self._process.join()
+        self.returncode = self._process.exitcode
+        return text, None
+
+
 class RankOfAgent:
     """What torchrun's agent uses of ``subprocess.Popen``."""
 
@@ -144,10 +178,10 @@ def _main_of(command: Sequence[str]) -> Callable[[], None] | None:
         return None
     if command[: len(_COMMAND)] == _COMMAND:
         return partial(_be_command, command[len(_COMMAND) :])
-    unbuffered = arguments[0] == "-u"  # as torchrun has it
-    arguments = arguments[unbuffered:]
+    options = list(itertools.takewhile(_OPTIONS.__contains__, arguments))
+    arguments = arguments[len(options) :]
     if arguments[0] == "-m" or arguments[0].endswith(".py"):
-        return partial(_be_program, arguments, unbuffered=unbuffered)
+        return partial(_be_program, arguments, options)
     return None
 
 
@@ -175,12 +209,10 @@ def _run(
     for file in (sys.stdout, sys.stderr):
         file.reconfigure(line_buffering="PYTHONUNBUFFERED" in env)  # type: ignore[union-attr]
     torch.set_num_threads(int(env.get("OMP_NUM_THREADS", torch.get_num_threads())))
-    # Not before: a program may have loaded gradbus anew.
-    from gradbus.commands import lifecycle
-
     structlog.reset_defaults()
-    lifecycle.stopping.clear()
-    lifecycle.before_abort.clear()
+    if lifecycle := sys.modules.get("gradbus.commands.lifecycle"):
+        lifecycle.stopping.clear()
+        lifecycle.before_abort.clear()
     main()
 
 
@@ -191,21 +223,22 @@ def _be_command(arguments: Sequence[str]) -> None:
     main()
 
 
-def _be_program(arguments: Sequence[str], *, unbuffered: bool) -> None:
+def _be_program(arguments: Sequence[str], options: Collection[str]) -> None:
     """Run a script, or a module after ``-m``, as Python does that is started for it. Does not return."""
-    if unbuffered:
+    if "-u" in options:
         for file in (sys.stdout, sys.stderr):
             file.reconfigure(write_through=True)  # type: ignore[union-attr]
     if "PYTHONFAULTHANDLER" in os.environ:
         faulthandler.enable()
     code = 0
     try:
+        folder = os.getcwd() if arguments[0] == "-m" else str(Path(arguments[0]).parent.absolute())
+        given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+        sys.path[:0] = [folder][: "-P" not in options] + [name for name in given if name]
         if arguments[0] == "-m":
-            sys.path.insert(0, os.getcwd())
             sys.argv = list(arguments[1:])
             runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
         else:
-            sys.path.insert(0, str(Path(arguments[0]).parent.absolute()))
             sys.argv = list(arguments)
             runpy.run_path(arguments[0], run_name="__main__")
     except SystemExit as end:

@@ -20,7 +20,7 @@ from typing import Any, TextIO
 
 import torch
 import warm
-from command_children import fork_commands, fork_ranks_of_torchrun
+from command_children import fork_commands, fork_modules, fork_ranks_of_torchrun
 from patience import PATIENT
 
 _TORCHRUN = Path(torch.__file__).parent / "distributed" / "run.py"
@@ -174,6 +174,8 @@ def _be_program(program: Path, arguments: list[str], folder: Path, environment: 
     else:
         for name in [name for name in sys.modules if name.partition(".")[0] == "gradbus"]:
             del sys.modules[name]
+    sys.path[:0] = [name for name in environment.get("PYTHONPATH", "").split(os.pathsep) if name]
     sys.argv = [str(program), *arguments]
     fork_commands()
+    fork_modules()
     runpy.run_path(str(program), run_name="__main__")
