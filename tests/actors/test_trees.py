@@ -469,6 +469,7 @@ def test_a_site_that_starts_again_below_an_earlier_model_than_its_own_has_its_cl
             await controller.started.wait()  # its client is welcomed for round 4
             await controller.adopt(1, model, {})  # the level above has gone back
             samples = (await controller.gather(TrainCmd(2, 1, 1, 0.1, 0), time.monotonic() + 10.0)).num_samples
+            await controller.adopt(2, model, {})  # else its client waits for the last model, for half a minute
             controller.end()
             await asyncio.gather(serving, client)
             return samples
@@ -502,6 +503,7 @@ def test_a_round_that_is_called_off_before_it_is_commanded_is_left_open_to_nobod
             assert controller._run.parts.joining.next_round() == 1  # noqa: SLF001 - for whoever comes now
             assert controller._run.parts.receiver._round is None  # noqa: SLF001 - what is sent to it now shows nowhere
             samples = (await controller.gather(TrainCmd(1, 1, 1, 0.1, 0), time.monotonic() + 20.0)).num_samples
+            await controller.adopt(1, torch.zeros(DIM), {})  # the last model, for which its client waits
             controller.end()
             await asyncio.gather(serving, client)
             return samples

@@ -89,7 +89,7 @@ from gradbus.runtime.wire.messages import ModelBlob
 opened = threading.Event()
 
 async def main():
-    async with gradbus.connect(job="closes-late", domain=DOMAIN) as bus:
+    async with gradbus.connect(job="closes-late", domain=DOMAIN, load_actors=False) as bus:
         with bus.subscribe(ModelBlob):
             opened.set()
             threading.main_thread().join()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from fault_simulation.flavours import DRAWN
 from fault_simulation.seeds import SEEDS_A_DAY, first_seed
-from simulations import simulate
+from simulations import simulate, simulate_afresh
 
 # Each takes some seconds of one core, and minutes where other tests have the machine.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -22,8 +22,9 @@ def test_faults_that_were_found_do_not_come_back() -> None:
 def test_a_seed_gives_the_same_digest_in_two_processes_whatever_has_run_before() -> None:
     """The second process has another hash seed, and has run other seeds before."""
     number = len(DRAWN)
-    alone = simulate("--digests", "--first", str(number), "--seeds", str(number), "--jobs", "1")
-    after = simulate("--digests", "--first", str(number - 6), "--seeds", str(number + 6), "--jobs", "1", hash_seed=7)
+    seeds = ["--digests", "--jobs", "1"]
+    alone = simulate_afresh(*seeds, "--first", str(number), "--seeds", str(number), hash_seed=0)
+    after = simulate_afresh(*seeds, "--first", str(number - 6), "--seeds", str(number + 6), hash_seed=7)
     digests = [
         {line for line in done.stdout.splitlines() if re.fullmatch(r"\d+ \w+ [0-9a-f]{64}", line)}
         for done in (alone, after)

@@ -20,8 +20,10 @@ from typing import Any, TextIO
 
 import torch
 import warm
-from command_children import fork_commands
+from command_children import fork_commands, fork_modules, fork_ranks_of_torchrun
 from patience import PATIENT
+
+_TORCHRUN = Path(torch.__file__).parent / "distributed" / "run.py"
 
 
 class Commands(AbstractContextManager["Commands"]):
@@ -60,7 +62,7 @@ class Forked:
 
     Args:
         program: a Python program to run instead, whose arguments these are. It imports gradbus anew, so that what is
-            read of the environment at that import is what is read here.
+            read of the environment at that import is what is read here; torchrun does not.
     """
 
     def __init__(
@@ -123,8 +125,8 @@ class Forked:
 
 
 def torchrun(arguments: Sequence[str], folder: Path, environment: Mapping[str, str]) -> Forked:
-    """torchrun, with torch loaded. The ranks that it starts load their own."""
-    return Forked(arguments, folder, environment, program=Path(torch.__file__).parent / "distributed" / "run.py")
+    """torchrun, with torch loaded. It forks ranks that run a script or a module, and executes other commands."""
+    return Forked(arguments, folder, environment, program=_TORCHRUN)
 
 
 def _text_of(pipe: Connection) -> TextIO:
@@ -167,8 +169,13 @@ def _be_program(program: Path, arguments: list[str], folder: Path, environment: 
     os.chdir(folder)
     os.environ |= environment
     torch.set_num_threads(int(environment.get("OMP_NUM_THREADS", torch.get_num_threads())))  # torch has been loaded
-    for name in [name for name in sys.modules if name.partition(".")[0] == "gradbus"]:
-        del sys.modules[name]
+    if program == _TORCHRUN:
+        fork_ranks_of_torchrun()
+    else:
+        for name in [name for name in sys.modules if name.partition(".")[0] == "gradbus"]:
+            del sys.modules[name]
+    sys.path[:0] = [name for name in environment.get("PYTHONPATH", "").split(os.pathsep) if name]
     sys.argv = [str(program), *arguments]
     fork_commands()
+    fork_modules()
     runpy.run_path(str(program), run_name="__main__")

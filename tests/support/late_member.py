@@ -38,7 +38,8 @@ async def meet(bus: Bus, wait_s: float) -> None:
 async def main(spec: dict[str, Any]) -> None:
     network = gradbus.NetworkConfig(profile="network", shared_memory=False, **spec["network"])
     security = Security(level="none", insecure=True)  # in a network namespace nobody else is there
-    async with gradbus.connect("late", domain=spec["domain"], network=network, security=security) as bus:
+    place = {"domain": spec["domain"], "network": network, "security": security}
+    async with gradbus.connect("late", **place, load_actors=spec["is_group"]) as bus:
         say("open")
         wait_s = spec["wait_s"]
         if not spec["is_group"]:

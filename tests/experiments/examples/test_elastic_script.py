@@ -7,8 +7,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -73,23 +71,25 @@ def indices_of(sampler: Any, rank: int, world: int) -> list[int]:
         return list(sampler)
 
 
-def launched(domain: int, *arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "GRADBUS_BUS__DOMAIN": str(domain), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "gradbus", "run", "--elastic", "1:3", "--", "-m", MODULE, *arguments]
-    return subprocess.run(command, env=environment, timeout=ENDS_S, capture_output=True, text=True, check=False)
-
-
-def test_ranks_go_on_when_one_is_killed_and_it_joins_and_all_have_the_bits_of_a_replay(domain: int) -> None:
+def test_ranks_go_on_when_one_is_killed_and_it_joins_and_all_have_the_bits_of_a_replay(
+    tmp_path: Path, domain: int
+) -> None:
     script()
-    ended = launched(domain, "--kill", "2:12", *LONG)
-    assert ended.returncode == 0, ended.stderr
-    told = lines_of(ended.stdout)
+    environment = {**os.environ, "GRADBUS_BUS__DOMAIN": str(domain), "OMP_NUM_THREADS": "1"}
+    arguments = ["run", "--elastic", "1:3", "--", "-m", MODULE, "--kill", "2:12", *LONG]
+    launcher = Forked(arguments, tmp_path, environment)
+    try:
+        out, err = launcher.communicate(ENDS_S)
+    finally:
+        launcher.kill()
+    assert launcher.returncode == 0, err
+    told = lines_of(out)
     steps, ends = ([one for one in told if one["event"] == event] for event in ("step", "end"))
-    assert [one["worlds"] for one in ends] == [[3, 2, 3]] * 3, ended.stdout[-2000:]
+    assert [one["worlds"] for one in ends] == [[3, 2, 3]] * 3, out[-2000:]
     assert {one["world"] for one in steps if one["step"] >= ends[0]["step"] - 8} == {3}
     assert {one["step"] for one in ends} == {max(one["step"] for one in steps) + 1}
     assert {one["weights"] for one in ends} == {replayed(steps)}
-    assert "starting it again" in ended.stderr
+    assert "starting it again" in err
 
 
 def agent(node: int, port: int, domain: int, folder: Path, *more: str) -> Forked:

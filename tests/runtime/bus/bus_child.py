@@ -129,7 +129,7 @@ async def main() -> None:
     roles = {"talk": talk, "receive": receive, "hesitate": hesitate, "live": live, "hold": hold, "prove": prove}
     async with (
         asyncio.timeout(60),
-        gradbus.connect(job, domain=int(domain), lease_s=float(lease_s), fast=path == "fast") as bus,
+        gradbus.connect(job, domain=int(domain), lease_s=float(lease_s), fast=path == "fast", load_actors=False) as bus,
     ):
         await roles[role](bus)
 

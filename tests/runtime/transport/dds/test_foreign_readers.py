@@ -58,7 +58,8 @@ from gradbus.runtime.security import Security
 async def main():
     job, domain, key, lease_s = sys.argv[1:]
     security = Security(level="psk", key_file=Path(key))
-    async with gradbus.connect(job=job, domain=int(domain), lease_s=float(lease_s), security=security) as bus:
+    place = {"job": job, "domain": int(domain), "lease_s": float(lease_s)}
+    async with gradbus.connect(**place, security=security, load_actors=False) as bus:
         with bus.subscribe(ModelBlob) as inbox:
             print("listens", flush=True)
             drop = asyncio.create_task(forget(inbox))
