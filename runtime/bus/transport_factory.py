@@ -1,8 +1,8 @@
 """What comes before a bus: its name and its security are checked, and its transport is opened off the loop.
 
-This alone knows which transports there are: settings choose one (:attr:`.NetworkConfig.links`), never what is installed,
-so that two processes of a job cannot be on different ones unawares. Before one is opened no library of it is loaded:
-settings are checked before those seconds, and the doctor runs where a library is missing.
+This alone knows which transports there are: settings choose one (:attr:`.NetworkConfig.links`), never what is
+installed, so that two processes of a job cannot be on different ones unawares. Before one is opened no library of it is
+loaded: settings are checked before those seconds, and the doctor runs where a library is missing.
 """
 
 from __future__ import annotations
@@ -85,6 +85,27 @@ def network_config(
         shared_memory=shared_memory,
         links=links,
     )
+
+
+def link_config(
+    connect: Sequence[str] = (),
+    listen: Sequence[str] = (),
+    *,
+    ca: Path | str | None = None,
+    certificate: Path | str | None = None,
+    key: Path | str | None = None,
+    **more: Any,
+) -> LinkConfig | None:
+    """Return what the arguments of :func:`gradbus.connect` say about links; None: there are none. Raises ConfigError:
+    one of them is wrong."""
+    for name, given in (("connect", connect), ("listen", listen)):
+        if isinstance(given, str):  # its characters would become a list
+            raise ConfigError(f"{name}: expected a list of endpoints, got the text {given!r}. Write [{given!r}]")
+    if not connect and not listen:
+        return None
+    files = {"ca": ca, "certificate": certificate, "key": key}
+    paths = {name: None if path is None else Path(path) for name, path in files.items()}
+    return LinkConfig(connect=tuple(connect), listen=tuple(listen), **paths, **more)
 
 
 def reach_of(domain: int, network: NetworkConfig) -> Reachable:
