@@ -24,8 +24,8 @@ from gradbus.runtime.transport.api import Inlet, Outlet, Transport
 from gradbus.runtime.transport.dds.participant import Participant
 from gradbus.runtime.transport.memory.network import MemoryNetwork
 from gradbus.runtime.transport.memory.pairs import MemoryNode
-from gradbus.runtime.transport.memory.schedule import Call, ThreadSchedule
 from gradbus.runtime.transport.memory.transport import MemoryTransport
+from gradbus.runtime.transport.schedule import Call, ThreadSchedule
 
 PATIENCE_S = 30.0
 SLICE_S = 0.05
@@ -104,7 +104,7 @@ class Scene(Protocol):
 
 
 class SteppedSchedule:
-    """A :class:`~gradbus.runtime.transport.memory.schedule.NetworkSchedule` in virtual time, for one thread."""
+    """A :class:`~gradbus.runtime.transport.schedule.NetworkSchedule` in virtual time, for one thread."""
 
     lock: AbstractContextManager[None] = contextlib.nullcontext()
 
