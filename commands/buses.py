@@ -17,7 +17,7 @@ from gradbus.runtime.testing.faults import parse_rules
 if TYPE_CHECKING:
     from gradbus.runtime.bus.bus import Bus
     from gradbus.runtime.transport.api import Reachable
-    from gradbus.runtime.transport.examination import Examination, PeerNames
+    from gradbus.runtime.transport.examination import Examination, LinkReport, PeerNames
 
 
 def check(settings: BusSettings, *, rank: int | None = None) -> None:
@@ -25,8 +25,8 @@ def check(settings: BusSettings, *, rank: int | None = None) -> None:
 
     Raises:
         ConfigError: no such interface, CYCLONEDDS_URI holds no document for Cyclone DDS, the machine would be left
-            without protection, a key or the allow list cannot be read, no key of this user can be made, or faults are
-            no rules.
+            without protection, a key, certificate or the allow list cannot be read, no key of this user can be made,
+            or faults are no rules.
     """
     if settings.faults:
         try:
@@ -34,6 +34,7 @@ def check(settings: BusSettings, *, rank: int | None = None) -> None:
         except ConfigError as error:
             raise ConfigError(f"bus.faults: {error}") from None
     level = level_in_force(security_of(settings), reach_of(settings).is_exposed)
+    transport_factory.check_certificates(NetworkConfig.of(settings))
     if level in ("psk", "user"):
         from gradbus.runtime.security.user_key import load_key  # loads cryptography
 
@@ -48,6 +49,25 @@ def reach_of(settings: BusSettings) -> Reachable:
     """Return who a bus will reach. Raises ConfigError: no such interface, or CYCLONEDDS_URI holds no document for
     Cyclone DDS."""
     return transport_factory.reach_of(settings.domain, NetworkConfig.of(settings))
+
+
+def place_of(settings: BusSettings) -> str:
+    """Return where the processes of a job meet, in words: ``DDS domain 0 on lo``. Raises ConfigError, as
+    :func:`reach_of`."""
+    reach = reach_of(settings)
+    return f"{reach.meeting_place} on {reach.attachment}"
+
+
+def link_reports(settings: BusSettings) -> list[LinkReport]:
+    """Return what is found at the endpoints of a bus and in its certificates; none where it uses DDS. Takes some
+    seconds for each endpoint that does not answer. Raises ConfigError: its settings are wrong."""
+    links = NetworkConfig.of(settings).links
+    return [] if links is None else transport_factory.examine_links(links)
+
+
+def uses_links(settings: BusSettings) -> bool:
+    """Return whether a bus uses links, over Zenoh, else DDS. Raises ConfigError: its settings are wrong."""
+    return NetworkConfig.of(settings).links is not None
 
 
 def examination_of(settings: BusSettings) -> Examination:
@@ -67,7 +87,8 @@ def _security(settings: BusSettings, rank: int | None) -> Security:
 def elastic_bus(settings: BusSettings) -> BusSettings:
     """Return the settings of a bus, with the lease of a rank of an elastic run where they set none and other machines
     can be reached. Raises ConfigError, as :func:`reach_of`."""
-    if settings.lease_s is not None or settings.network == "loopback" or not reach_of(settings).leaves_machine:
+    is_local = settings.network == "loopback" and not uses_links(settings)
+    if settings.lease_s is not None or is_local or not reach_of(settings).leaves_machine:
         return settings
     return settings.model_copy(update={"lease_s": ELASTIC_LEASE_S})
 

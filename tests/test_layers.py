@@ -83,7 +83,8 @@ LIMITED_BY = {
 RUNTIME_ORDER = (
     "runtime", "runtime/optimization", "runtime/in_network", "runtime/algorithms", "runtime/wire", "runtime/config",
     "runtime/network", "runtime/profiling",
-    "runtime/shm", "runtime/transport", "runtime/transport/memory", "runtime/transport/dds", "runtime/testing",
+    "runtime/shm", "runtime/transport", "runtime/transport/memory", "runtime/transport/dds",
+    "runtime/transport/zenoh", "runtime/testing",
     "runtime/security", "runtime/security/identity", "runtime/bus", "runtime/collectives",
     "runtime/_torch/store", "runtime/_torch", "runtime/_torch/elastic", "runtime/_front",
 )  # fmt: skip

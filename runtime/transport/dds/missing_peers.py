@@ -16,6 +16,8 @@ from gradbus.runtime.transport.dds.examination import port_range
 from gradbus.runtime.transport.dds.network import build_xml, is_exposed, leaves_machine, uses_ipv6
 from gradbus.runtime.transport.dds.peers import names_in
 
+_OTHER_TRANSPORT = "Whoever has bus.connect or bus.listen is on Zenoh, and is not met here"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reach:
@@ -98,7 +100,8 @@ class Reach:
         Args:
             elsewhere: whether they are on other machines; None: nobody knows. one: it is one process that is missing.
         """
-        return _joined(self._advice(elsewhere, one), self.unresolved)
+        others = "" if elsewhere is False else _OTHER_TRANSPORT
+        return _joined(self._advice(elsewhere, one), self.unresolved, others)
 
     def _advice(self, elsewhere: bool | None, one: bool) -> str:
         document = ", and CYCLONEDDS_URI" if self.by_document else ""
