@@ -1,6 +1,6 @@
 """Uses the installed wheels as a newcomer does: `make smoke` runs it in a fresh environment, from an empty folder.
 
-Its argument is what is installed: core, core-on-dds, or gradbus.
+Its argument says what is installed: core, core-on-dds, gradbus, or core-again, after gradbus was removed.
 """
 
 import importlib
@@ -63,7 +63,10 @@ def check_files_of_core() -> None:
     assert files, "the wheel of gradbus-core recorded no files"
     assert not missing, f"files of gradbus-core are missing: {missing}"
     assert importlib.util.find_spec("gradbus.models") is None, "there is more than gradbus-core"
-    borrowed = SITE.joinpath("dependencies.pth").exists()  # of an environment that has everything
+
+
+def check_dependencies() -> None:
+    borrowed = SITE.joinpath("dependencies.pth").exists()  # those of an environment that has everything
     assert borrowed or importlib.util.find_spec("torch") is None, "gradbus-core has installed torch"
 
 
@@ -223,8 +226,8 @@ CORE = (
     check_what_core_does_not_have,
 )
 PARTS = {
-    "core": CORE,
-    "core-on-dds": (*CORE, check_doctor),
+    "core": (check_dependencies, *CORE),
+    "core-on-dds": (check_dependencies, check_doctor),
     "gradbus": (
         check_files,
         check_import,
@@ -234,6 +237,7 @@ PARTS = {
         check_command_line,
         check_demo,
     ),
+    "core-again": CORE,
 }
 
 

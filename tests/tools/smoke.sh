@@ -40,5 +40,5 @@ smoke core-on-dds "$@"
 install "$rest"
 smoke gradbus "$@"
 uninstall gradbus
-smoke core "$@"
+smoke core-again "$@"
 rm -rf $place
