@@ -48,8 +48,8 @@ _NAMES = (
     *(["gradbus.torch.backend", "gradbus.torch.elastic", "gradbus.torch.horovod"] if HAS_TORCH_BACKEND else []),
 )
 
-# Tests that are started with PYTHONDONTWRITEBYTECODE hand it down as an option, which conftest.py cannot take back. Each
-# child would compile what it loads.
+# PYTHONDONTWRITEBYTECODE of those who start the tests is handed down as an option, which conftest.py cannot take back:
+# each child would compile what it loads.
 sys.dont_write_bytecode = False
 
 for _name in _NAMES:
