@@ -13,7 +13,8 @@ import gradbus
 @pytest.mark.slow
 def test_a_forked_process_has_loaded_everything_and_runs_nothing(root: Path) -> None:
     actors = {getattr(gradbus.actors, name).__module__ for name in gradbus.actors.__all__}
-    modules = {"warm_modules", "federation_node", "torch_node", "torch._dynamo", "_pytest.config", *actors}
+    opened = {"gradbus.runtime.transport.dds.participant", "gradbus.runtime.algorithms.dgc"}  # by each that opens a bus
+    modules = {"warm_modules", "federation_node", "torch_node", "torch._dynamo", "_pytest.config", *actors, *opened}
     process, _, events = warm.fork_that_tells(warm.look, {"modules": modules})
     (told,) = events
     process.join(10.0)

@@ -6,8 +6,11 @@ import atexit
 import gc
 import importlib
 import os
+import sys
 
 from backend_support import HAS_TORCH_BACKEND
+
+from gradbus import loading
 
 _PATH = "PYTHONPATH"
 _NAMES = (
@@ -17,16 +20,22 @@ _NAMES = (
     "torch._dynamo",  # the first optimizer of a process loads it
     "torch.distributed",
     "torch.distributed.optim",
+    "torch.distributed.run",
     "torch.nn.parallel",
     "gradbus.actors.aggregation.adaptive",
     "gradbus.actors.aggregation.robust",
     "gradbus.actors.data_parallel.elastic",
     "gradbus.actors.parameter_server.server",
     "gradbus.actors.parameter_server.worker",
+    "gradbus.actors.virtual.simulation",
     "gradbus.commands.cli.main",
     "gradbus.commands.history.invariants",
     "gradbus.commands.run.commands",
+    "gradbus.commands.run.federated",
     "gradbus.models",
+    "cyclonedds.idl._builder",  # the first participant of a process loads it
+    "encodings.ascii",
+    "encodings.latin_1",
     "gradbus.runtime.bus.bus",
     "gradbus.runtime.collectives",
     "gradbus.runtime.security.identity.join_transport",
@@ -35,11 +44,19 @@ _NAMES = (
     "group_node",
     "shared_scripts",
     "torch_node",
-    *(["gradbus.torch"] if HAS_TORCH_BACKEND else []),
+    "uvloop",
+    *(["gradbus.torch.backend", "gradbus.torch.elastic", "gradbus.torch.horovod"] if HAS_TORCH_BACKEND else []),
 )
+
+# PYTHONDONTWRITEBYTECODE of those who start the tests is handed down as an option, which conftest.py cannot take back:
+# each child would compile what it loads.
+sys.dont_write_bytecode = False
 
 for _name in _NAMES:
     importlib.import_module(_name)
+# What ``connect`` loads else on a thread of each child: the transport, and all modules that settings name.
+loading.load_bus()
+loading.load_actors()
 
 # `warm` has put the path there for this module alone: what the children start shall not have it.
 _folders = os.environ.get(_PATH, "").split(os.pathsep)

@@ -94,9 +94,11 @@ def test_ranks_go_on_when_one_is_killed_and_it_joins_and_all_have_the_bits_of_a_
 
 def agent(node: int, port: int, domain: int, folder: Path, *more: str) -> Forked:
     """torchrun's agent of one machine of one to two, with one rank."""
+    # An agent that is lost is missed after three intervals, and the other then waits for the last call alone.
+    rendezvous = "last_call_timeout=5,keep_alive_interval=2"
     arguments = [
         "--nnodes=1:2", "--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}",
-        "--rdzv-id=elastic", f"--rdzv-conf=last_call_timeout=8,is_host={'true' if node == 0 else 'false'}",
+        "--rdzv-id=elastic", f"--rdzv-conf={rendezvous},is_host={'true' if node == 0 else 'false'}",
         "--max-restarts=3", "--monitor-interval=0.2", "-m", MODULE, "--checkpoint", str(folder / "state.pt"), *more,
     ]  # fmt: skip
     environment = {
