@@ -301,29 +301,33 @@ class ZenohScene(RealTimeScene):
 
 
 class SimulatedRemote(LocalRemote):
-    """A process that exists in name only, at a simulated relay."""
+    """A process that exists in name only, at a simulated relay.
+
+    Attributes:
+        session: its own.
+    """
 
     def __init__(self, process: SimulatedProcess, session: SimulatedSession, transport: Transport) -> None:
         super().__init__(transport)
-        self._process, self._session = process, session
+        self._process, self.session = process, session
 
     def stop(self) -> None:
         self._process.paused = True
-        self._session.fall_silent()
+        self.session.fall_silent()
 
     def go_on(self) -> None:
         self._process.resume()
-        self._session.speak_again()
+        self.session.speak_again()
 
     def cut_off(self) -> None:
-        self._session.fall_silent()
+        self.session.fall_silent()
 
     def reconnect(self) -> None:
-        self._session.speak_again()
+        self.session.speak_again()
 
     def kill(self) -> None:
         self._process.dead = True
-        self._session.break_link()
+        self.session.break_link()
 
 
 class SteppedZenohScene:
