@@ -11,8 +11,11 @@ import pytest
 from ports import free_port
 from tls_scene import HOST, TlsFiles, router
 
+from gradbus.commands.buses import elastic_bus, lease_of
 from gradbus.commands.exit_codes import ExitCode
 from gradbus.commands.run.status import settings_of
+from gradbus.runtime.config.bus import BusSettings
+from gradbus.runtime.config.timeouts import ELASTIC_LEASE_S
 from gradbus.runtime.network.links import LinkConfig
 
 FEW = 'task.data_options={"train": 1000, "test": 100}'
@@ -187,6 +190,13 @@ def test_the_status_of_a_controller_that_listens_is_asked_for_as_one_that_dials(
     closed = f"tcp/{HOST}:{free_port()}"
     settings = settings_of(config, {"connect": [closed]})
     assert (settings.connect, settings.listen) == ((closed,), ())
+
+
+def test_elastic_ranks_have_their_short_lease_over_links_too() -> None:
+    far, here = BusSettings(connect=("tls/relay:443",)), BusSettings(connect=(f"tcp/{HOST}:7447",))
+    assert (elastic_bus(far).lease_s, elastic_bus(here).lease_s) == (ELASTIC_LEASE_S, None)
+    assert elastic_bus(far.model_copy(update={"lease_s": 2.0})).lease_s == 2.0
+    assert (lease_of(far), lease_of(here)) == (10.0, None)  # None: the kernel reports it
 
 
 def test_virtual_clients_need_a_relay_where_their_controller_would_listen(invoke, tmp_path: Path) -> None:
