@@ -11,7 +11,11 @@ import pytest
 from ports import free_port
 from tls_scene import HOST, TlsFiles, router
 
+from gradbus.commands.buses import elastic_bus, lease_of
 from gradbus.commands.exit_codes import ExitCode
+from gradbus.commands.run.status import settings_of
+from gradbus.runtime.config.bus import BusSettings
+from gradbus.runtime.config.timeouts import ELASTIC_LEASE_S
 from gradbus.runtime.network.links import LinkConfig
 
 FEW = 'task.data_options={"train": 1000, "test": 100}'
@@ -73,6 +77,38 @@ def test_clients_train_with_a_controller_that_listens_and_asks_for_their_certifi
     reports = [json.loads(line) for line in (tmp_path / "run/rounds.jsonl").read_text().splitlines()]
     assert [(report["round_id"], report["clients"]) for report in reports] == [(n, [0, 1]) for n in (1, 2, 3)]
     assert invoke("check", tmp_path / "run").code == 0
+
+
+@pytest.mark.slow
+def test_a_site_has_dds_inside_and_a_link_outside(fork, files: TlsFiles, domain: int, tmp_path: Path) -> None:
+    port = free_port()
+    task = {"data": "glyphs", "data_options": {"train": 1000, "test": 100}, "num_clients": 2}
+    training = {"subset_size": 200}
+    centre = write(
+        tmp_path / "centre.json",
+        {"listen": [f"tls/{HOST}:{port}"], **tls(files.server())},
+        task=task,
+        federated={"rounds": 2, "clients": {"num": 1, "kind": "sites"}, "training": training},
+        run_dir="centre",
+    )
+    outside = {"job": f"links-{tmp_path.name}", "connect": [f"tls/{HOST}:{port}"], "tls_ca": str(files.ca)}
+    inside = {"job": "inside", "domain": domain}
+    site = write(
+        tmp_path / "site.json",
+        inside,
+        upstream={"site": 0, "bus": outside},
+        task=task,
+        federated={"clients": {"num": 2, "min": 2}},
+        run_dir="site",
+    )
+    client = write(tmp_path / "client.json", inside, task=task)
+    others = [fork("client", client, "--id", number) for number in range(2)]
+    others.append(fork("controller", site, "--no-live"))
+    out, err = fork("controller", centre, "--no-live").communicate(timeout=90)
+    assert "done: 2 rounds" in out, (out, err)
+    for one in others:
+        out, err = one.communicate(timeout=30)
+        assert one.returncode == 0, (out, err)
 
 
 @pytest.mark.slow
@@ -144,6 +180,30 @@ def test_a_certificate_that_is_missing_ends_a_command_before_anything_is_loaded(
     refused = invoke(command, write(tmp_path / "file.json", bus))
     assert refused.code == 2
     assert "bus.tls_ca nowhere.pem cannot be read: No such file or directory" in refused.err
+
+
+def test_the_status_of_a_controller_that_listens_is_asked_for_as_one_that_dials(invoke, tmp_path: Path) -> None:
+    config = write(tmp_path / "controller.json", {"listen": [f"tcp/{HOST}:{free_port()}"]})
+    refused = invoke("status", "--config", config)
+    assert refused.code == 2
+    assert "dial it with --connect tls/HOST:PORT and --tls-ca FILE" in refused.err
+    closed = f"tcp/{HOST}:{free_port()}"
+    settings = settings_of(config, {"connect": [closed]})
+    assert (settings.connect, settings.listen) == ((closed,), ())
+
+
+def test_elastic_ranks_have_their_short_lease_over_links_too() -> None:
+    far, here = BusSettings(connect=("tls/relay:443",)), BusSettings(connect=(f"tcp/{HOST}:7447",))
+    assert (elastic_bus(far).lease_s, elastic_bus(here).lease_s) == (ELASTIC_LEASE_S, None)
+    assert elastic_bus(far.model_copy(update={"lease_s": 2.0})).lease_s == 2.0
+    assert (lease_of(far), lease_of(here)) == (10.0, None)  # None: the kernel reports it
+
+
+def test_virtual_clients_need_a_relay_where_their_controller_would_listen(invoke, tmp_path: Path) -> None:
+    config = write(tmp_path / "controller.json", {"listen": [f"tcp/{HOST}:{free_port()}"]}, task={"data": "glyphs"})
+    refused = invoke("virtual", config, "--clients", 2)
+    assert refused.code == 2
+    assert "Start a relay ('gradbus relay'), and set bus.connect instead" in refused.err
 
 
 def test_the_status_of_a_job_behind_a_relay_needs_two_options(invoke, files: TlsFiles, relay: LinkConfig) -> None:

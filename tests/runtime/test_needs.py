@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from gradbus.runtime import needs
 from gradbus.runtime.needs import explain, extra_with, how_to_install, import_module, install_line, requirements
 
 PARTICIPANT = "gradbus.runtime.transport.dds.participant"
@@ -124,6 +125,22 @@ def test_an_error_that_was_put_in_place_of_a_missing_package_is_explained_the_sa
         import_module(PARTICIPANT)
     assert str(raised.value) == f"gradbus: {explain(raised.value)}"
     assert explain(raised.value).startswith("the package cyclonedds is not installed here. Install it: ")
+
+
+@pytest.mark.parametrize(
+    ("module", "project", "other"),
+    [
+        ("cyclonedds", "cyclonedds", "Or use the other transport, Zenoh, which needs none of it: set bus.connect or"),
+        ("zenoh", "eclipse-zenoh", "Or leave bus.connect and bus.listen out, on all members of the job: then the bus"),
+    ],
+)
+def test_a_missing_transport_is_said_with_the_other_one(
+    monkeypatch: pytest.MonkeyPatch, module: str, project: str, other: str
+) -> None:
+    monkeypatch.setattr(needs, "requires", lambda name: ["cyclonedds<11.1,>=11.0", "eclipse-zenoh<2,>=1.9"])
+    text = explain(ModuleNotFoundError(f"No module named {module!r}", name=f"{module}.domain"))
+    assert text.startswith(f"the package {project} is not installed here. Install it: ")
+    assert f". {other}" in text
 
 
 def test_other_errors_are_not_explained_away() -> None:

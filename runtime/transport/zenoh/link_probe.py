@@ -21,6 +21,7 @@ from gradbus.runtime.network.links import LinkConfig
 from gradbus.runtime.network.peers import ip_address_of
 from gradbus.runtime.transport.zenoh.tls_probe import Wrong, plain_fault, tls_fault
 
+_MAX_ADDRESSES = 2  # of a name
 STEP_S = 3.0  # for a name, and for TCP: a packet that is lost is sent again within one second
 _PLAIN_S = 1.0  # after which an end of a link without TLS has shown that it does not answer to TLS
 _PROXIES = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
@@ -82,8 +83,8 @@ def why_not_listening(endpoints: tuple[LinkEndpoint, ...]) -> str:
 def _bind_fault(endpoint: LinkEndpoint, error: OSError) -> str:
     if error.errno == errno.EADDRINUSE:
         return (
-            f"another process listens on port {endpoint.port} already ('ss -ltnp' shows it). End that one, or take "
-            f"another port here and in bus.connect of the others"
+            f"port {endpoint.port} is taken already ('ss -ltnp' shows by which process; of a job, one process listens, "
+            f"and all others dial it). End that one, or take another port here and in bus.connect of the others"
         )
     if error.errno == errno.EACCES:
         return (
@@ -122,7 +123,7 @@ def _addresses(host: str) -> list[str]:
     if ip_address_of(host) is not None:
         return [host]
     found = (LOOKUPS.look_up([host], STEP_S, family).get(host, ()) for family in FAMILIES)
-    return [address for some in found for address in some]
+    return [address for some in found for address in some][:_MAX_ADDRESSES]
 
 
 def _no_connection(endpoint: LinkEndpoint, error: OSError) -> LinkFault:
@@ -138,7 +139,7 @@ def _no_connection(endpoint: LinkEndpoint, error: OSError) -> LinkFault:
     elif isinstance(error, TimeoutError):
         what = f"no answer within {STEP_S:g} s"
         cure = (
-            f"A firewall on the way drops it, or the machine is off: TCP port {endpoint.port} has to be open from here "
+            f"A firewall on the way drops it, or the machine is off: TCP port {endpoint.port} must be open from here "
             f"to {endpoint.host}"
         )
     else:
@@ -155,7 +156,7 @@ def _wrong_tls(connection: socket.socket, endpoint: LinkEndpoint, links: LinkCon
             return (
                 "Zenoh is there without TLS",
                 "Have it listen on tls/ there, with a certificate of 'gradbus keys tls HOST'. Or, on a network that is "
-                "trusted, write tcp/ in place of tls/, and set bus.tls=false",
+                "trusted, write tcp/ instead of tls/, and set bus.tls=false",
             )
         return "the port is open, and nothing there answers to TLS", "Is host and port right? It must be a relay's"
 
