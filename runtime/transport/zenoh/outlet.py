@@ -86,7 +86,12 @@ class InletState:
     def note_progress(self, now_s: float) -> None:
         """Begin to wait for an answer afresh."""
         self.progressed_s = now_s
-        self.patience_s = max(PROBE_S, 2 * self.round_trip_s)
+        self.patience_s = self.least_patience_s
+
+    @property
+    def least_patience_s(self) -> float:
+        """Return the time after which an answer is overdue."""
+        return max(PROBE_S, 2 * self.round_trip_s)
 
 
 class ZenohOutlet(ZenohEndpoint):
@@ -224,7 +229,7 @@ class ZenohOutlet(ZenohEndpoint):
                 inlet.acknowledged, inlet.sent = arrived, max(inlet.sent, arrived)
                 inlet.note_progress(now_s)
             if ack.ask_last:
-                inlet.note_progress(now_s)  # it answers: what is lost again is found soon
+                inlet.patience_s = inlet.least_patience_s  # it answers; what is lost again is to be found soon
                 self._send_again(inlet, ack)
         self._send_lacking(inlet)
         self._forget_acknowledged()
@@ -322,7 +327,7 @@ class ZenohOutlet(ZenohEndpoint):
             if self._lacks(inlet) and now_s >= inlet.progressed_s + inlet.patience_s:
                 self._probe(inlet)
                 inlet.progressed_s = now_s
-                inlet.patience_s = max(min(1.5 * inlet.patience_s, PROBE_MAX_S), 2 * inlet.round_trip_s)
+                inlet.patience_s = max(min(1.5 * inlet.patience_s, PROBE_MAX_S), inlet.least_patience_s)
         self._probe_later()
 
     def _probe(self, inlet: InletState) -> None:

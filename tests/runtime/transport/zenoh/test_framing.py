@@ -92,6 +92,20 @@ def test_whatever_becomes_of_links_within_the_lease_each_sample_arrives_once_and
         scene.until(lambda pair=pair: pair.outlet.is_acknowledged, "all is acknowledged")  # type: ignore[misc]
 
 
+def test_what_is_lost_again_and_again_is_found_while_others_arrive(scene: SteppedZenohScene) -> None:
+    joined = Joined(scene, loss=0.15)
+    found: list[int] = []
+    behind = 0
+    for number in range(2000):
+        assert write(joined.outlet, number) == [True]
+        scene.pass_time(0.01)
+        found += take(joined.inlet)
+        behind = max(behind, number - len(found))
+    found += joined.arrive(2000 - len(found))
+    assert found == list(range(2000))
+    assert behind < 1000  # samples, of 10 ms each
+
+
 def test_a_channel_that_is_idle_costs_nothing(scene: SteppedZenohScene) -> None:
     joined = Joined(scene)
     write(joined.outlet, *range(20))
