@@ -25,6 +25,11 @@ class ForkedProcess(BusClosed):
     """This process was forked from the one that the bus belongs to, and cannot use it."""
 
 
+class NotReachable(BusError):
+    """Nothing answers yet where the others are to be met, such as a relay that has not started: another attempt may
+    succeed. The text names the place, and what happened there."""
+
+
 class WriteTimeout(BusError, TimeoutError):
     """Data could not be handed to DDS in time: some matched reader does not take its data.
 

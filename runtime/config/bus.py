@@ -19,6 +19,9 @@ class BusSettings(Settings):
     job: Annotated[str, AfterValidator(with_user)] = Field(default=f"default-{USER}", validate_default=True)
     """Name of the job. Only processes with the same job and domain see each other. `{user}` stands for the name of the
     user who runs this process."""
+    transport: Literal["auto", "dds", "zenoh"] = "auto"
+    """What carries the data. `auto`: Zenoh where `bus.connect` or `bus.listen` is set, otherwise DDS; it never depends
+    on which packages are installed. Processes on different transports do not meet."""
     domain: Annotated[int, Field(ge=0, le=232)] = 0
     """Number of the DDS domain. It decides the UDP ports."""
     network: Literal["loopback", "network"] = "loopback"
@@ -34,9 +37,28 @@ class BusSettings(Settings):
     With an IPv6 address among them the bus uses IPv6, else IPv4."""
     multicast: bool = False
     """Whether discovery and data use multicast."""
+    connect: tuple[str, ...] = ()
+    """Endpoints to dial, of relays or of a controller that listens, such as `tls/relay.example.org:443`; the first
+    that answers is used. With one, the bus uses Zenoh, and this process needs no open port of its own."""
+    listen: tuple[str, ...] = ()
+    """Endpoints on which this process accepts the links of others and forwards between them, such as
+    `tls/0.0.0.0:443`. With one, the bus uses Zenoh."""
+    tls: bool = True
+    """With false, `bus.connect` and `bus.listen` may have `tcp/HOST:PORT`, without TLS, also beyond this machine. What
+    `bus.security` encrypts stays encrypted."""
+    tls_ca: Path | None = None
+    """File of the authority that signs the certificates of relays, and of clients where `bus.tls_clients` is set, in
+    PEM. null: the authorities that every browser trusts. `gradbus keys tls HOST` makes one."""
+    tls_certificate: Path | None = None
+    """File of this process's certificate, in PEM: needed to listen on `tls/`, and to dial a relay that asks for one."""
+    tls_key: Path | None = None
+    """File of the private key of `bus.tls_certificate`, in PEM and without a password."""
+    tls_clients: bool = False
+    """Whether those that dial `bus.listen` must show a certificate of `bus.tls_ca` (mutual TLS)."""
     lease_s: Annotated[float, Field(ge=0.01, le=3_600, allow_inf_nan=False)] | None = None
     """Silence, in seconds, after which a process on another machine counts as dead. null: 60 with the profile
-    `loopback`, 10 with `network`, or 4 for the ranks of an elastic run."""
+    `loopback`, 10 with `network`, or 4 for the ranks of an elastic run. Over Zenoh 10, or 60 where all endpoints are on
+    this machine; a process whose link is closed counts as dead at once, on any machine."""
     stall_timeout_s: Duration = 30.0
     """Seconds for which a reader may take no data before sending to it is an error."""
     shared_memory: bool = True

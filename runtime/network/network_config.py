@@ -1,4 +1,4 @@
-"""What a user sets about the network, checked once: the same settings for every transport that goes over IP."""
+"""What a user sets about the network, checked once: it also decides which transport carries the data."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.fast_paths import LOOPBACK
 from gradbus.runtime.network.addresses import interfaces
+from gradbus.runtime.network.links import LinkConfig
 from gradbus.runtime.network.peers import check_peers
 
 if TYPE_CHECKING:
@@ -43,6 +44,9 @@ class NetworkConfig:
             goes through memory they share, and a message says where it lies. False: everything goes over the
             transport.
         loss_per_mille: drop so many of 1,000 outgoing packets (tests of loss).
+        links: endpoints that are dialled or listened on: with them the bus uses Zenoh, and what is for DDS alone
+            (``datagram_bytes``, ``interface``, ``peers``, ``multicast``, ``loss_per_mille``) must be left out. None: it
+            uses DDS.
     """
 
     profile: Profile = "loopback"
@@ -53,6 +57,7 @@ class NetworkConfig:
     lease_s: float | None = None
     shared_memory: bool = True
     loss_per_mille: int = 0
+    links: LinkConfig | None = None
 
     def __post_init__(self) -> None:
         if self.profile not in LEASES_S:
@@ -62,6 +67,8 @@ class NetworkConfig:
             raise ConfigError(f"datagram_bytes must be 1,200 to 65,500, got {self.datagram_bytes}")
         self._check_types()
         check_peers(self.peers)
+        if self.links is not None:
+            self._check_links(self.links)
 
     def _check_types(self) -> None:
         """Raise ConfigError: a value is of another type, or one that a transport could not use."""
@@ -79,10 +86,46 @@ class NetworkConfig:
         if not (isinstance(per_mille, int) and not isinstance(per_mille, bool) and 0 <= per_mille <= 1_000):
             raise ConfigError(f"loss_per_mille must be an integer of 0 to 1,000, got {per_mille!r}")
 
+    def _check_links(self, links: LinkConfig) -> None:
+        """Raise ConfigError: a setting has no meaning for links, or says something else than they do."""
+        if not isinstance(links, LinkConfig):
+            raise ConfigError(f"links must be a LinkConfig, got {links!r}")
+        given = {
+            "datagram_bytes": self.datagram_bytes is not None,
+            "interface": self.interface != LOOPBACK,
+            "peers": bool(self.peers),
+            "multicast": self.multicast,
+            "loss_per_mille": self.loss_per_mille != 0,
+        }
+        if of_dds := [f"bus.{name}" for name, is_set in given.items() if is_set]:
+            raise ConfigError(
+                f"{' and '.join(of_dds)} {'is' if len(of_dds) == 1 else 'are'} for DDS, and bus.connect or bus.listen "
+                f"is set, with which the bus uses Zenoh. Leave out the one or the other"
+            )
+        if self.lease_s is not None and self.lease_s != links.lease_s:
+            raise ConfigError(f"lease_s is {self.lease_s!r} here and {links.lease_s!r} in links: set it in links alone")
+
     @classmethod
     def of(cls, settings: BusSettings) -> NetworkConfig:
-        """Return what the settings of a bus say about the network."""
+        """Return what the settings of a bus say about the network, and with it which transport it uses.
+
+        Raises:
+            ConfigError: the settings contradict each other, or one is wrong.
+        """
+        has_links = bool(settings.connect or settings.listen)
+        if settings.transport == "zenoh" and not has_links:
+            raise ConfigError(
+                "bus.transport is 'zenoh', and neither bus.connect nor bus.listen is set: name the endpoint of a "
+                "relay, as in bus.connect=['tls/relay.example.org:443'], or one to listen on"
+            )
+        if settings.transport == "dds" and has_links:
+            name = "bus.connect" if settings.connect else "bus.listen"
+            raise ConfigError(
+                f"bus.transport is 'dds', and {name} is set, which only Zenoh has: leave out {name}, or set "
+                f"bus.transport to 'auto'"
+            )
         return cls(
+            links=LinkConfig.of(settings) if has_links else None,
             profile=settings.network,
             datagram_bytes=settings.datagram_bytes,
             interface=settings.interface,
@@ -95,6 +138,8 @@ class NetworkConfig:
     @property
     def effective_lease_s(self) -> float:
         """Return the lease in force."""
+        if self.links is not None:
+            return self.links.effective_lease_s
         return self.lease_s if self.lease_s is not None else LEASES_S[self.profile]
 
     @property
@@ -105,7 +150,7 @@ class NetworkConfig:
     @property
     def leaves_machine(self) -> bool:
         """Return whether data of this bus can reach another machine."""
-        return self.interface != LOOPBACK
+        return self.links.is_exposed if self.links is not None else self.interface != LOOPBACK
 
 
 def _is_number(value: object) -> bool:

@@ -36,7 +36,7 @@ class PeerAddress:
     @property
     def is_name(self) -> bool:
         """Whether the host has to be looked up."""
-        return _ip_address(self.host) is None
+        return ip_address_of(self.host) is None
 
     @property
     def is_ipv6(self) -> bool:
@@ -66,12 +66,12 @@ def parse_peer(text: object, where: str) -> PeerAddress:
         port = digits if colon else None
     if port is not None and not (_PORT.fullmatch(port) and int(port) <= 0xFFFF):
         raise _refused(text, where, "expected a port of 1 to 65535 behind the colon")
-    address = _ip_address(host)
+    address = ip_address_of(host)
     if address is not None:
         if fault := address_fault(host):
             raise _refused(text, where, fault)
         host = str(address)  # IPv6 has several texts for one
-    elif bracketed is not None or ":" in host or not _is_host_name(host):
+    elif bracketed is not None or ":" in host or not is_host_name(host):
         raise _refused(text, where, "expected an IP address or a host name, which may have a port (robot-7:7410)")
     return PeerAddress(host, None if port is None else int(port))
 
@@ -81,7 +81,8 @@ def _refused(text: object, where: str, why: str) -> ConfigError:
     return ConfigError(f"{where}: {shown} is no address: {why}. Name the machine by its IP address")
 
 
-def _ip_address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+def ip_address_of(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """Return the IP address that a text is; None: it is none."""
     try:
         return ipaddress.ip_address(host)
     except ValueError:
@@ -90,7 +91,7 @@ def _ip_address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | No
 
 def address_fault(text: str) -> str:
     """Return why an IP address cannot be that of a peer; empty: it can."""
-    address = _ip_address(text)
+    address = ip_address_of(text)
     if address is None:
         return "that is no IP address"
     if address.is_unspecified or address == _BROADCAST:
@@ -103,7 +104,8 @@ def address_fault(text: str) -> str:
     return ""
 
 
-def _is_host_name(host: str) -> bool:
+def is_host_name(host: str) -> bool:
+    """Return whether a text can be a host name; a mistyped IP address cannot."""
     labels = host.removesuffix(".").split(".")
     return len(host) <= MAX_NAME and not _DIGITS_ALONE.fullmatch(host) and all(map(_LABEL.fullmatch, labels))
 

@@ -1,0 +1,182 @@
+"""Why a link does not come up: found with plain sockets and TLS, step by step as a link does it.
+
+Zenoh has one error for all of that. Here each fault has its own sentence and the next step, for the error of a bus and
+for the doctor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import socket
+from dataclasses import dataclass
+from typing import Any
+
+from gradbus.runtime.network.addresses import FAMILIES, family_of
+from gradbus.runtime.network.endpoints import LinkEndpoint
+from gradbus.runtime.network.host_names import LOOKUPS
+from gradbus.runtime.network.links import LinkConfig
+from gradbus.runtime.network.peers import ip_address_of
+from gradbus.runtime.transport.zenoh.tls_probe import Wrong, plain_fault, tls_fault
+
+STEP_S = 3.0  # for a name, and for TCP: a packet that is lost is sent again within one second
+_PLAIN_S = 1.0  # after which an end of a link without TLS has shown that it does not answer to TLS
+_PROXIES = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
+
+
+@dataclass(frozen=True, slots=True)
+class LinkFault:
+    """Says what keeps a link from coming up.
+
+    Attributes:
+        endpoint: that was tried. what: happens there. cure: what to do. may_pass: a later attempt may succeed.
+    """
+
+    endpoint: LinkEndpoint
+    what: str
+    cure: str
+    may_pass: bool = False
+
+    def __str__(self) -> str:
+        """Return all of it in one text, for an error."""
+        return f"{self.endpoint}: {self.what}. {self.cure}"
+
+
+def find_fault(endpoint: LinkEndpoint, links: LinkConfig) -> LinkFault:
+    """Look for what has kept a link from coming up, for some seconds. Not for the event loop.
+
+    Where the way is open and TLS is well, the fault is that no session of Zenoh comes of it.
+    """
+    connection = _connect(endpoint)
+    if isinstance(connection, LinkFault):
+        return connection
+    with contextlib.closing(connection):
+        wrong = (
+            _wrong_tls(connection, endpoint, links) if endpoint.scheme == "tls" else plain_fault(connection, _PLAIN_S)
+        )
+    if wrong is not None:
+        return LinkFault(endpoint, *wrong)
+    return LinkFault(
+        endpoint,
+        "the port is open, and no session of Zenoh comes of it",
+        "Is it a relay of gradbus, or a controller with bus.listen, of this version? It may also be starting, or have "
+        "as many sessions as it takes: its log says so",
+        may_pass=True,
+    )
+
+
+def why_not_listening(endpoints: tuple[LinkEndpoint, ...]) -> str:
+    """Return why this process cannot listen on endpoints, and what to do; empty: it can."""
+    for endpoint in endpoints:
+        try:
+            with socket.socket(family_of(endpoint.host), socket.SOCK_STREAM) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind((endpoint.host, endpoint.port))
+        except OSError as error:
+            return f"listen (bus.listen): {endpoint}: {_bind_fault(endpoint, error)}"
+    return ""
+
+
+def _bind_fault(endpoint: LinkEndpoint, error: OSError) -> str:
+    if error.errno == errno.EADDRINUSE:
+        return (
+            f"another process listens on port {endpoint.port} already ('ss -ltnp' shows it). End that one, or take "
+            f"another port here and in bus.connect of the others"
+        )
+    if error.errno == errno.EACCES:
+        return (
+            f"this user may not listen on port {endpoint.port}. Take one of 1024 or more, or give the right to it "
+            f"(CAP_NET_BIND_SERVICE; systemd: AmbientCapabilities)"
+        )
+    if error.errno == errno.EADDRNOTAVAIL:
+        return (
+            f"this machine has no address {endpoint.host}. Take one of its own ('ip -brief address' shows them), or "
+            f"0.0.0.0 for all of them"
+        )
+    return f"no socket can be opened there ({error.strerror or error}). Take an address and a port of this machine"
+
+
+def _connect(endpoint: LinkEndpoint) -> LinkFault | socket.socket:
+    """Return a connection over TCP, or why there is none."""
+    addresses = _addresses(endpoint.host)
+    if not addresses:
+        reasons = {text for family in FAMILIES for text in LOOKUPS.reasons([endpoint.host], family).values()}
+        return LinkFault(
+            endpoint,
+            f"the name {endpoint.host} has no address here ({', '.join(sorted(reasons)) or 'no answer'})",
+            f"Check DNS or /etc/hosts ('getent hosts {endpoint.host}' shows what they say)",
+            may_pass=True,
+        )
+    errors = []
+    for address in addresses:
+        try:
+            return socket.create_connection((address, endpoint.port), STEP_S)
+        except OSError as error:
+            errors.append(error)
+    return _no_connection(endpoint, errors[0])
+
+
+def _addresses(host: str) -> list[str]:
+    if ip_address_of(host) is not None:
+        return [host]
+    found = (LOOKUPS.look_up([host], STEP_S, family).get(host, ()) for family in FAMILIES)
+    return [address for some in found for address in some]
+
+
+def _no_connection(endpoint: LinkEndpoint, error: OSError) -> LinkFault:
+    """Return what an error of ``connect`` means."""
+    proxy = next((name for name in _PROXIES if os.environ.get(name)), "")
+    more = f". {proxy} is set here: links do not go through a proxy" if proxy and not endpoint.is_loopback else ""
+    if isinstance(error, ConnectionRefusedError):
+        what = f"nothing listens on port {endpoint.port} there (connection refused)"
+        cure = (
+            "Start what listens there ('gradbus relay', or a controller with bus.listen), and compare the port with "
+            "its bus.listen"
+        )
+    elif isinstance(error, TimeoutError):
+        what = f"no answer within {STEP_S:g} s"
+        cure = (
+            f"A firewall on the way drops it, or the machine is off: TCP port {endpoint.port} has to be open from here "
+            f"to {endpoint.host}"
+        )
+    else:
+        what = f"it cannot be reached ({(error.strerror or str(error)).lower()})"
+        cure = f"Check the network of this machine, and the address {endpoint.host}"
+    return LinkFault(endpoint, what, cure + more, may_pass=True)
+
+
+def _wrong_tls(connection: socket.socket, endpoint: LinkEndpoint, links: LinkConfig) -> Wrong | None:
+    try:
+        return tls_fault(connection, endpoint, links)
+    except TimeoutError:  # so does Zenoh without TLS: it waits for the rest of a message
+        if _is_plain_zenoh(endpoint):
+            return (
+                "Zenoh is there without TLS",
+                "Have it listen on tls/ there, with a certificate of 'gradbus keys tls HOST'. Or, on a network that is "
+                "trusted, write tcp/ in place of tls/, and set bus.tls=false",
+            )
+        return "the port is open, and nothing there answers to TLS", "Is host and port right? It must be a relay's"
+
+
+def _is_plain_zenoh(endpoint: LinkEndpoint) -> bool:
+    """Return whether a session of Zenoh without TLS can be opened; it is closed again, and nothing is sent on it."""
+    import zenoh
+
+    settings: dict[str, Any] = {
+        "mode": "client",
+        "connect/endpoints": [f"tcp/{endpoint.place}"],
+        "connect/timeout_ms": 0,
+        "scouting/multicast/enabled": False,
+        "scouting/gossip/enabled": False,
+        "transport/unicast/open_timeout": round(1e3 * STEP_S),
+    }
+    config = zenoh.Config()
+    for name, value in settings.items():
+        config.insert_json5(name, json.dumps(value))
+    try:
+        zenoh.open(config).close()
+    except zenoh.ZError:
+        return False
+    return True
