@@ -15,7 +15,7 @@ from gradbus.commands.cli.options import Level, Overrides, Style, command
 def relay(
     config: Annotated[
         Path | None,
-        typer.Argument(metavar="[CONFIG]", help="A .json or .toml file; none is needed.", show_default=False),
+        typer.Argument(metavar="CONFIG", help="A .json or .toml file; none is needed.", show_default=False),
     ] = None,
     listen: Annotated[
         list[str] | None,
@@ -57,7 +57,7 @@ def relay(
     overrides: Overrides = None,
     log_level: Level = "info",
     log_style: Style = "auto",
-) -> None:
+) -> int:
     """Forward between controllers, clients and workers that can only dial out, to one port of this machine.
 
     The relay stores nothing, and cannot read what the members of a job send: they encrypt it with keys that it does not
@@ -69,9 +69,7 @@ def relay(
     session is left, and ends with exit code 0. A second SIGTERM ends it at once.
     """
     from gradbus.commands.relay.command import run_relay
-    from gradbus.runtime import logs
 
-    logs.configure(level=log_level, style=log_style)
     files = {"relay.tls_certificate": certificate, "relay.tls_key": key, "relay.tls_ca": authority}
     own = [
         *(overrides or ()),
@@ -80,7 +78,7 @@ def relay(
         *(["relay.tls_clients=true"] if authority is not None else []),
         *([] if http_port is None else [f"http.port={http_port}"]),
     ]
-    run_relay(config, own)
+    return run_relay(config, own, log_level=log_level, log_style=log_style)
 
 
 def add_to(app: typer.Typer) -> None:

@@ -1,97 +1,57 @@
-"""The command ``relay``: from its settings to a relay that serves, until a signal ends it."""
+"""The command ``gradbus relay``: it reads and checks the settings, and then becomes the process that serves.
+
+A relay runs for months beside others. What reads settings and command lines (pydantic, typer, cryptography) would take
+40 % of its memory for all that time. So this process replaces itself, by ``exec``, with one that has loaded none of it:
+same process id, same output, same signals.
+"""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable, Iterator
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
-from gradbus.commands.lifecycle import run_loop
-from gradbus.commands.relay.service import Relay
-from gradbus.commands.relay.settings import HttpSettings, RelayFile
+from gradbus.commands.relay.plan import in_own_words, links_of
+from gradbus.commands.relay.settings import RelayFile
 from gradbus.runtime.config.settings import load_settings
 from gradbus.runtime.errors import ConfigError
-from gradbus.runtime.logs import get_logger
-from gradbus.runtime.network.links import LinkConfig
-from gradbus.runtime.transport.zenoh.router import RouterLimits, open_router
-
-DESCRIPTORS_PER_SESSION = 2  # that of Zenoh, and ours, by which bytes are counted
-OTHER_DESCRIPTORS = 128
-
-log = get_logger("relay")
+from gradbus.runtime.transport.zenoh.certificates import check_certificates
 
 
-def load_relay(path: Path | None, overrides: Iterable[str]) -> tuple[RelayFile, LinkConfig]:
-    """Return the settings of a relay, and its links. Raises ConfigError: some are wrong."""
-    file = load_settings(RelayFile, path, overrides=overrides)
-    own = file.relay
-    try:
-        links = LinkConfig(
-            listen=own.listen,
-            tls=own.tls,
-            ca=own.tls_ca,
-            certificate=own.tls_certificate,
-            key=own.tls_key,
-            requires_client_certificate=own.tls_clients,
-            lease_s=own.lease_s,
-        )
-    except ConfigError as error:
-        raise ConfigError(str(error).replace("bus.", "relay.")) from None  # in the words of this file
-    return file, links
-
-
-def run_relay(path: Path | None, overrides: Iterable[str]) -> None:
-    """Run ``gradbus relay`` until a signal ends it.
+def checked_values(path: Path | None, overrides: Iterable[str]) -> dict[str, Any]:
+    """Return the settings of a relay as values of JSON, all keys given.
 
     Raises:
-        ConfigError: a setting is wrong, or a certificate, or the HTTP port is taken. BusError: the relay cannot listen.
+        ConfigError: a setting or one of the certificates is wrong.
     """
-    file, links = load_relay(path, overrides)
-    limits = RouterLimits(
-        sessions=file.limits.sessions,
-        message_bytes=file.limits.message_bytes,
-        stall_timeout_s=file.limits.stall_timeout_s,
-    )
-    _allow_descriptors(file.limits.sessions)
-    with contextlib.ExitStack() as opened:
-        router = open_router(links, limits, file.access.jobs)
-        opened.callback(router.close)
-        relay = Relay(file, router)
-        url = opened.enter_context(_pages(file.http, relay))
-        log.info("relay listens", endpoints=[str(endpoint) for endpoint in links.listens], http=url)
-        run_loop(relay.serve, "asyncio", stop=relay.stop)
-
-
-@contextlib.contextmanager
-def _pages(settings: HttpSettings, relay: Relay) -> Iterator[str | None]:
-    """Serve the pages of a relay, if a port is set. Raises ConfigError: it cannot be had."""
-    if settings.port is None:
-        yield None
-        return
-    from gradbus.commands.relay.probes import Answers, serving  # which load http.server
-
-    answers = Answers(lambda: relay.is_ready, relay.render_metrics)
-    with serving(settings.host, settings.port, answers) as url:
-        yield url
-
-
-def _allow_descriptors(sessions: int) -> None:
-    """Raise the limit of open files of this process as far as it goes, and say so if it is too low for the sessions."""
+    values = load_settings(RelayFile, path, overrides=overrides).model_dump(mode="json")
     try:
-        import resource  # not on Windows
-    except ImportError:
-        return
-    wanted = DESCRIPTORS_PER_SESSION * sessions + OTHER_DESCRIPTORS
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or soft >= wanted:
-        return
-    limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-    with contextlib.suppress(OSError, ValueError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
-    if limit < wanted:
-        log.warning(
-            "too few open files allowed",
-            allowed=limit,
-            needed=wanted,
-            advice="raise the hard limit (ulimit -Hn), or lower limits.sessions",
-        )
+        check_certificates(links_of(values["relay"]))
+    except ConfigError as error:
+        raise in_own_words(error) from None
+    return values
+
+
+def run_relay(path: Path | None, overrides: Iterable[str], *, log_level: str, log_style: str) -> int:
+    """Run ``gradbus relay``. It returns only where a process cannot be replaced (Windows), with the exit code.
+
+    Raises:
+        ConfigError: a setting is wrong. BusError: the relay cannot listen.
+    """
+    values = {**checked_values(path, overrides), "log": {"level": log_level, "style": log_style}}
+    if sys.platform == "win32":
+        from gradbus.commands.relay.process import serve
+
+        return serve(values)
+    with tempfile.TemporaryFile() as file:  # the values may be larger than a pipe, and are in no list of processes
+        file.write(json.dumps(values).encode())
+        file.flush()
+        file.seek(0)
+        os.set_inheritable(file.fileno(), True)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os.execv(sys.executable, [sys.executable, "-P", "-m", "gradbus.commands.relay", str(file.fileno())])

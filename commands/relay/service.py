@@ -14,7 +14,6 @@ from typing import Protocol
 from gradbus.commands.relay import metrics
 from gradbus.commands.relay.connections import canonical, find_connections
 from gradbus.commands.relay.sessions import RelaySession, Sessions
-from gradbus.commands.relay.settings import RelayFile
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.tasks import TaskGroup
 from gradbus.runtime.token_buckets import TokenBucket
@@ -45,10 +44,14 @@ class RouterLike(Protocol):
 class Relay:
     """Serves from :meth:`serve` until :meth:`stop`, which a signal handler of the loop may call."""
 
-    def __init__(self, file: RelayFile, router: RouterLike) -> None:
-        self._drain_s = file.relay.drain_s
+    def __init__(self, router: RouterLike, *, drain_s: float, max_per_node: int | None = None) -> None:
+        """Args:
+        drain_s: how long it forwards after :meth:`stop`, while there are sessions.
+        max_per_node: most sessions with the same name in the certificate; None: any number.
+        """
+        self._drain_s = drain_s
         self._router = router
-        self._sessions = Sessions(file.limits.sessions_per_node)
+        self._sessions = Sessions(max_per_node)
         self._joined: set[str] = set()  # addresses of the sessions whose jobs are logged
         self._lines = TokenBucket(LINES_PER_S, LINES_BURST)
         self._lines_left_out = 0

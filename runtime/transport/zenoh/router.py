@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote, unquote
 
 from gradbus.runtime.json_text import parse_json
 from gradbus.runtime.network.links import LinkConfig
-from gradbus.runtime.transport.zenoh.keys import escape, owner_of, unescape
-from gradbus.runtime.transport.zenoh.session import open_session
+from gradbus.runtime.transport.zenoh.session import open_checked_session
 
 if TYPE_CHECKING:
     import zenoh
@@ -151,26 +151,26 @@ class Router:
 
 def _keys_of(job: str) -> str:
     """Return the keys of a job, in all versions; :data:`ANY`: of all jobs."""
-    return f"{_ROOT}/**" if job == ANY else f"{_ROOT}/*/{escape(job)}/**"
+    return f"{_ROOT}/**" if job == ANY else f"{_ROOT}/*/{quote(job, safe='')}/**"
 
 
 def members_of(token: str, state: bytes) -> list[Membership]:
     """Return who has declared a token, by what Zenoh says of it. ``state``: JSON. Wrong or foreign ones give none."""
     root, *parts = token.split("/")
-    sender = owner_of(parts[-1]) if root == _ROOT and len(parts) == 5 else None
-    if sender is None or len(state) > _MAX_STATE_BYTES:
+    sender = parts[-1].partition(".")[0]
+    if root != _ROOT or len(parts) != 5 or len(state) > _MAX_STATE_BYTES:
         return []
     try:
         clients = parse_json(state.decode())["clients"]
     except (ValueError, KeyError, TypeError, RecursionError):
         return []
-    return [Membership(str(peer), unescape(parts[1]), sender.hex()) for peer in clients]
+    return [Membership(str(peer), unquote(parts[1]), sender) for peer in clients]
 
 
 def open_router(links: LinkConfig, limits: RouterLimits, jobs: Mapping[str, Sequence[str]]) -> Router:
-    """Open a router that listens as ``links`` says. Not for the event loop.
+    """Open a router that listens as ``links`` says, and whose certificates have been checked. Not for the event loop.
 
     Raises:
-        BusError: it cannot listen there. ConfigError: a certificate or key is missing or wrong, or a package is.
+        BusError: it cannot listen there. ConfigError: a package is missing.
     """
-    return Router(open_session(links, "router", more=router_settings(limits, jobs)))
+    return Router(open_checked_session(links, "router", more=router_settings(limits, jobs)))

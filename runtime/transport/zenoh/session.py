@@ -18,8 +18,6 @@ from gradbus.runtime.errors import BusError, ConfigError, NotReachable
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.needs import how_to_install
 from gradbus.runtime.network.links import LinkConfig, Mode
-from gradbus.runtime.transport.zenoh.certificates import check_certificates
-from gradbus.runtime.transport.zenoh.link_probe import find_fault, why_not_listening
 
 if TYPE_CHECKING:
     import zenoh
@@ -107,8 +105,18 @@ def open_session(
             would fail as well; the text says why. ConfigError: a certificate or key is missing or wrong, or the
             package eclipse-zenoh is.
     """
-    mode = links.mode if mode is None else mode
+    from gradbus.runtime.transport.zenoh.certificates import check_certificates  # loads cryptography
+
     check_certificates(links)
+    return open_checked_session(links, mode, more=more)
+
+
+def open_checked_session(
+    links: LinkConfig, mode: Mode | None = None, *, more: Mapping[str, Any] | None = None
+) -> zenoh.Session:
+    """Open a session whose certificates have been checked, if need be by another process; else as
+    :func:`open_session`."""
+    mode = links.mode if mode is None else mode
     zenoh = _library()
     settings = {**session_settings(links, mode), **(more or {})}
     config = zenoh.Config()
@@ -134,6 +142,8 @@ def _library() -> Any:
 
 def _explained(links: LinkConfig, mode: Mode, told: str) -> BusError:
     """Return the error for a session that was not opened. ``told``: by Zenoh."""
+    from gradbus.runtime.transport.zenoh.link_probe import find_fault, why_not_listening
+
     told = _SOURCE.sub("", told).strip()
     if mode == "router":
         return BusError(why_not_listening(links.listens) or f"no link can be listened on: {told}")

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import pytest
+from patience import until
 from prometheus_client.parser import text_string_to_metric_families
 
 from gradbus.commands.relay import metrics
@@ -154,21 +155,19 @@ def test_a_port_of_the_pages_that_is_taken_is_an_error_that_names_it() -> None:
 
 def test_the_kernel_counts_the_bytes_of_a_connection_and_ends_it() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
-        ours = socket.create_connection(server.getsockname())
-        theirs, _ = server.accept()
-    with ours, theirs:
-        host, port = ours.getpeername()
-        address = f"{host}:{port}"
-        found = find_connections([address, "127.0.0.1:1"])
-        assert list(found) == [address]
-        connection = found[address]
-        theirs.sendall(b"x" * 1_000)
-        assert len(ours.recv(1_000, socket.MSG_WAITALL)) == 1_000
-        ours.sendall(b"y" * 300)
-        assert len(theirs.recv(300, socket.MSG_WAITALL)) == 300
-        assert connection.traffic() == (1_000, 300)
+        client = socket.create_connection(server.getsockname())
+        accepted, (host, port) = server.accept()
+    with client, accepted:
+        found = find_connections([f"{host}:{port}", "127.0.0.1:1"])
+        connection = found.pop(f"{host}:{port}")
+        assert found == {}
+        client.sendall(b"x" * 1_000)
+        assert len(accepted.recv(1_000, socket.MSG_WAITALL)) == 1_000
+        accepted.sendall(b"y" * 300)
+        assert len(client.recv(300, socket.MSG_WAITALL)) == 300
+        until(lambda: connection.traffic().sent_bytes == 300)  # the acknowledgement is on its way
         connection.hang_up()
-        assert theirs.recv(1) == b""
+        assert client.recv(1) == b""
         connection.close()
         assert connection.traffic() == (1_000, 300), "what was read last stays"
 

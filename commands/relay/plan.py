@@ -1,0 +1,67 @@
+"""What a relay does, as plain values: the settings after they were checked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gradbus.runtime.errors import ConfigError
+from gradbus.runtime.network.links import LinkConfig
+from gradbus.runtime.transport.zenoh.router import RouterLimits
+
+
+@dataclass(frozen=True, kw_only=True)
+class RelayPlan:
+    """Holds the settings of a relay; :mod:`.settings` says what each is.
+
+    Attributes:
+        jobs: by the name in a certificate. http_port: None: no pages.
+    """
+
+    links: LinkConfig
+    limits: RouterLimits
+    jobs: Mapping[str, Sequence[str]]
+    sessions_per_node: int | None
+    drain_s: float
+    http_host: str
+    http_port: int | None
+
+
+def plan_of(values: Mapping[str, Any]) -> RelayPlan:
+    """Return the plan for the values of a configuration file. Raises ConfigError: its links are wrong."""
+    limits, http = values["limits"], values["http"]
+    return RelayPlan(
+        links=links_of(values["relay"]),
+        limits=RouterLimits(
+            sessions=limits["sessions"],
+            message_bytes=limits["message_bytes"],
+            stall_timeout_s=limits["stall_timeout_s"],
+        ),
+        jobs=values["access"]["jobs"],
+        sessions_per_node=limits["sessions_per_node"],
+        drain_s=values["relay"]["drain_s"],
+        http_host=http["host"],
+        http_port=http["port"],
+    )
+
+
+def links_of(own: Mapping[str, Any]) -> LinkConfig:
+    """Return the links that the section ``relay`` describes. Raises ConfigError: they are wrong."""
+    paths = {key: Path(own[f"tls_{key}"]) for key in ("ca", "certificate", "key") if own[f"tls_{key}"] is not None}
+    try:
+        return LinkConfig(
+            listen=tuple(own["listen"]),
+            tls=own["tls"],
+            requires_client_certificate=own["tls_clients"],
+            lease_s=own["lease_s"],
+            **paths,
+        )
+    except ConfigError as error:
+        raise in_own_words(error) from None
+
+
+def in_own_words(error: ConfigError) -> ConfigError:
+    """Return an error about links that names the settings of a relay, whose section is not ``bus``."""
+    return ConfigError(str(error).replace("bus.", "relay."))
