@@ -10,7 +10,6 @@ from gradbus.runtime.bus import transport_factory
 from gradbus.runtime.config.bus import BusSettings
 from gradbus.runtime.config.timeouts import ELASTIC_LEASE_S
 from gradbus.runtime.errors import ConfigError
-from gradbus.runtime.fast_paths import LOOPBACK
 from gradbus.runtime.network.network_config import NetworkConfig
 from gradbus.runtime.security.settings import Security, level_in_force, rank_security, security_of
 from gradbus.runtime.testing.faults import parse_rules
@@ -66,15 +65,17 @@ def _security(settings: BusSettings, rank: int | None) -> Security:
 
 
 def elastic_bus(settings: BusSettings) -> BusSettings:
-    """The settings of a bus, with the lease of a rank of an elastic run where they have none."""
-    is_given = settings.lease_s is not None or settings.network == "loopback" or settings.interface == LOOPBACK
-    return settings if is_given else settings.model_copy(update={"lease_s": ELASTIC_LEASE_S})
+    """Return the settings of a bus, with the lease of a rank of an elastic run where they set none and other machines
+    can be reached. Raises ConfigError, as :func:`reach_of`."""
+    if settings.lease_s is not None or settings.network == "loopback" or not reach_of(settings).leaves_machine:
+        return settings
+    return settings.model_copy(update={"lease_s": ELASTIC_LEASE_S})
 
 
 def lease_of(settings: BusSettings) -> float | None:
-    """After so long a silence a process of another machine counts as dead; None: all are on this machine, where the
-    kernel tells."""
-    return None if settings.interface == LOOPBACK else NetworkConfig.of(settings).effective_lease_s
+    """Return the seconds of silence after which a process of another machine counts as dead; None: all are on this
+    machine, where the kernel reports an end. Raises ConfigError, as :func:`reach_of`."""
+    return NetworkConfig.of(settings).effective_lease_s if reach_of(settings).leaves_machine else None
 
 
 def open_bus(

@@ -15,7 +15,12 @@ from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from types import TracebackType
 
-_MODULES = {"mlflow_skinny": "mlflow", "pillow": "PIL"}  # projects whose module has another name
+_MODULES = {"mlflow_skinny": "mlflow", "pillow": "PIL", "eclipse_zenoh": "zenoh"}  # whose module has another name
+_INSTEAD = {
+    "cyclonedds": "Or use the other transport, Zenoh, which needs none of it: set bus.connect or bus.listen, on all "
+    "members of the job",
+    "eclipse_zenoh": "Or leave bus.connect and bus.listen out, on all members of the job: then the bus uses DDS",
+}
 _OF_DEVELOPERS = ("dev", "integrations")  # extras of which nobody who lacks one package wants all
 _EXTRA = re.compile(r"""\bextra == ["']([^"']+)["']""")
 _FOLDER = re.compile(r"[/\\](?:site|dist)-packages[/\\]([A-Za-z0-9_]+)")
@@ -84,7 +89,8 @@ def explain(error: BaseException) -> str:
     if isinstance(error, ModuleNotFoundError) and error.name is not None:
         project = projects.get(error.name.partition(".")[0])
         if project is not None:
-            return f"the package {_hyphened(project)} is not installed here. {how_to_install(project)}"
+            missing = f"the package {_hyphened(project)} is not installed here. {how_to_install(project)}"
+            return ". ".join(filter(None, (missing, _INSTEAD.get(project))))
     module = _loading(error.__traceback__)
     project = projects.get(module)
     if project is None:

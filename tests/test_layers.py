@@ -38,6 +38,18 @@ KNOWS_DDS = {
     "experiments/bench/bare_dds.py": "measures DDS alone, as a reference for the bus",
     "experiments/bench/idle.py": "measures what DDS sends while it searches for others, and how soon it finds them",
 }
+# Where names of network interfaces are known: their settings, their addresses, and the transports that use them.
+KNOW_INTERFACES = ("runtime/network", "runtime/config", "runtime/transport/dds")
+NAMES_INTERFACES = {
+    "runtime/fast_paths.py": "has the name of the loopback interface, which the system decides",
+    "runtime/bus/transport_factory.py": "makes the network's settings, and their default",
+    "commands/cli/inspection.py": "offers the default of bus.interface as the default of --interface",
+    "commands/run/cores.py": "finds the network card behind an interface by its name",
+    "commands/lab/namespaces.py": "sets up the loopback interface of a network namespace",
+    "experiments/bench/processes.py": "tells gloo of torch which interface to use",
+}
+LOOPBACK_NAMES = {"lo", "lo0", b"lo", b"lo0"}
+MAY_NAME_INTERFACES = re.compile(r"LOOPBACK|['\"]lo0?['\"]|\binterface\b")  # quick: most files hold none
 ABOVE_ANY_TRANSPORT = ("runtime/security", "runtime/testing")
 OF_ANY_TRANSPORT = {"access_policy", "api", "channels", "sample_layout", "samples", "wrappers"}
 # Parts of names that only DDS has: ids and messages of its protocol, its settings, its library.
@@ -73,7 +85,8 @@ LIMITED_BY = {
 RUNTIME_ORDER = (
     "runtime", "runtime/optimization", "runtime/in_network", "runtime/algorithms", "runtime/wire", "runtime/config",
     "runtime/network", "runtime/profiling",
-    "runtime/shm", "runtime/transport", "runtime/transport/memory", "runtime/transport/dds", "runtime/testing",
+    "runtime/shm", "runtime/transport", "runtime/transport/memory", "runtime/transport/dds",
+    "runtime/transport/zenoh", "runtime/testing",
     "runtime/security", "runtime/security/identity", "runtime/bus", "runtime/collectives",
     "runtime/_torch/store", "runtime/_torch", "runtime/_torch/elastic", "runtime/_front",
 )  # fmt: skip
@@ -255,6 +268,34 @@ def words_of_dds_stay_behind_the_door(path: PurePosixPath, source: str) -> list[
     if where.startswith((f"{DDS_FOLDER}/", *(f"{place}/" for place in NAMED_AFTER_DDS))):
         return []
     return [f"{name} has a word of DDS" for name in names_with_dds_words(source)]
+
+
+def how_far_a_bus_reaches_is_asked(path: PurePosixPath, source: str) -> list[str]:
+    """The name of an interface does not say it: a document of the user, or another transport, may reach further."""
+    if str(path.parent) in KNOW_INTERFACES or str(path) in NAMES_INTERFACES:
+        return []
+    return uses_of_interface_names(path, source)
+
+
+def uses_of_interface_names(path: PurePosixPath, source: str) -> list[str]:
+    """Return where a file takes the name of the loopback interface, or compares the name of any."""
+    cure = "ask the transport: reach_of(settings).leaves_machine or .is_exposed"
+    found = [line for line, name, _ in imports(path, source) if name == "gradbus.runtime.fast_paths.LOOPBACK"]
+    if MAY_NAME_INTERFACES.search(source):
+        nodes = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.expr))
+        found += [node.lineno for node in nodes if names_an_interface(node)]
+    return [f"line {line}: {cure}" for line in sorted(set(found))]
+
+
+def names_an_interface(node: ast.expr) -> bool:
+    match node:
+        case ast.Constant(value=str() | bytes() as value):
+            return value in LOOPBACK_NAMES
+        case ast.Attribute(attr="LOOPBACK"):
+            return True
+        case ast.Compare(left=left, ops=[ast.Eq() | ast.NotEq() | ast.In() | ast.NotIn()], comparators=others):
+            return any(last_name(one) == "interface" for one in (left, *others))
+    return False
 
 
 def security_and_faults_work_over_any_transport(path: PurePosixPath, source: str) -> list[str]:
@@ -439,6 +480,7 @@ RULES: list[Rule] = [
     dds_stays_behind_the_bus,
     who_is_not_of_the_transport_knows_it_by_its_protocols,
     words_of_dds_stay_behind_the_door,
+    how_far_a_bus_reaches_is_asked,
     security_and_faults_work_over_any_transport,
     logging_is_set_up_once,
     nothing_runs_foreign_code,
@@ -483,7 +525,9 @@ def test_each_exception_from_the_door_is_still_needed() -> None:
     files = {str(path): source for folder in FOLDERS for path, source in sources(folder)}
     importing = {path for path in files if imports_of_the_transport_on_dds(PurePosixPath(path), files[path])}
     speaking = [path for path, source in files.items() if names_with_dds_words(source)]
+    naming = {path for path in files if uses_of_interface_names(PurePosixPath(path), files[path])}
     over = "no longer needed: take these off the list"
+    assert NAMES_INTERFACES.keys() - naming == set(), over
     assert KNOWS_DDS.keys() - importing == set(), over
     assert [place for place in NAMED_AFTER_DDS if not any(path.startswith(f"{place}/") for path in speaking)] == [], (
         over
@@ -685,6 +729,10 @@ BAD = [
     (words_of_dds_stay_behind_the_door, "runtime/bus/liveness.py", "x.own_prefixes()"),
     (words_of_dds_stay_behind_the_door, "actors/serve.py", "class DDSPeer: ..."),
     (words_of_dds_stay_behind_the_door, "actors/serve.py", "f(reader_qos=1)"),
+    (how_far_a_bus_reaches_is_asked, "commands/buses.py", "from gradbus.runtime.fast_paths import LOOPBACK"),
+    (how_far_a_bus_reaches_is_asked, "commands/buses.py", "alone = fast_paths.LOOPBACK"),
+    (how_far_a_bus_reaches_is_asked, "actors/serve.py", "alone = name in ('lo', 'lo0')"),
+    (how_far_a_bus_reaches_is_asked, "runtime/bus/bus.py", "if settings.interface != other: pass"),
     (words_of_dds_stay_behind_the_door, "commands/doctor/machine.py", "import x as cyclone"),
     (words_of_dds_stay_behind_the_door, "commands/doctor/machine.py", "from x import spdp_port"),
     (
@@ -783,6 +831,12 @@ GOOD = [
         "import cyclonedds\nfrom a.dds.b import c\nadds_up(domain, adds=0, guide='a DDS domain', x='CYCLONEDDS_URI')",
     ),
     (words_of_dds_stay_behind_the_door, "runtime/_torch/backend.py", "class DdsBackend: ..."),
+    (
+        how_far_a_bus_reaches_is_asked,
+        "commands/run/status.py",
+        "say(f'on {settings.interface}')\nif interface is None or reach_of(settings).leaves_machine: pass",
+    ),
+    (how_far_a_bus_reaches_is_asked, "runtime/network/network_config.py", "alone = self.interface == LOOPBACK"),
     (
         security_and_faults_work_over_any_transport,
         "runtime/security/sealed.py",

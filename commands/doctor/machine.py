@@ -9,13 +9,12 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-from gradbus.commands.buses import examination_of
+from gradbus.commands.buses import examination_of, reach_of
 from gradbus.commands.run.cores import read_topology
 from gradbus.commands.rundir.versions import versions
 from gradbus.runtime import fast_paths
 from gradbus.runtime.config.bus import BusSettings
 from gradbus.runtime.cores import usable_cpus
-from gradbus.runtime.fast_paths import LOOPBACK
 from gradbus.runtime.needs import fault_of
 from gradbus.runtime.transport.examination import Examination
 
@@ -51,7 +50,7 @@ def machine(settings: BusSettings) -> list[Finding]:
     found = [Finding("versions", ", ".join(f"{name} {text}" for name, text in versions().items()))]
     needed = examination_of(settings)
     ports = Finding("UDP ports", f"{needed.ports} (domain {settings.domain})")
-    found += [_network(settings), *_buffers(needed), ports, _fast_paths(), _cores(settings.interface)]
+    found += [_network(settings), *_buffers(needed), ports, _fast_paths(), _cores(settings)]
     document = os.environ.get("CYCLONEDDS_URI", "").strip()
     if document:
         shown = document if len(document) <= 60 else f"{document[:57]}..."
@@ -66,19 +65,19 @@ def _network(settings: BusSettings) -> Finding:
     value = f"profile {profile}, interface {name}" + (f", MTU {mtu}" if mtu else "")
     if settings.peers:
         value += f", peers {', '.join(settings.peers)}"
-    if profile == "loopback" and name != LOOPBACK and mtu is not None and mtu < _JUMBO_MTU:
+    if profile == "loopback" and mtu is not None and mtu < _JUMBO_MTU:
         return Finding(
             "network",
             value,
             Severity.ADVICE,
             f"profile loopback sends datagrams of 65,500 bytes, too large for MTU {mtu}: use --network network",
         )
-    if profile == "network" and name == LOOPBACK:
+    if profile == "network" and not reach_of(settings).leaves_machine:
         return Finding(
             "network",
             value,
             Severity.ADVICE,
-            "interface lo reaches this machine alone: name the one that leads to the others (--interface)",
+            f"interface {name} reaches this machine only: name the one that leads to the others (--interface)",
         )
     return Finding("network", value)
 
@@ -117,8 +116,9 @@ def _fast_paths() -> Finding:
     return Finding("fast paths", used, Severity.ADVICE, f"{why}{missing}")
 
 
-def _cores(interface: str) -> Finding:
-    found = read_topology(usable_cpus(), interface=None if interface == LOOPBACK else interface)
+def _cores(settings: BusSettings) -> Finding:
+    by_card = settings.interface if reach_of(settings).leaves_machine else None
+    found = read_topology(usable_cpus(), interface=by_card)
     nodes, most = len(found.nodes), found.most_ranks
     quota = "" if found.quota == float("inf") else f", time for {found.quota:g}"
     bound = f"up to {most} rank{'s' * (most > 1)}" if most else "no rank"

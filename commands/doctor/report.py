@@ -13,13 +13,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from gradbus.commands.buses import examination_of, peer_names_of
+from gradbus.commands.buses import examination_of, peer_names_of, reach_of
 from gradbus.commands.choices import LoopName
 from gradbus.commands.doctor.machine import Finding, Severity, machine, packages
 from gradbus.commands.lifecycle import run_loop
 from gradbus.runtime.config.bus import BusSettings
 from gradbus.runtime.errors import BusError, ConfigError
-from gradbus.runtime.fast_paths import LOOPBACK
 from gradbus.runtime.needs import install_line
 from gradbus.runtime.network.addresses import address_of
 from gradbus.runtime.plain_text import plain_text
@@ -72,7 +71,7 @@ def _on_the_bus(
 
     settings = asked = protected(settings, key_file)
     own = address_of(settings.interface, ipv6=peer_names_of(settings).ipv6)
-    if settings.interface != LOOPBACK and own is not None:
+    if own is not None and reach_of(settings).leaves_machine:
         # Without multicast a bus finds only the peers in its settings; here the second one runs on this machine.
         settings = settings.model_copy(update={"peers": (*settings.peers, own)})
     findings = [run_loop(lambda: security(settings, trusted=trusted), loop)]

@@ -18,7 +18,6 @@ from gradbus.commands.run.status import BusFile
 from gradbus.runtime.config.bus import BusSettings
 from gradbus.runtime.config.settings import load_settings
 from gradbus.runtime.errors import BusError, ConfigError
-from gradbus.runtime.fast_paths import LOOPBACK
 from gradbus.runtime.security.identity.key import public_text
 from gradbus.runtime.security.identity.opening import read_identity
 from gradbus.runtime.security.job_key import new_job_key, write_secret_file
@@ -97,7 +96,8 @@ async def security(settings: BusSettings, *, trusted: bool = False) -> Finding:
 
 def _unprotected(settings: BusSettings, trusted: bool) -> Finding:
     """The finding where nothing is sealed, by request or for want of a key on a network."""
-    if not trusted and reach_of(settings).is_exposed:
+    is_exposed = reach_of(settings).is_exposed
+    if is_exposed and not trusted:
         return Finding(
             "security",
             "none, on a network",
@@ -114,7 +114,7 @@ def _unprotected(settings: BusSettings, trusted: bool) -> Finding:
             "no job uses that key: leave bus.security out, and GRADBUS_BUS__SECURITY in the environment",
         )
     others = other_users()
-    if settings.security == "none" and settings.interface == LOOPBACK and others:
+    if settings.security == "none" and not is_exposed and others:
         return Finding(
             "security",
             f"none, and this machine has other users ({', '.join(others)})",

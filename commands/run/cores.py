@@ -19,7 +19,6 @@ from pathlib import Path
 
 from gradbus.commands.choices import BindMode
 from gradbus.runtime.errors import ConfigError
-from gradbus.runtime.fast_paths import LOOPBACK
 
 CORES_PER_RANK = 2  # below that the threads of the bus would take their time from the one that trains
 _OPENMP = ("OMP_PLACES", "OMP_PROC_BIND", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
@@ -84,13 +83,14 @@ class CpuTopology:
         return ()
 
 
-def read_topology(allowed: Collection[int], root: Path = Path("/"), interface: str | None = LOOPBACK) -> CpuTopology:
+def read_topology(allowed: Collection[int], root: Path = Path("/"), interface: str | None = "") -> CpuTopology:
     """Return the machine as Linux describes it under ``/sys`` and ``/proc``.
 
     Args:
         allowed: logical processors that this process may run on, from ``sched_getaffinity``, which knows of cpusets.
         root: another folder than ``/`` with these two in it.
-        interface: that the run sends by. ``lo``: by no card. None: by any card that has a cable.
+        interface: that the run sends by. Empty, or without a card, as ``lo``: by no card. None: by any card that has a
+            cable.
 
     What cannot be read, as a quota of cgroup v1, is taken for the simplest case: each processor a core, one
     node, no quota.
@@ -219,7 +219,7 @@ def decide(mode: BindMode, environment: Mapping[str, str], topology: CpuTopology
     return Binding(why=why)
 
 
-def bind(mode: BindMode, interface: str | None = LOOPBACK) -> Binding:
+def bind(mode: BindMode, interface: str | None = "") -> Binding:
     """Bind this process, and what it starts, to its share of the cores, and have it prefer the memory beside them.
 
     ``interface``: as for :func:`read_topology`.

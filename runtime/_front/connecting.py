@@ -6,6 +6,8 @@ It is a module of its own so that to call it costs nothing: the bus is a second 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gradbus import loading
@@ -29,6 +31,13 @@ async def connect(  # noqa: PLR0913 - settings by keyword, for programs that hav
     lease_s: float | None = None,
     stall_timeout_s: float = 30.0,
     shared_memory: bool = True,
+    connect: Sequence[str] = (),
+    listen: Sequence[str] = (),
+    tls: bool = True,
+    tls_ca: Path | str | None = None,
+    tls_certificate: Path | str | None = None,
+    tls_key: Path | str | None = None,
+    tls_clients: bool = False,
     fast: bool | None = None,
     faults: str | Faults = "",
     security: Level | Security = "user",
@@ -48,6 +57,12 @@ async def connect(  # noqa: PLR0913 - settings by keyword, for programs that hav
             ``network``.
         stall_timeout_s: sending fails when DDS takes nothing for so long.
         shared_memory: large data between processes of one machine goes through memory they share.
+        connect: endpoints of relays, or of a controller that listens, that this process dials, such as
+            ``tls/relay.example.org:443``: then the bus uses Zenoh, not DDS, and needs no open port here.
+        listen: endpoints on which this process accepts the links of others, and forwards between them.
+        tls: False: endpoints may be ``tcp/HOST:PORT``, without TLS, also beyond this machine.
+        tls_ca, tls_certificate, tls_key: files in PEM, see docs/security.md: of the authority, and of this process.
+        tls_clients: those that dial ``listen`` must show a certificate of ``tls_ca``.
         fast: force (True) or forbid (False) the path around the binding; None: use it if its self-test passes.
         faults: for tests: rules of what goes wrong with what is sent, see :mod:`gradbus.runtime.testing.faults`;
             ``bus.faults`` has the counts of those that fired.
@@ -62,14 +77,29 @@ async def connect(  # noqa: PLR0913 - settings by keyword, for programs that hav
         ConfigError: a setting is wrong, or data would leave the machine without protection. BusError: DDS cannot be
             started. ImportError: a package is missing or broken.
     """
-    await loading.load_on_thread(loading.load_bus, *([loading.load_actors] if load_actors else []))
+    await loading.load_on_thread(loading.load_bus)
     from gradbus.runtime.bus.bus import connect as join  # loaded by now
-    from gradbus.runtime.bus.transport_factory import network_config
+    from gradbus.runtime.bus.transport_factory import link_config, network_config
 
+    links = link_config(
+        connect,
+        listen,
+        tls=tls,
+        ca=tls_ca,
+        certificate=tls_certificate,
+        key=tls_key,
+        requires_client_certificate=tls_clients,
+        lease_s=lease_s,
+    )
+    chosen = network_config(
+        network, interface=interface, peers=peers, lease_s=lease_s, shared_memory=shared_memory, links=links
+    )
+    transport = partial(loading.load_transport, chosen)
+    await loading.load_on_thread(transport, *([loading.load_actors] if load_actors else []))
     async with join(
         job,
         domain=domain,
-        network=network_config(network, interface=interface, peers=peers, lease_s=lease_s, shared_memory=shared_memory),
+        network=chosen,
         stall_timeout_s=stall_timeout_s,
         fast=fast,
         faults=faults,

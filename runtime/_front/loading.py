@@ -12,6 +12,10 @@ import gc
 import importlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from gradbus.runtime.network.network_config import NetworkConfig
 
 _BUS = (
     "gradbus.connecting",
@@ -37,7 +41,7 @@ _FIRST_ROUND = ("torch._dynamo",)
 _loaded: set[Callable[[], None]] = set()  # what was loaded to its end: sys.modules has also what is being imported
 
 
-def preload(*, freeze: bool = True) -> None:
+def preload(*, freeze: bool = True, network: NetworkConfig | None = None) -> None:
     """Load what a bus, its actors and the first optimizer of torch need, which takes seconds.
 
     Call it before your event loop starts, and after your own imports. Without it ``gradbus.connect`` loads the same on
@@ -46,11 +50,13 @@ def preload(*, freeze: bool = True) -> None:
     Args:
         freeze: take all objects that there are out of the walks of Python's garbage collector (:func:`gc.freeze`),
             each of which would delay the loop by 0.1 s and more.
+        network: as it will be given to ``gradbus.connect``: it chooses the transport to load. None: DDS.
 
     Raises:
         ImportError: a package is missing or broken; the text says which, and what to do.
     """
     load_bus()
+    load_transport(network)
     load_actors()
     load(_FIRST_ROUND)
     if freeze:
@@ -61,12 +67,17 @@ def preload(*, freeze: bool = True) -> None:
 
 
 def load_bus() -> None:
-    """Import what a bus needs. Raises ImportError: as :func:`load`."""
+    """Import what a bus needs, on any transport. Raises ImportError: as :func:`load`."""
     load(_BUS)
-    from gradbus.runtime.bus.transport_factory import TRANSPORT
-
-    load((TRANSPORT,))
     _loaded.add(load_bus)
+
+
+def load_transport(network: NetworkConfig | None = None) -> None:
+    """Import the transport that these settings choose, by default the one on DDS. Raises ImportError: as
+    :func:`load`."""
+    from gradbus.runtime.bus.transport_factory import network_config, transport_module
+
+    load((transport_module(network or network_config()),))
 
 
 def load_actors() -> None:

@@ -1,7 +1,8 @@
 """What comes before a bus: its name and its security are checked, and its transport is opened off the loop.
 
-This alone knows which transport that is. Before one is opened no library of it is loaded: settings are checked before
-those seconds, and the doctor runs where a library is missing.
+This alone knows which transports there are: settings choose one (:attr:`.NetworkConfig.links`), never what is installed,
+so that two processes of a job cannot be on different ones unawares. Before one is opened no library of it is loaded:
+settings are checked before those seconds, and the doctor runs where a library is missing.
 """
 
 from __future__ import annotations
@@ -12,14 +13,16 @@ import importlib
 import re
 import sys
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from gradbus.runtime.errors import ConfigError
+from gradbus.runtime.errors import BusError, ConfigError, NotReachable
 from gradbus.runtime.fast_paths import LOOPBACK
 from gradbus.runtime.logs import get_logger
+from gradbus.runtime.network.links import LinkConfig
 from gradbus.runtime.network.network_config import NetworkConfig, Profile
 from gradbus.runtime.network.peers import check_peers
 from gradbus.runtime.security.settings import Level, Security, level_in_force, other_users
@@ -30,12 +33,16 @@ from gradbus.runtime.transport.dds.missing_peers import Reach
 if TYPE_CHECKING:
     from gradbus.runtime.security.job_membership import JobMembership
     from gradbus.runtime.transport.api import Reachable
-    from gradbus.runtime.transport.examination import Examination, PeerNames
+    from gradbus.runtime.transport.examination import Examination, LinkReport, PeerNames
 
 T = TypeVar("T")
 
-TRANSPORT = "gradbus.runtime.transport.dds.participant"
-"""The module of the transport, which loads its library."""
+_ON_DATAGRAMS, _ON_LINKS = "gradbus.runtime.transport.dds.participant", "gradbus.runtime.transport.zenoh.opening"
+
+# A process may start before the relay that it dials, or the controller that listens, which loads torch first: seconds,
+# some tens on a busy machine. Whoever starts a bus on a thread gives it 60 s in all.
+FIRST_LINK_S = 30.0
+_PAUSE_S = (0.2, 2.0)  # between two attempts: at first, and at most
 
 log = get_logger("bus")
 
@@ -50,6 +57,11 @@ def check_job(job: str, domain: int) -> None:
         raise ConfigError(f"domain {domain}: expected 0 to 232")
 
 
+def transport_module(network: NetworkConfig) -> str:
+    """Return the name of the module of a transport, which loads its library."""
+    return _ON_DATAGRAMS if network.links is None else _ON_LINKS
+
+
 def network_config(
     network: Profile | NetworkConfig = "loopback",
     *,
@@ -57,9 +69,12 @@ def network_config(
     peers: Sequence[str] = (),
     lease_s: float | None = None,
     shared_memory: bool = True,
+    links: LinkConfig | None = None,
 ) -> NetworkConfig:
     """Return what these arguments of :func:`gradbus.connect` say. Raises ConfigError: one of them is wrong."""
     if isinstance(network, NetworkConfig):
+        if links is not None:
+            raise ConfigError("connect and listen: network has all settings, so put them there: NetworkConfig(links=)")
         return network
     check_peers(peers)  # one text is no list of them, but its characters would become one
     return NetworkConfig(
@@ -68,6 +83,7 @@ def network_config(
         peers=tuple(peers),
         lease_s=lease_s,
         shared_memory=shared_memory,
+        links=links,
     )
 
 
@@ -77,6 +93,10 @@ def reach_of(domain: int, network: NetworkConfig) -> Reachable:
     Raises:
         ConfigError: there is no such interface, or ``CYCLONEDDS_URI`` holds no document for Cyclone DDS.
     """
+    if network.links is not None:
+        from gradbus.runtime.transport.zenoh.reach import LinkReach
+
+        return LinkReach(domain=domain, links=network.links)
     return Reach.of(domain, network)
 
 
@@ -88,6 +108,14 @@ def examination_of(domain: int, network: NetworkConfig) -> Examination:
 def peer_names_of(network: NetworkConfig) -> PeerNames:
     """Return the host names among the peers of a bus. Raises ConfigError, as :func:`reach_of`."""
     return examination.peer_names_of(network)
+
+
+def examine_links(links: LinkConfig) -> list[LinkReport]:
+    """Return what is found at the endpoints of links and in their certificates. Takes some seconds for each endpoint
+    where it is not well; not for the event loop. Raises ConfigError: the library of Zenoh is missing."""
+    from gradbus.runtime.transport.zenoh import examination as on_links
+
+    return on_links.examine_links(links)
 
 
 def transport_maker(
@@ -103,27 +131,37 @@ def transport_maker(
         security = Security(level=security)
     exposed = reach_of(domain, network).is_exposed
     level = level_in_force(security, exposed)
-    place: dict[str, Any] = {"domain_id": domain, "partition": job, "network": network, "fast": fast}
+    opener = _opener(job, domain, network, fast)
     if level == "none":
-        return partial(_open_unprotected, exposed=exposed, **place)
+        return partial(_open_unprotected, opener, exposed=exposed, interface=network.interface)
     if level == "identity":
         from gradbus.runtime.security.identity.opening import identity_membership
 
         made = identity_membership(job, security)
-        return partial(_open_sealed, lambda: made, **place)
-    return partial(_open_sealed, partial(_shared_key_membership, job, level, security.key_file), **place)
+        return partial(_open_sealed, opener, lambda: made)
+    return partial(_open_sealed, opener, partial(_shared_key_membership, job, level, security.key_file))
 
 
-def _opened(**place: Any) -> Transport:
-    transport: Transport = importlib.import_module(TRANSPORT).Participant(**place)
-    return transport
+def _opener(job: str, domain: int, network: NetworkConfig, fast: bool | None) -> Callable[[], Transport]:
+    """Return what opens the transport that the settings choose, without protection."""
+
+    def on_datagrams() -> Transport:
+        library = importlib.import_module(transport_module(network))
+        made: Transport = library.Participant(domain_id=domain, partition=job, network=network, fast=fast)
+        return made
+
+    def on_links() -> Transport:
+        made: Transport = importlib.import_module(transport_module(network)).open_on_links(job, domain, network)
+        return made
+
+    return on_datagrams if network.links is None else on_links
 
 
-def _open_sealed(membership: Callable[[], JobMembership], **place: Any) -> Transport:
+def _open_sealed(opener: Callable[[], Transport], membership: Callable[[], JobMembership]) -> Transport:
     from gradbus.runtime.security.sealed import Sealed  # loads cryptography
 
     made = membership()  # first: a key that cannot be read is an error before anything is opened
-    return Sealed(_opened(**place), made)
+    return Sealed(opener(), made)
 
 
 def _shared_key_membership(job: str, level: Level, key_file: Path | None) -> JobMembership:
@@ -135,29 +173,61 @@ def _shared_key_membership(job: str, level: Level, key_file: Path | None) -> Job
     return SharedKeyMembership(SessionCipher(PskKeys(job, *load_key(level, key_file))))
 
 
-def _open_unprotected(*, exposed: bool, network: NetworkConfig, **place: Any) -> Transport:
+def _open_unprotected(opener: Callable[[], Transport], *, exposed: bool, interface: str) -> Transport:
     """Without protection. Says who can read and join in, if that is anybody."""
+    opened = opener()
     who = "anybody there" if exposed else "other users of this machine"
     others = [] if exposed else other_users()
     if exposed or others:
         users = {"users": others} if others else {}
-        log.warning("not protected", interface=network.interface, effect=f"{who} can read and join in", **users)
-    return _opened(network=network, **place)
+        log.warning("not protected", interface=interface, effect=f"{who} can read and join in", **users)
+    return opened
 
 
 async def open_transport(find: Callable[[], Callable[[], Transport]]) -> Transport:
     """Open a transport off the loop: keys and files are read, and with the self-test it takes some tens of
-    milliseconds. ``find``: gives what opens it. Raises what these raise."""
-    opening = asyncio.get_running_loop().run_in_executor(None, lambda: find()())
+    milliseconds. Where nothing answers yet it is tried again, for :data:`FIRST_LINK_S` at most.
+
+    Args:
+        find: gives what opens it. Raises what these raise.
+    """
+    participant = await _open_patiently(find)
+    if participant.traits.slow_because is not None:
+        log.warning("slow path", reason=participant.traits.slow_because, effect="large messages hold the GIL")
+    return participant
+
+
+async def _open_patiently(find: Callable[[], Callable[[], Transport]]) -> Transport:
+    """Open a transport, as often as it takes. Raises BusError: nothing has answered for so long."""
+    found: list[Callable[[], Transport]] = []
+
+    def open_it() -> Transport:
+        if not found:
+            found.append(find())
+        return found[0]()
+
+    until_s, pause_s = time.monotonic() + FIRST_LINK_S, 0.0
+    while True:
+        try:
+            return await _opened(open_it)
+        except NotReachable as error:
+            if time.monotonic() >= until_s:
+                raise BusError(f"{error}. It was tried for {FIRST_LINK_S:g} s") from None
+            if not pause_s:
+                log.warning("waiting for a link", timeout_s=FIRST_LINK_S, reason=str(error))
+        pause_s = min(2 * pause_s or _PAUSE_S[0], _PAUSE_S[1])
+        await asyncio.sleep(pause_s)
+
+
+async def _opened(open_it: Callable[[], Transport]) -> Transport:
+    """Open a transport on a thread; where that is not wanted any more, close it."""
+    opening = asyncio.get_running_loop().run_in_executor(None, open_it)
     try:
-        participant = await _whole(opening)
+        return await _whole(opening)
     except asyncio.CancelledError:
         with contextlib.suppress(Exception):  # it is not wanted any more, whatever comes of it
             await _close(opening.result())
         raise
-    if participant.traits.slow_because is not None:
-        log.warning("slow path", reason=participant.traits.slow_because, effect="large messages hold the GIL")
-    return participant
 
 
 @contextlib.asynccontextmanager

@@ -132,9 +132,7 @@ class LinkConfig:
     def _check_files(self) -> None:
         """Raise ConfigError: of certificate, key and authority one is missing that the others or the endpoints need."""
         if (self.certificate is None) != (self.key is None):
-            given, missing = ("tls_key", "tls_certificate") if self.certificate is None else (
-                "tls_certificate", "tls_key",
-            )  # fmt: skip
+            given, missing = ("tls_certificate", "tls_key") if self.key is None else ("tls_key", "tls_certificate")
             raise ConfigError(f"bus.{given} is set and bus.{missing} is not: set both, the two files belong together")
         listens_tls = next((one for one in self.listens if one.scheme == "tls"), None)
         if listens_tls is not None and self.certificate is None:

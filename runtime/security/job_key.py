@@ -15,13 +15,14 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from gradbus.runtime.errors import ConfigError
+from gradbus.runtime.file_beginnings import read_beginning
 from gradbus.runtime.security.envelope import KEY_ID_BYTES
 from gradbus.runtime.security.settings import KEY_FILE_VARIABLE, KEY_VARIABLE
 
 KEY_BYTES = 32
 _PREFIX = "gradbus-key-1"
 _LINE = re.compile(rf"{_PREFIX} ([0-9a-f]{{{2 * KEY_BYTES}}})\s*")
-_MAX_FILE_BYTES = 4096
+MAX_KEY_FILE_BYTES = 4096
 
 
 def derive(secret: bytes, salt: bytes, info: bytes, length: int = KEY_BYTES) -> bytes:
@@ -73,29 +74,6 @@ def parse_job_key(text: str, where: str) -> JobKey:
     return JobKey(bytes.fromhex(match[1]))
 
 
-def read_beginning(
-    path: Path, limit_bytes: int = _MAX_FILE_BYTES + 1, *, folder: int | None = None
-) -> tuple[os.stat_result, bytes]:
-    """Return the status of a file and its first bytes, none unless it is a regular file. Never blocks on a pipe.
-
-    Args:
-        folder: descriptor of the folder that the path is relative to; the file must then be no link.
-
-    Raises:
-        OSError: it cannot be opened or read.
-    """
-    links = 0 if folder is None else os.O_NOFOLLOW
-    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | links, dir_fd=folder)
-    try:
-        mode = os.fstat(handle)
-        if not stat.S_ISREG(mode.st_mode):
-            return mode, b""
-        with open(handle, "rb", closefd=False) as file:
-            return mode, file.read(limit_bytes)
-    finally:
-        os.close(handle)
-
-
 def read_secret_file(path: Path, what: str) -> str:
     """Read a text file that only its owner, who is this user or root, can read or write.
 
@@ -105,7 +83,7 @@ def read_secret_file(path: Path, what: str) -> str:
         ConfigError: it cannot be read, is no text, or is open to others.
     """
     try:
-        mode, data = read_beginning(path)
+        mode, data = read_beginning(path, MAX_KEY_FILE_BYTES + 1)
     except OSError as error:
         raise ConfigError(
             f"{what} {path} cannot be read: {error.strerror}. Make one with: gradbus keys new FILE"
@@ -115,8 +93,8 @@ def read_secret_file(path: Path, what: str) -> str:
 
 def check_secret(mode: os.stat_result, data: bytes, path: Path, what: str) -> str:
     """Check what :func:`read_beginning` has read, as :func:`read_secret_file` does; returns the text."""
-    if not stat.S_ISREG(mode.st_mode) or len(data) > _MAX_FILE_BYTES:
-        raise ConfigError(f"{what} {path}: expected a regular file of at most {_MAX_FILE_BYTES} bytes")
+    if not stat.S_ISREG(mode.st_mode) or len(data) > MAX_KEY_FILE_BYTES:
+        raise ConfigError(f"{what} {path}: expected a regular file of at most {MAX_KEY_FILE_BYTES} bytes")
     if mode.st_mode & 0o077:
         raise ConfigError(
             f"{what} {path} has mode {stat.S_IMODE(mode.st_mode):04o}: others on this machine can use it. Expected "

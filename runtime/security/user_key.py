@@ -30,14 +30,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from gradbus.runtime.errors import ConfigError
+from gradbus.runtime.file_beginnings import read_beginning
 from gradbus.runtime.security.job_key import (
+    MAX_KEY_FILE_BYTES,
     JobKey,
     LoadedKey,
     check_secret,
     load_job_key,
     new_job_key,
     parse_job_key,
-    read_beginning,
 )
 from gradbus.runtime.security.settings import Level
 
@@ -128,7 +129,7 @@ def _read(folder: Path) -> JobKey | None:
     path = folder / FILE_NAME
     try:
         with _opened(folder) as handle:
-            mode, data = read_beginning(Path(FILE_NAME), folder=handle)
+            mode, data = read_beginning(Path(FILE_NAME), MAX_KEY_FILE_BYTES + 1, folder=handle)
     except OSError as error:
         if error.errno == errno.ELOOP:
             raise ConfigError(f"the key of this user, {path}, is a link: expected a file") from None

@@ -26,6 +26,21 @@ class Examination:
     send_buffer_bytes: int | None
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LinkReport:
+    """Says what was found at one endpoint of links, or in one certificate.
+
+    Attributes:
+        name: the endpoint, or the setting. value: what is there. cure: what to do; empty: it is well. is_fault: no bus
+            opens with it; else it is a warning.
+    """
+
+    name: str
+    value: str
+    cure: str = ""
+    is_fault: bool = False
+
+
 @dataclass(frozen=True, slots=True)
 class PeerNames:
     """Holds the host names among the peers of a bus, and the version of IP that it uses.

@@ -55,6 +55,18 @@ def parallel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return parallel_run(tmp_path_factory.mktemp("runs") / "parallel", domain=new_domain(), algorithm="dgc")
 
 
+ANY_INTERFACE = (
+    '<CycloneDDS><Domain><General><Interfaces><NetworkInterface autodetermine="true"/></Interfaces></General></Domain>'
+    "</CycloneDDS>"
+)
+
+
+@pytest.fixture
+def network_by_document(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any interface of this machine, of which there may be none but ``lo``, for settings that are not opened."""
+    monkeypatch.setenv("CYCLONEDDS_URI", ANY_INTERFACE)
+
+
 @pytest.fixture
 def in_one_theme(monkeypatch: pytest.MonkeyPatch) -> None:
     """Reports have their figures drawn once, for tests of what these show: to draw takes most of the time of a report,

@@ -179,6 +179,17 @@ def test_the_doctor_advises_against_no_protection_where_there_are_other_users(mo
     assert ("other users (someone)" in found.value) == bool(others)
 
 
+@pytest.mark.usefixtures("network_by_document")
+def test_the_doctor_takes_a_network_of_the_document_for_one_whatever_the_interface_of_the_settings(
+    monkeypatch, domain
+) -> None:
+    monkeypatch.setattr(doctor_security, "other_users", lambda: ["someone"])
+    settings = BusSettings(domain=domain, security="none", insecure=True)
+    assert asyncio.run(doctor_security.security(settings)).value == "none, on a network"
+    trusted = asyncio.run(doctor_security.security(settings, trusted=True))
+    assert (trusted.severity, "other users" in trusted.value) == (Severity.OK, False)
+
+
 def test_the_doctor_finds_a_key_bad_that_others_can_read_and_a_sample_that_does_not_come_back(
     tmp_path: Path, monkeypatch, domain
 ) -> None:

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from gradbus.commands.buses import elastic_bus
 from gradbus.commands.cli.options import add_current_directory_to_path
 from gradbus.commands.doctor.local_bus import LocalMeasurement
-from gradbus.commands.doctor.machine import Severity
+from gradbus.commands.doctor.machine import Finding, Severity, machine
 from gradbus.commands.doctor.report import judge
 from gradbus.commands.doctor.timeouts import JobTimeouts, job_of, timeouts
 from gradbus.commands.exit_codes import ExitCode, exit_code_of
@@ -22,6 +23,7 @@ from gradbus.commands.rundir import versions
 from gradbus.experiments.bench import results
 from gradbus.runtime import errors
 from gradbus.runtime.config.bus import BusSettings
+from gradbus.runtime.fast_paths import LOOPBACK
 
 
 @pytest.mark.parametrize("cores", [{3}, {0, 2, 5}])
@@ -153,11 +155,11 @@ def test_the_second_ctrl_c_ends_what_does_not_heed_the_first() -> None:
     assert process.returncode == 130
 
 
+@pytest.mark.usefixtures("network_by_document")
 def test_the_doctor_shows_the_timeouts_of_a_configuration_with_its_lease_and_its_wait(tmp_path: Path) -> None:
     path = tmp_path / "job.toml"
     path.write_text(
-        '[bus]\ninterface = "eth0"\nlease_s = 70.0\n[task]\nmodel = "mlp"\n'
-        "[parallel.elastic]\nmin_world = 2\nwait_s = 200.0\n",
+        '[bus]\nlease_s = 70.0\n[task]\nmodel = "mlp"\n[parallel.elastic]\nmin_world = 2\nwait_s = 200.0\n',
         encoding="utf-8",
     )
     (finding,) = timeouts(job_of(path))
@@ -177,15 +179,33 @@ def test_the_doctor_shows_the_timeouts_of_a_configuration_with_its_lease_and_its
     ],
     ids=["elastic", "of a fixed world", "given", "loopback"],
 )
+@pytest.mark.usefixtures("network_by_document")
 def test_a_rank_of_an_elastic_run_has_a_short_lease_on_a_network_unless_one_is_given(
     bus: str, min_world: int, lease_s: str, tmp_path: Path
 ) -> None:
     path = tmp_path / "job.toml"
-    path.write_text(
-        f'[bus]\ninterface = "eth0"\n{bus}\n[parallel.elastic]\nmin_world = {min_world}\n', encoding="utf-8"
-    )
+    path.write_text(f"[bus]\n{bus}\n[parallel.elastic]\nmin_world = {min_world}\n", encoding="utf-8")
     (finding,) = timeouts(job_of(path))
     assert f"lease {lease_s} s" in finding.value
+
+
+def test_on_one_machine_no_lease_counts_whatever_the_profile() -> None:
+    for profile in ("loopback", "network"):
+        job = JobTimeouts.model_validate({"bus": {"network": profile}, "parallel": {"elastic": {"min_world": 2}}})
+        assert "lease" not in timeouts(job)[0].value
+        assert elastic_bus(job.bus).lease_s is None
+
+
+def test_the_doctor_advises_to_name_an_interface_only_where_no_other_machine_is_reached(
+    request: pytest.FixtureRequest,
+) -> None:
+    def of_the_network() -> Finding:
+        (found,) = [one for one in machine(BusSettings(network="network")) if one.name == "network"]
+        return found
+
+    assert of_the_network().cure.startswith(f"interface {LOOPBACK} reaches this machine only")
+    request.getfixturevalue("network_by_document")
+    assert of_the_network().severity is Severity.OK
 
 
 def test_the_doctor_names_the_ports_when_nobody_is_found() -> None:

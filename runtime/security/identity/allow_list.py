@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Literal, NamedTuple, get_args
 
 from gradbus.runtime.errors import ConfigError
+from gradbus.runtime.file_beginnings import read_beginning
 from gradbus.runtime.names import check_name
 from gradbus.runtime.security.identity.key import parse_public, public_text
-from gradbus.runtime.security.job_key import read_beginning
 
 Role = Literal["client", "controller", "worker", "observer"]
 ROLES: tuple[Role, ...] = get_args(Role)

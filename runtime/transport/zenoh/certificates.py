@@ -13,8 +13,8 @@ from pathlib import Path
 from cryptography import x509
 
 from gradbus.runtime.errors import ConfigError
+from gradbus.runtime.file_beginnings import read_beginning
 from gradbus.runtime.network.links import LinkConfig
-from gradbus.runtime.security.job_key import read_beginning
 
 WARNING_DAYS = 30  # before a certificate ends, the doctor warns
 _MAX_FILE_BYTES = 1 << 20  # of all authorities of a system it is 0.2 MB

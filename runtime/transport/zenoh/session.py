@@ -14,15 +14,11 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from gradbus.runtime.errors import BusError, ConfigError, NotReachable
-from gradbus.runtime.logs import get_logger
-from gradbus.runtime.needs import how_to_install
+from gradbus.runtime.errors import BusError, NotReachable
 from gradbus.runtime.network.links import LinkConfig, Mode
 
 if TYPE_CHECKING:
     import zenoh
-
-log = get_logger("bus")
 
 # One attempt to set a link up: TCP, TLS and Zenoh take four round trips. Zenoh's own 10 s would be the time until a
 # port that does not answer is reported.
@@ -102,8 +98,8 @@ def open_session(
 
     Raises:
         NotReachable: nothing answers at any of the endpoints, which may not have started yet. BusError: another attempt
-            would fail as well; the text says why. ConfigError: a certificate or key is missing or wrong, or the
-            package eclipse-zenoh is.
+            would fail as well; the text says why. ConfigError: a certificate or key is missing or wrong.
+            ImportError: the package eclipse-zenoh is missing or broken.
     """
     from gradbus.runtime.transport.zenoh.certificates import check_certificates  # loads cryptography
 
@@ -116,8 +112,9 @@ def open_checked_session(
 ) -> zenoh.Session:
     """Open a session whose certificates have been checked, if need be by another process; else as
     :func:`open_session`."""
+    import zenoh
+
     mode = links.mode if mode is None else mode
-    zenoh = _library()
     settings = {**session_settings(links, mode), **(more or {})}
     config = zenoh.Config()
     for name, value in settings.items():
@@ -126,18 +123,6 @@ def open_checked_session(
         return zenoh.open(config)
     except zenoh.ZError as error:
         raise _explained(links, mode, str(error)) from None
-
-
-def _library() -> Any:
-    try:
-        import zenoh
-    except ImportError as error:
-        raise ConfigError(
-            f"bus.connect and bus.listen need the package eclipse-zenoh, which cannot be loaded here ({error}). "
-            f"{how_to_install('eclipse_zenoh')}. Without these two settings the bus uses DDS, and meets nobody who has "
-            f"them"
-        ) from None
-    return zenoh
 
 
 def _explained(links: LinkConfig, mode: Mode, told: str) -> BusError:

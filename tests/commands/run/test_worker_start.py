@@ -288,6 +288,7 @@ def test_an_elastic_run_leaves_its_profile_and_the_settings_of_its_newest_start(
 
 
 @pytest.mark.parametrize(("more", "lease_s"), [({}, 4.0), ({"lease_s": 9.0}, 9.0)])
+@pytest.mark.usefixtures("network_by_document")
 def test_a_rank_of_an_elastic_run_opens_its_bus_with_a_lease_of_4_s_unless_another_is_set(
     more: dict[str, float], lease_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -300,7 +301,7 @@ def test_a_rank_of_an_elastic_run_opens_its_bus_with_a_lease_of_4_s_unless_anoth
     monkeypatch.setattr(elastic, "open_bus", open_bus)
     file = WorkerFile.model_validate(
         {
-            "bus": {"network": "network", "interface": "eth0", **more},
+            "bus": {"network": "network", **more},
             "run_dir": tmp_path / "run",
             "task": {"model": "gradbus.models:mnist_mlp", "data": "glyphs", "data_options": {"train": 16, "test": 8}},
             "parallel": {"elastic": {"min_world": 1}},
