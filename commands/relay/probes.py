@@ -39,7 +39,7 @@ class Answers:
             case "/ready" if self._is_ready():
                 return HTTPStatus.OK, _TEXT, "ready\n"
             case "/ready":
-                return HTTPStatus.SERVICE_UNAVAILABLE, _TEXT, "not ready: the relay drains\n"
+                return HTTPStatus.SERVICE_UNAVAILABLE, _TEXT, "not ready: the relay starts, or drains\n"
             case "/metrics":
                 return HTTPStatus.OK, _METRICS, self._metrics()
         return HTTPStatus.NOT_FOUND, _TEXT, "A relay has /metrics, /live and /ready\n"

@@ -6,7 +6,6 @@ What is imported here stays in memory for as long as the relay runs: no pydantic
 from __future__ import annotations
 
 import contextlib
-import gc
 import os
 import sys
 from collections.abc import Iterator, Mapping
@@ -49,9 +48,11 @@ def serve(values: Mapping[str, Any]) -> int:
         opened.callback(router.close)
         relay = Relay(router, drain_s=plan.drain_s, max_per_node=plan.sessions_per_node)
         url = opened.enter_context(_pages(plan, relay))
-        log.info("relay listens", endpoints=[str(endpoint) for endpoint in plan.links.listens], http=url)
-        gc.collect()
-        run_loop(relay.serve, "asyncio", stop=relay.stop)
+
+        def announce() -> None:
+            log.info("relay listens", endpoints=[str(endpoint) for endpoint in plan.links.listens], http=url)
+
+        run_loop(lambda: relay.serve(announce), "asyncio", stop=relay.stop)
     return 0
 
 

@@ -20,7 +20,7 @@ from gradbus.runtime.token_buckets import TokenBucket
 from gradbus.runtime.transport.zenoh.router import LinkChange, Membership
 
 FIND_S = 0.02  # after a session has opened: connections of those that come together are looked for once
-JOIN_S = 1.0  # and then, until the router is asked for its jobs: a bus opens its endpoints one after the other
+JOIN_S = 1.0  # and until the router is asked for its jobs: a bus opens its endpoints one after the other
 ASK_S = 2.0  # for the router to say who takes part in what
 LINES_PER_S, LINES_BURST = 50.0, 200  # of the access log: who may connect can do so often
 _SENDERS_SHOWN = 8
@@ -42,7 +42,7 @@ class RouterLike(Protocol):
 
 
 class Relay:
-    """Serves from :meth:`serve` until :meth:`stop`, which a signal handler of the loop may call."""
+    """Watches over an open router, from :meth:`serve` until a signal handler of the loop calls :meth:`stop`."""
 
     def __init__(self, router: RouterLike, *, drain_s: float, max_per_node: int | None = None) -> None:
         """Args:
@@ -57,7 +57,8 @@ class Relay:
         self._lines_left_out = 0
         self._is_serving = False
         self._stop = asyncio.Event()
-        self._has_new = asyncio.Event()
+        self._unfound = asyncio.Event()  # there are sessions whose connection is not known
+        self._unasked = asyncio.Event()  # there are sessions whose jobs are not known
         self._is_empty = asyncio.Event()
 
     @property
@@ -73,9 +74,13 @@ class Relay:
         """End :meth:`serve`, which drains first."""
         self._stop.set()
 
-    async def serve(self) -> None:
+    async def serve(self, announce: Callable[[], None]) -> None:
         """Follow the links of the router until :meth:`stop`; then forward for ``drain_s`` more, or until no session is
-        left, and close the router."""
+        left, and close the router.
+
+        Args:
+            announce: called once this is ready, and so are the signal handlers of the loop.
+        """
         loop = asyncio.get_running_loop()
 
         def report(change: LinkChange) -> None:  # on a thread of Zenoh's
@@ -84,12 +89,17 @@ class Relay:
 
         self._router.watch_links(report)
         self._is_serving = True
+        announce()
         try:
             async with TaskGroup() as tasks:
-                examining = tasks.create_task(self._examine(), name="relay-sessions")
+                following = [
+                    tasks.create_task(self._find_connections(), name="relay-connections"),
+                    tasks.create_task(self._follow_jobs(), name="relay-jobs"),
+                ]
                 await self._stop.wait()
                 await self._drain()
-                examining.cancel()
+                for task in following:
+                    task.cancel()
         finally:
             self._is_serving = False
             await asyncio.to_thread(self._router.close)
@@ -110,7 +120,8 @@ class Relay:
         if change.is_up:
             session = self._sessions.open(change.peer, address, change.node, time.monotonic())
             self._write("session opened", session)
-            self._has_new.set()
+            self._unfound.set()
+            self._unasked.set()
         else:
             self._close(address)
         self._note_count()
@@ -132,17 +143,23 @@ class Relay:
         seconds = round(time.monotonic() - session.opened_s, 3)
         self._write("session closed", session, seconds=seconds, received_bytes=received_bytes, sent_bytes=sent_bytes)
 
-    async def _examine(self) -> None:
-        """Find the connections and the jobs of new sessions; of those that come together at once."""
+    async def _find_connections(self) -> None:
+        """Find the connections of new sessions, and end those of nodes that have too many."""
         while True:
-            await self._has_new.wait()
+            await self._unfound.wait()
             await asyncio.sleep(FIND_S)
-            self._has_new.clear()
+            self._unfound.clear()
             for session in self._sessions.connect(find_connections):
                 if session.connection is not None and self._sessions.is_over_limit(session):
                     self._write("session refused", session, reason="limits.sessions_per_node")
                     session.connection.hang_up()
+
+    async def _follow_jobs(self) -> None:
+        """Log which jobs new sessions take part in."""
+        while True:
+            await self._unasked.wait()
             await asyncio.sleep(JOIN_S)
+            self._unasked.clear()
             await self._log_jobs()
 
     async def _log_jobs(self) -> None:

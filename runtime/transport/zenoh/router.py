@@ -23,6 +23,7 @@ ANY = "*"  # as a name: every client; as a job: every job
 # All that a member of a job does on its keys. What is not named here, such as asking for the router's own state, is
 # denied, and so is everything on other keys: nobody can use a relay of gradbus for anything else.
 _MAX_STATE_BYTES = 1 << 20
+_TOKEN_PARTS = 6  # gradbus, version, job, channel, side, endpoint
 _MESSAGES = (
     "put",
     "delete",
@@ -137,11 +138,16 @@ class Router:
     def memberships(self, timeout_s: float) -> list[Membership]:
         """Return which sessions take part in which jobs, by the tokens that they have declared. It waits: not for the
         event loop. What is no token of a job is left out, and so is what the router does not answer within the time."""
+        import zenoh
+
         found: set[Membership] = set()
         tokens = f"@/{self._session.zid()}/router/token/"
-        for reply in self._session.get(f"{tokens}{_ROOT}/**", timeout=timeout_s):
-            if (sample := reply.ok) is not None:
-                found |= set(members_of(str(sample.key_expr).removeprefix(tokens), sample.payload.to_bytes()))
+        try:
+            for reply in self._session.get(f"{tokens}{_ROOT}/**", timeout=timeout_s):
+                if (sample := reply.ok) is not None:
+                    found |= set(members_of(str(sample.key_expr).removeprefix(tokens), sample.payload.to_bytes()))
+        except zenoh.ZError:  # it is being closed
+            return []
         return sorted(found)
 
     def close(self) -> None:
@@ -155,16 +161,22 @@ def _keys_of(job: str) -> str:
 
 
 def members_of(token: str, state: bytes) -> list[Membership]:
-    """Return who has declared a token, by what Zenoh says of it. ``state``: JSON. Wrong or foreign ones give none."""
-    root, *parts = token.split("/")
-    sender = parts[-1].partition(".")[0]
-    if root != _ROOT or len(parts) != 5 or len(state) > _MAX_STATE_BYTES:
+    """Return who has declared a token, by what Zenoh reports of it. Wrong and foreign ones give nobody.
+
+    Args:
+        token: its key: of a job it is that of an endpoint. state: JSON, with the sessions as ``clients``.
+    """
+    parts = token.split("/")
+    if parts[0] != _ROOT or len(parts) != _TOKEN_PARTS or len(state) > _MAX_STATE_BYTES:
         return []
     try:
         clients = parse_json(state.decode())["clients"]
-    except (ValueError, KeyError, TypeError, RecursionError):
+    except (ValueError, KeyError, TypeError):
         return []
-    return [Membership(str(peer), unquote(parts[1]), sender) for peer in clients]
+    if not isinstance(clients, list):
+        return []
+    job, sender = unquote(parts[2]), parts[-1].partition(".")[0]
+    return [Membership(str(peer), job, sender) for peer in clients]
 
 
 def open_router(links: LinkConfig, limits: RouterLimits, jobs: Mapping[str, Sequence[str]]) -> Router:

@@ -54,7 +54,8 @@ def test_bytes_of_a_node_are_those_of_its_open_and_its_closed_sessions() -> None
     found = sessions.connect(finds(connections))
     assert [session.peer for session in found] == ["a1", "a2", "b1"]
     closed = sessions.close("10.0.0.1:1")
-    assert closed is not None and (closed.peer, closed.traffic) == ("a1", (10, 100))
+    assert closed is not None
+    assert (closed.peer, closed.traffic) == ("a1", (10, 100))
     connections["10.0.0.1:2"].now = Traffic(6, 60)
     assert sessions.by_node() == {
         "site-1": (1, NodeTotals(opened=2, closed=1, received_bytes=16, sent_bytes=160)),
