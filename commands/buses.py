@@ -17,7 +17,7 @@ from gradbus.runtime.testing.faults import parse_rules
 if TYPE_CHECKING:
     from gradbus.runtime.bus.bus import Bus
     from gradbus.runtime.transport.api import Reachable
-    from gradbus.runtime.transport.examination import Examination, PeerNames
+    from gradbus.runtime.transport.examination import Examination, LinkReport, PeerNames
 
 
 def check(settings: BusSettings, *, rank: int | None = None) -> None:
@@ -50,6 +50,25 @@ def reach_of(settings: BusSettings) -> Reachable:
     return transport_factory.reach_of(settings.domain, NetworkConfig.of(settings))
 
 
+def place_of(settings: BusSettings) -> str:
+    """Return where the processes of a job meet, in words: ``DDS domain 0 on lo``. Raises ConfigError, as
+    :func:`reach_of`."""
+    reach = reach_of(settings)
+    return f"{reach.meeting_place} on {reach.attachment}"
+
+
+def link_reports(settings: BusSettings) -> list[LinkReport]:
+    """Return what is found at the endpoints of a bus and in its certificates; none where it uses DDS. Takes some
+    seconds for each endpoint that does not answer. Raises ConfigError: its settings are wrong."""
+    links = NetworkConfig.of(settings).links
+    return [] if links is None else transport_factory.examine_links(links)
+
+
+def uses_links(settings: BusSettings) -> bool:
+    """Return whether a bus uses links, over Zenoh, else DDS. Raises ConfigError: its settings are wrong."""
+    return NetworkConfig.of(settings).links is not None
+
+
 def examination_of(settings: BusSettings) -> Examination:
     """Return what the transport of a bus asks of this machine. Raises ConfigError: its network is wrong."""
     return transport_factory.examination_of(settings.domain, NetworkConfig.of(settings))
@@ -67,7 +86,8 @@ def _security(settings: BusSettings, rank: int | None) -> Security:
 def elastic_bus(settings: BusSettings) -> BusSettings:
     """Return the settings of a bus, with the lease of a rank of an elastic run where they set none and other machines
     can be reached. Raises ConfigError, as :func:`reach_of`."""
-    if settings.lease_s is not None or settings.network == "loopback" or not reach_of(settings).leaves_machine:
+    is_local = settings.network == "loopback" and not uses_links(settings)
+    if settings.lease_s is not None or is_local or not reach_of(settings).leaves_machine:
         return settings
     return settings.model_copy(update={"lease_s": ELASTIC_LEASE_S})
 

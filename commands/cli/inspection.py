@@ -12,10 +12,12 @@ import typer
 
 from gradbus.commands.choices import FileFormat, Network
 from gradbus.commands.cli.options import (
+    Connect,
     Domain,
     KeyFile,
     Level,
     Loop,
+    TlsCa,
     add_current_directory_to_path,
     addresses_of,
     command,
@@ -147,6 +149,8 @@ def status(
     network: Annotated[Network | None, typer.Option(help="Network profile. [default: loopback]")] = None,
     interface: Annotated[str | None, typer.Option(help="Network interface. [default: lo]")] = None,
     peers: Annotated[str | None, typer.Option(help="Addresses of all machines, separated by commas.")] = None,
+    connect: Connect = None,
+    tls_ca: TlsCa = None,
     key_file: KeyFile = None,
     timeout: Annotated[float, typer.Option(min=0.5, help="Seconds to wait for a first answer.")] = 5.0,
     seconds: Annotated[float, typer.Option(min=0.5, help="How long to listen from then on.")] = 2.0,
@@ -166,6 +170,8 @@ def status(
     options: dict[str, Any] = {
         "job": job, "domain": domain, "network": network, "interface": interface,
         "peers": None if peers is None else list(addresses_of(peers)),
+        "connect": None if connect is None else list(addresses_of(connect)),
+        "tls_ca": None if tls_ca is None else str(tls_ca),
         "key_file": None if key_file is None else str(key_file),
     }  # fmt: skip
     settings = settings_of(config, {key: value for key, value in options.items() if value is not None})
@@ -181,10 +187,17 @@ def doctor(
     interface: Annotated[str, typer.Option(help="Network interface.")] = LOOPBACK,
     peers: Annotated[str, typer.Option(help="Addresses of all machines, separated by commas.")] = "",
     domain: Domain = 0,
+    connect: Connect = None,
+    tls_ca: TlsCa = None,
     key_file: KeyFile = None,
     config: Annotated[
         Path | None,
-        typer.Option("--config", metavar="FILE", help="Show the timeouts of this configuration.", show_default=False),
+        typer.Option(
+            "--config",
+            metavar="FILE",
+            help="Show the timeouts of this configuration, and check the links that it has (bus.connect, bus.listen).",
+            show_default=False,
+        ),
     ] = None,
     wait_s: Annotated[
         float | None,
@@ -197,11 +210,15 @@ def doctor(
     insecure: Annotated[bool, typer.Option("--insecure", help="All users of the network are trusted.")] = False,
     loop: Loop = "uvloop",
 ) -> int:
-    """Check this machine, and with --peers the way to others: versions, network, protection, and DDS, measured.
+    """Check this machine, and with --peers or --connect the way to others: versions, network, protection, the bus.
 
     Start it on two machines within a minute, with the same settings and both addresses in --peers: they find each
     other, measure both ways, and each reports what it does not see, and what to check. No answer is a failure.
+
+    With --connect, or a configuration that has links, each endpoint is tried, certificates are checked, and the bus is
+    measured through the relay.
     """
+    from gradbus.commands.doctor.links import with_links
     from gradbus.commands.doctor.report import DEFAULT_WAIT_S, examine
     from gradbus.runtime import logs
     from gradbus.runtime.config.bus import BusSettings
@@ -216,6 +233,8 @@ def doctor(
         insecure=True,  # it sends no data
     )
     settings = settings if job is None else settings.model_copy(update={"job": job})
+    options = {"connect": None if connect is None else addresses_of(connect), "tls_ca": tls_ca}
+    settings = with_links(settings, config, {name: value for name, value in options.items() if value is not None})
     others = any(address not in ("127.0.0.1", "localhost") for address in addresses)
     seconds = wait_s if wait_s is not None else DEFAULT_WAIT_S if others else None
     well = examine(settings, loop, key_file, wait_s=seconds, trusted=insecure, config=config)

@@ -1,4 +1,4 @@
-"""The commands ``gradbus keys new | show | allow | remove``."""
+"""The commands ``gradbus keys new | show | allow | remove | tls``."""
 
 from __future__ import annotations
 
@@ -121,6 +121,40 @@ def remove(name: Name, file: ListFile = Path("allow.list")) -> None:
         allowed = without(load_allow_list(file), name)
         write_allow_list(file, allowed)
     print(f"{file}: {name} may not take part any more, {len(allowed.entries)} nodes are left")
+
+
+@keys.command()
+@command("keys")
+def tls(
+    hosts: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[HOST]...",
+            help="Host names and IP addresses of one machine, as others dial it.",
+            show_default=False,
+        ),
+    ] = None,
+    client: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Make a certificate for one that dials, for a relay with bus.tls_clients. NAME is its common name.",
+            show_default=False,
+        ),
+    ] = None,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder of the authority, and of all that it signs.")] = Path(
+        "tls"
+    ),
+) -> None:
+    """Make certificates for links over TLS: of a machine that listens (a relay, or a controller), or of a client.
+
+    The first call makes an authority in DIR as well: ca.pem, which everybody gets, and ca.key, which stays there. Later
+    calls with the same DIR use it. Keys have mode 0600, and no file is ever overwritten.
+    """
+    from gradbus.commands.tls_files import make_tls_files
+
+    for line in make_tls_files(hosts or (), client, out):
+        print(line)
 
 
 def add_to(app: typer.Typer) -> None:

@@ -59,6 +59,20 @@ Resume = Annotated[bool | None, typer.Option("--resume/--no-resume", help="Conti
 Insecure = Annotated[
     bool, typer.Option("--insecure", help="Let data leave this machine without protection: with no key.")
 ]
+Connect = Annotated[
+    str | None,
+    typer.Option(
+        "--connect",
+        metavar="ENDPOINTS",
+        help="Relays to dial, separated by commas: tls/relay.example.org:443. The bus then uses Zenoh. "
+        "[default: bus.connect]",
+        show_default=False,
+    ),
+]
+TlsCa = Annotated[
+    Path | None,
+    typer.Option("--tls-ca", metavar="FILE", help="Authority of the relays. [default: bus.tls_ca]", show_default=False),
+]
 KeyFile = Annotated[
     Path | None,
     typer.Option(

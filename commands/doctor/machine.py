@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-from gradbus.commands.buses import examination_of, reach_of
+from gradbus.commands.buses import examination_of, place_of, reach_of, uses_links
 from gradbus.commands.run.cores import read_topology
 from gradbus.commands.rundir.versions import versions
 from gradbus.runtime import fast_paths
@@ -39,18 +39,25 @@ class Finding:
     cure: str = ""
 
 
-def packages() -> list[Finding]:
-    """Findings about torch and Cyclone DDS where they cannot be loaded."""
-    faults = {name: fault_of(module) for name, module in (("torch", "torch"), ("cyclonedds", "cyclonedds.domain"))}
+def packages(settings: BusSettings) -> list[Finding]:
+    """Return findings about torch and the library of the transport where they cannot be loaded. Raises ConfigError: the
+    settings of the transport are wrong."""
+    library = ("eclipse-zenoh", "zenoh") if uses_links(settings) else ("cyclonedds", "cyclonedds.domain")
+    faults = {name: fault_of(module) for name, module in (("torch", "torch"), library)}
     return [Finding(name, "cannot be used", Severity.BAD, fault) for name, fault in faults.items() if fault]
 
 
 def machine(settings: BusSettings) -> list[Finding]:
     """Findings about versions, interface, buffers and ports."""
     found = [Finding("versions", ", ".join(f"{name} {text}" for name, text in versions().items()))]
+    if uses_links(settings):
+        why = "bus.connect" if settings.connect else "bus.listen"
+        transport = Finding("transport", f"{place_of(settings)}, because {why} is set")
+        return [*found, transport, _fast_paths(), _cores(settings)]
     needed = examination_of(settings)
     ports = Finding("UDP ports", f"{needed.ports} (domain {settings.domain})")
-    found += [_network(settings), *_buffers(needed), ports, _fast_paths(), _cores(settings)]
+    transport = Finding("transport", f"{place_of(settings)}: neither bus.connect nor bus.listen is set")
+    found += [transport, _network(settings), *_buffers(needed), ports, _fast_paths(), _cores(settings)]
     document = os.environ.get("CYCLONEDDS_URI", "").strip()
     if document:
         shown = document if len(document) <= 60 else f"{document[:57]}..."
@@ -117,7 +124,7 @@ def _fast_paths() -> Finding:
 
 
 def _cores(settings: BusSettings) -> Finding:
-    by_card = settings.interface if reach_of(settings).leaves_machine else None
+    by_card = settings.interface if reach_of(settings).leaves_machine and not uses_links(settings) else None
     found = read_topology(usable_cpus(), interface=by_card)
     nodes, most = len(found.nodes), found.most_ranks
     quota = "" if found.quota == float("inf") else f", time for {found.quota:g}"

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from gradbus.commands.buses import examination_of, peer_names_of, reach_of
+from gradbus.commands.buses import examination_of, peer_names_of, reach_of, uses_links
 from gradbus.commands.choices import LoopName
 from gradbus.commands.doctor.machine import Finding, Severity, machine, packages
 from gradbus.commands.lifecycle import run_loop
@@ -51,14 +51,39 @@ def examine(
         ConfigError: the configuration or the environment holds wrong settings.
     """
     console = Console()
-    findings = [*packages(), *machine(settings)]
+    findings = [*packages(settings), *machine(settings)]
     if all(finding.severity is not Severity.BAD for finding in findings):
         from gradbus.commands.doctor.timeouts import JobTimeouts, job_of, timeouts
 
         findings += timeouts(JobTimeouts(bus=settings) if config is None else job_of(config))
-        findings += _on_the_bus(console, settings, loop, key_file, wait_s, trusted)
+        if uses_links(settings):
+            findings += _over_links(settings, loop, key_file, trusted)
+        else:
+            findings += _on_the_bus(console, settings, loop, key_file, wait_s, trusted)
     _print(console, findings)
     return all(finding.severity is not Severity.BAD for finding in findings)
+
+
+def _over_links(settings: BusSettings, loop: LoopName, key_file: Path | None, trusted: bool) -> list[Finding]:
+    """Return the findings about links, and where one that is dialled is well, about a bus that uses it."""
+    from gradbus.commands.doctor.links import links
+    from gradbus.commands.doctor.local_bus import measure
+    from gradbus.commands.doctor.security import measurable, protected, security
+
+    settings = protected(settings, key_file)
+    findings = links(settings)
+    if any(finding.severity is Severity.BAD for finding in findings):
+        return findings
+    if not settings.connect:
+        cure = "run the doctor where others dial this process, while it listens: that measures the way as well"
+        return [*findings, Finding("data bus", "not measured: this configuration listens", Severity.OK, cure)]
+    settings = settings.model_copy(update={"listen": (), "tls_clients": False})  # as one of those that dial
+    findings.append(run_loop(lambda: security(settings, trusted=trusted), loop))
+    try:
+        with measurable(settings) as measured:
+            return findings + judge(run_loop(lambda: measure(measured), loop), settings)
+    except (ConfigError, BusError) as error:
+        return [*findings, Finding("data bus", "cannot be opened", Severity.BAD, str(error))]
 
 
 def _on_the_bus(
@@ -91,23 +116,17 @@ def _on_the_bus(
 
 def judge(found: LocalMeasurement, settings: BusSettings) -> list[Finding]:
     """The findings of a measurement."""
+    on_links = uses_links(settings)
     calls = Finding("calls into DDS", "direct: samples go to libddsc without the GIL")
-    if not found.fast_path:
+    if not found.fast_path and not on_links:
         cure = f"install the version of cyclonedds that gradbus asks for: {install_line('cyclonedds')}"
         calls = Finding("calls into DDS", "slow: samples go through the Python binding", Severity.ADVICE, cure)
+    calls_into = [] if on_links else [calls]
     peer = found.peer
     if peer is None:
-        cure = (
-            f"the second process ended with: {found.fault}"
-            if found.fault
-            else (
-                f"two processes of this machine did not find each other on {settings.interface} in time: "
-                f"let UDP ports {examination_of(settings).ports} through the firewall, and check the interface and the "
-                "peers"
-            )
-        )
-        return [calls, Finding("discovery", "failed", Severity.BAD, cure)]
-    findings = [calls, Finding("discovery", f"{1000 * peer.discovery_s:.0f} ms")]
+        cure = f"the second process ended with: {found.fault}" if found.fault else _not_found(settings, on_links)
+        return [*calls_into, Finding("discovery", "failed", Severity.BAD, cure)]
+    findings = [*calls_into, Finding("discovery", f"{1000 * peer.discovery_s:.0f} ms")]
     if peer.round_trip_s is None or peer.there is None:
         fault = peer.fault or "no answer in time"
         cure = f"{fault}: the machine is overloaded, or large datagrams are lost (try --network network)"
@@ -117,6 +136,17 @@ def judge(found: LocalMeasurement, settings: BusSettings) -> list[Finding]:
         Finding("round trip, 64 B", f"{1e6 * peer.round_trip_s:.0f} us (median)"),
         Finding("throughput, 1 MiB frames", f"{peer.there / 1e6:.0f} MB/s"),
     ]
+
+
+def _not_found(settings: BusSettings, on_links: bool) -> str:
+    """Return what to do where two processes of this machine have not found each other."""
+    if on_links:
+        through = reach_of(settings).attachment
+        return f"two processes of this machine did not find each other in time through {through}: see the log there"
+    return (
+        f"two processes of this machine did not find each other on {settings.interface} in time: let UDP ports "
+        f"{examination_of(settings).ports} through the firewall, and check the interface and the peers"
+    )
 
 
 def _print(console: Console, findings: list[Finding]) -> None:

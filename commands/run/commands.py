@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gradbus.commands.amounts import size
-from gradbus.commands.buses import check
+from gradbus.commands.buses import check, place_of
 from gradbus.commands.choices import BindMode, LoopName
 from gradbus.commands.files import AggregatorFile, ControllerFile, WorkerFile, load
 from gradbus.commands.lifecycle import if_stopped, run_loop
@@ -92,7 +92,7 @@ def demo_run(options: DemoOptions, screen: Screen) -> None:
         if_stopped.append(lambda: f"What was done until then is in {run.path}")
         if planned.note:
             screen.say(f"data: {planned.note}")
-        screen.say(f"{options.clients} client processes, job {bus.job}, DDS domain {bus.domain} on {bus.interface}")
+        screen.say(f"{options.clients} client processes, job {bus.job}, {place_of(bus)}")
         reports = run_loop(lambda: run_demo(planned, run, screen, options, scalars, followed), options.loop)
         _conclude_rounds(screen, run, reports, title=bus.job)
 

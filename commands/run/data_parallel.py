@@ -16,7 +16,7 @@ import torch
 from gradbus.actors import EpochReport, Worker, WorkerSummary
 from gradbus.actors.data_parallel.rank import Rank
 from gradbus.actors.parameter_server.worker import ParameterServerWorker
-from gradbus.commands.buses import open_bus
+from gradbus.commands.buses import open_bus, place_of
 from gradbus.commands.configured_task import ConfiguredShardTask
 from gradbus.commands.files import WorkerFile
 from gradbus.commands.lifecycle import off_the_loop
@@ -103,10 +103,9 @@ async def run_worker(file: WorkerFile, place: RankPlace, output: Output) -> Work
     try:
         async with open_bus(file.bus, rank=rank) as bus:
             if world > 1:
-                log.info("waiting for the others", rank=rank, world=world, job=file.bus.job, domain=file.bus.domain)
-                output.say(
-                    f"waiting for {world - 1} more of {world} ranks: job {file.bus.job}, on {file.bus.interface}"
-                )
+                place = place_of(file.bus)
+                log.info("waiting for the others", rank=rank, world=world, job=file.bus.job, place=place)
+                output.say(f"waiting for {world - 1} more of {world} ranks: job {file.bus.job}, {place}")
             async with join_group(
                 bus,
                 rank=rank,

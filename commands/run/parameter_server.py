@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable
 
 from gradbus.actors.parameter_server.agreement import NETWORK
 from gradbus.actors.parameter_server.server import ParameterServer, ServerSummary
-from gradbus.commands.buses import open_bus
+from gradbus.commands.buses import open_bus, place_of
 from gradbus.commands.configured_task import ConfiguredShardTask
 from gradbus.commands.files import WorkerFile
 from gradbus.commands.rundir.directory import WorkerDirectory
@@ -80,8 +80,8 @@ async def run_server(
     task = ConfiguredShardTask(file.task.model_copy(update={"device": "cpu"}))
     async with open_bus(file.bus, rank=rank) as bus:
         say(
-            f"parameter server {index} of {servers}, waiting for {workers} workers: job {file.bus.job}, on "
-            f"{file.bus.interface}"
+            f"parameter server {index} of {servers}, waiting for {workers} workers: job {file.bus.job}, "
+            f"{place_of(file.bus)}"
         )
         async with join_network(bus, file, rank, workers) as network:
             place = await network.broadcast_object(PLACE, root=0)

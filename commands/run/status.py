@@ -20,7 +20,7 @@ from typing import Any
 from pydantic import ConfigDict
 
 from gradbus.commands.amounts import number, percent, ranges, size
-from gradbus.commands.buses import open_bus
+from gradbus.commands.buses import open_bus, place_of
 from gradbus.commands.exit_codes import NoJob
 from gradbus.runtime.config.bus import BusSettings
 from gradbus.runtime.config.settings import Settings, load_settings
@@ -326,9 +326,9 @@ async def observe(settings: BusSettings, *, timeout_s: float, listen_s: float) -
             if not first_s:
                 why = bus.access_policy.refusal or _about_key(bus.rejected) or bus.misconfiguration
                 raise NoJob(
-                    f"no job {settings.job!r} was found within {timeout_s:g} s, in domain {settings.domain} on "
-                    f"{settings.interface}, profile {settings.network}. Is it running, and are these its settings "
-                    f"(--domain, --network, --interface, --peers)? {why}".rstrip()
+                    f"no job {settings.job!r} was found within {timeout_s:g} s: {place_of(settings)}, profile "
+                    f"{settings.network}. Is it running, and are these its settings (--domain, --network, --interface, "
+                    f"--peers, or --connect, which makes it use Zenoh)? {why}".rstrip()
                 )
             return observer.picture(settings.job, time.monotonic())
 

@@ -74,6 +74,7 @@ if TYPE_CHECKING:
         WriteTimeout,
     )
     from gradbus.runtime.logs import log_to
+    from gradbus.runtime.network.links import LinkConfig
     from gradbus.runtime.network.network_config import NetworkConfig
 
 _WHERE = {
@@ -85,6 +86,7 @@ _WHERE = {
     "ClientSummary": "gradbus.actors.federated.client.client_report",
     "Controller": "gradbus.actors.federated.controller.controller",
     "FederatedConfig": "gradbus.runtime.config.federated",
+    "LinkConfig": "gradbus.runtime.network.links",
     "NetworkConfig": "gradbus.runtime.network.network_config",
     "Progress": "gradbus.actors.federated.controller.report",
     "ProgressLine": "gradbus.actors.federated.controller.progress_line",
@@ -194,6 +196,7 @@ __all__ = [
     "JobInUse",
     "JoinDeclined",
     "JoinRefused",
+    "LinkConfig",
     "NetworkConfig",
     "NonFiniteError",
     "OutOfTurn",

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gradbus import loading
 from gradbus.runtime.misuse import opening
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from gradbus.runtime.bus.bus import Bus
     from gradbus.runtime.network.network_config import NetworkConfig, Profile
     from gradbus.runtime.security import Level, Security
@@ -34,9 +35,9 @@ async def connect(  # noqa: PLR0913 - settings by keyword, for programs that hav
     connect: Sequence[str] = (),
     listen: Sequence[str] = (),
     tls: bool = True,
-    tls_ca: Path | str | None = None,
-    tls_certificate: Path | str | None = None,
-    tls_key: Path | str | None = None,
+    tls_ca: str | Path | None = None,
+    tls_certificate: str | Path | None = None,
+    tls_key: str | Path | None = None,
     tls_clients: bool = False,
     fast: bool | None = None,
     faults: str | Faults = "",
@@ -79,20 +80,21 @@ async def connect(  # noqa: PLR0913 - settings by keyword, for programs that hav
     """
     await loading.load_on_thread(loading.load_bus)
     from gradbus.runtime.bus.bus import connect as join  # loaded by now
-    from gradbus.runtime.bus.transport_factory import link_config, network_config
+    from gradbus.runtime.bus.transport_factory import network_config
 
-    links = link_config(
-        connect,
-        listen,
-        tls=tls,
-        ca=tls_ca,
-        certificate=tls_certificate,
-        key=tls_key,
-        requires_client_certificate=tls_clients,
-        lease_s=lease_s,
-    )
     chosen = network_config(
-        network, interface=interface, peers=peers, lease_s=lease_s, shared_memory=shared_memory, links=links
+        network,
+        interface=interface,
+        peers=peers,
+        lease_s=lease_s,
+        shared_memory=shared_memory,
+        connect=connect,
+        listen=listen,
+        tls=tls,
+        tls_ca=tls_ca,
+        tls_certificate=tls_certificate,
+        tls_key=tls_key,
+        tls_clients=tls_clients,
     )
     transport = partial(loading.load_transport, chosen)
     await loading.load_on_thread(transport, *([loading.load_actors] if load_actors else []))

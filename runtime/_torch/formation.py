@@ -222,7 +222,9 @@ class RankLocations:
         advice = self._reach.advice(elsewhere=True)
         if other.meeting_place != own.meeting_place:
             its_place, own_place = (f" in {one.meeting_place}" for one in (other, own))
-            advice = "Set the same GRADBUS_BUS__DOMAIN on all"
+            same_transport = len({one.meeting_place.partition(" ")[0].rstrip(",") for one in (other, own)}) == 1
+            what = "the same GRADBUS_BUS__DOMAIN on all"
+            advice = f"Set {what if same_transport else 'GRADBUS_BUS__CONNECT on all, or on none'}"
         elif own.leaves_machine:
             advice = (
                 "Give it the settings of this one (GRADBUS_BUS__INTERFACE, GRADBUS_BUS__NETWORK, the peers and key)"

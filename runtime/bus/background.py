@@ -77,7 +77,7 @@ class BusThread:
             self.call(self._stop.set)  # one that opens later closes at once
             raise BusError(
                 f"the bus of job {job!r} was not open after {OPEN_S:g} s, domain {settings.domain} on "
-                f"{settings.interface}. See what holds this process up, such as a disk of its key or log that does not "
+                f"{reach().attachment}. See what holds this process up, such as a disk of its key or log that does not "
                 f"answer, and try 'gradbus doctor' on this machine"
             )
         self.bus = self._opened.result()

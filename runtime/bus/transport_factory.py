@@ -1,8 +1,8 @@
 """What comes before a bus: its name and its security are checked, and its transport is opened off the loop.
 
-This alone knows which transports there are: settings choose one (:attr:`.NetworkConfig.links`), never what is installed,
-so that two processes of a job cannot be on different ones unawares. Before one is opened no library of it is loaded:
-settings are checked before those seconds, and the doctor runs where a library is missing.
+This alone knows which transports there are: settings choose one (:attr:`.NetworkConfig.links`), never what is
+installed, so that two processes of a job cannot be on different ones unawares. Before one is opened no library of it is
+loaded: settings are checked before those seconds, and the doctor runs where a library is missing.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from gradbus.runtime.errors import BusError, ConfigError, NotReachable
 from gradbus.runtime.fast_paths import LOOPBACK
@@ -62,20 +62,46 @@ def transport_module(network: NetworkConfig) -> str:
     return _ON_DATAGRAMS if network.links is None else _ON_LINKS
 
 
-def network_config(
+def network_config(  # noqa: PLR0913 - arguments of gradbus.connect
     network: Profile | NetworkConfig = "loopback",
     *,
     interface: str | None = None,
     peers: Sequence[str] = (),
     lease_s: float | None = None,
     shared_memory: bool = True,
-    links: LinkConfig | None = None,
+    connect: Sequence[str] = (),
+    listen: Sequence[str] = (),
+    tls: bool = True,
+    tls_ca: str | Path | None = None,
+    tls_certificate: str | Path | None = None,
+    tls_key: str | Path | None = None,
+    tls_clients: bool = False,
 ) -> NetworkConfig:
     """Return what these arguments of :func:`gradbus.connect` say. Raises ConfigError: one of them is wrong."""
+    for name, given in (("connect", connect), ("listen", listen)):
+        if isinstance(given, str):  # its characters would become a list
+            raise ConfigError(f"{name}: expected a list of endpoints, got the text {given!r}. Write [{given!r}]")
+    has_links = bool(connect or listen)
     if isinstance(network, NetworkConfig):
-        if links is not None:
-            raise ConfigError("connect and listen: network has all settings, so put them there: NetworkConfig(links=)")
+        if has_links:  # else the bus would be on DDS, unawares
+            raise ConfigError(
+                "connect and listen: network is a NetworkConfig, which has all settings. Put them into its links, as "
+                "in NetworkConfig(links=gradbus.LinkConfig(connect=[...]))"
+            )
         return network
+    files = {"ca": tls_ca, "certificate": tls_certificate, "key": tls_key}
+    links = (
+        LinkConfig(
+            connect=tuple(connect),
+            listen=tuple(listen),
+            tls=tls,
+            requires_client_certificate=tls_clients,
+            lease_s=lease_s,
+            **{name: None if path is None else Path(path) for name, path in files.items()},
+        )
+        if has_links
+        else None
+    )
     check_peers(peers)  # one text is no list of them, but its characters would become one
     return NetworkConfig(
         profile=network,

@@ -51,6 +51,9 @@ class LinkConfig:
     lease_s: float | None = None
 
     def __post_init__(self) -> None:
+        for name in ("connect", "listen"):
+            if isinstance(given := getattr(self, name), list):
+                object.__setattr__(self, name, tuple(given))
         if not (self.dials or self.listens):
             raise ConfigError(
                 "links: expected an endpoint in bus.connect or bus.listen, got none. Name one, as in "

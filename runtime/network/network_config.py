@@ -97,9 +97,9 @@ class NetworkConfig:
             "multicast": self.multicast,
             "loss_per_mille": self.loss_per_mille != 0,
         }
-        if without_meaning := [f"bus.{name}" for name, is_set in given.items() if is_set]:
+        if others := [f"bus.{name}" for name, is_set in given.items() if is_set]:
             raise ConfigError(
-                f"{' and '.join(without_meaning)} {'is' if len(without_meaning) == 1 else 'are'} for DDS, and bus.connect or bus.listen "
+                f"{' and '.join(others)} {'is' if len(others) == 1 else 'are'} for DDS, and bus.connect or bus.listen "
                 f"is set, with which the bus uses Zenoh. Leave out the one or the other"
             )
         if self.lease_s is not None and self.lease_s != links.lease_s:

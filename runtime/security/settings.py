@@ -121,11 +121,11 @@ def level_in_force(security: Security, is_exposed: bool, environment: Mapping[st
     if security.insecure:
         return "none"
     raise ConfigError(
-        "this bus leaves the machine (an interface other than lo, or peers elsewhere) and is not protected: anybody "
-        "there could read the data and join in; the key of this user is for this machine alone. Give the job a key: "
-        "'gradbus keys new FILE' makes one, and bus.key_file or GRADBUS_KEY_FILE names it on each machine; or set "
-        "bus.security to 'identity', with a key for each node. On a network where you trust everybody: --insecure, or "
-        "bus.insecure=true"
+        "this bus leaves the machine (an interface other than lo, peers elsewhere, or a relay) and is not protected: "
+        "anybody there could read the data and join in; the key of this user is for this machine alone. Give the job "
+        "a key: 'gradbus keys new FILE' makes one, and bus.key_file or GRADBUS_KEY_FILE names it on each machine; or "
+        "set bus.security to 'identity', with a key for each node. On a network where you trust everybody: --insecure, "
+        "or bus.insecure=true"
     )
 
 

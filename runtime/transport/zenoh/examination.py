@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 
 from gradbus.runtime.errors import BusError, ConfigError

@@ -1,0 +1,42 @@
+"""The links of a bus that uses Zenoh: each endpoint and certificate, for the doctor's report."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from gradbus.commands.buses import link_reports
+from gradbus.commands.doctor.machine import Finding, Severity
+from gradbus.commands.run.status import BusFile
+from gradbus.runtime.config.bus import BusSettings
+from gradbus.runtime.config.settings import load_settings
+
+_NAMES = (
+    "transport", "connect", "listen", "tls", "tls_ca", "tls_certificate", "tls_key", "tls_clients", "lease_s",
+)  # fmt: skip
+
+
+def with_links(settings: BusSettings, config: Path | None, options: Mapping[str, Any]) -> BusSettings:
+    """Return settings with the links of a configuration and of the environment, and those of options over them.
+
+    Raises:
+        ConfigError: something is wrong with them.
+    """
+    found = load_settings(BusFile, config).bus
+    update = {name: getattr(found, name) for name in _NAMES if name in found.model_fields_set} | dict(options)
+    is_asked_for = any(update.get(name) for name in ("connect", "listen")) or found.transport == "zenoh"
+    return settings.model_copy(update=update) if is_asked_for else settings
+
+
+def links(settings: BusSettings) -> list[Finding]:
+    """Return the findings about each endpoint and certificate. Takes some seconds for each that does not answer.
+
+    Raises:
+        ConfigError: the settings contradict each other. ImportError: the library of Zenoh is missing.
+    """
+    findings = []
+    for report in link_reports(settings):
+        severity = Severity.BAD if report.is_fault else Severity.ADVICE if report.cure else Severity.OK
+        findings.append(Finding(report.name, report.value, severity, report.cure))
+    return findings
