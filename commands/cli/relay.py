@@ -22,7 +22,7 @@ def relay(
         typer.Option(
             metavar="ENDPOINT",
             show_default=False,
-            help="Where to listen: tls/HOST:PORT, or tcp/HOST:PORT. May be repeated. [default: tls/0.0.0.0:7447]",
+            help="Where to listen: tls/HOST:PORT, or tcp/HOST:PORT. May be repeated. [default: tls/0.0.0.0:443]",
         ),
     ] = None,
     certificate: Annotated[
@@ -61,7 +61,7 @@ def relay(
     """Forward between controllers, clients and workers that can only dial out, to one port of this machine.
 
     The relay stores nothing, and cannot read what the members of a job send: they encrypt it with keys that it does not
-    have. Members name it in bus.connect, as in bus.connect=["tls/relay.example.org:7447"]. Certificates come from
+    have. Members name it in bus.connect, as in bus.connect=["tls/relay.example.org:443"]. Certificates come from
     'gradbus keys tls HOST'. CONFIG may also limit sessions, and say which client may take part in which job; see
     docs/relay.md.
 

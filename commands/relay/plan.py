@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from gradbus.runtime.errors import ConfigError
+from gradbus.runtime.errors import ConfigError, GradbusError
 from gradbus.runtime.network.links import LinkConfig
 from gradbus.runtime.transport.zenoh.router import RouterLimits
+
+E = TypeVar("E", bound=GradbusError)
+_OWN = re.compile(r"\bbus\.(?=listen|tls|lease_s)")  # bus.connect is a setting of the others
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +66,6 @@ def links_of(own: Mapping[str, Any]) -> LinkConfig:
         raise in_own_words(error) from None
 
 
-def in_own_words(error: ConfigError) -> ConfigError:
+def in_own_words(error: E) -> E:
     """Return an error about links that names the settings of a relay, whose section is not ``bus``."""
-    return ConfigError(str(error).replace("bus.", "relay."))
+    return type(error)(_OWN.sub("relay.", str(error)))

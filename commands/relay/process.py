@@ -12,9 +12,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from gradbus.commands.lifecycle import guard, run_loop
-from gradbus.commands.relay.plan import RelayPlan, plan_of
+from gradbus.commands.relay.plan import RelayPlan, in_own_words, plan_of
 from gradbus.commands.relay.service import Relay
 from gradbus.runtime import logs
+from gradbus.runtime.errors import BusError
 from gradbus.runtime.json_text import parse_json
 from gradbus.runtime.transport.zenoh.router import open_router
 
@@ -44,7 +45,10 @@ def serve(values: Mapping[str, Any]) -> int:
     plan = plan_of(values)
     _allow_descriptors(plan.limits.sessions)
     with contextlib.ExitStack() as opened:
-        router = open_router(plan.links, plan.limits, plan.jobs)
+        try:
+            router = open_router(plan.links, plan.limits, plan.jobs)
+        except BusError as error:
+            raise in_own_words(error) from None
         opened.callback(router.close)
         relay = Relay(router, drain_s=plan.drain_s, max_per_node=plan.sessions_per_node)
         url = opened.enter_context(_pages(plan, relay))

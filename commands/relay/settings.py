@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 from gradbus.runtime.config.settings import Duration, NonNegative, Settings
 
 ANY = "*"  # in access.jobs: every certificate, or every job
-DEFAULT_LISTEN = ("tls/0.0.0.0:7447",)
+DEFAULT_LISTEN = ("tls/0.0.0.0:443",)
 
 Count = Annotated[int, Field(ge=1, le=1_000_000)]
 

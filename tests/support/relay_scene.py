@@ -1,4 +1,4 @@
-"""A relay in a process of its own, the certificates around it, and links to it."""
+"""A relay in a process of its own, and links to it."""
 
 from __future__ import annotations
 
@@ -18,22 +18,12 @@ from types import TracebackType
 from typing import Any, Self
 
 from prometheus_client.parser import text_string_to_metric_families
+from tls_scene import TlsFiles
 
 from gradbus.runtime.network.links import LinkConfig
-from gradbus.runtime.security.tls_authority import new_authority
+from gradbus.runtime.transport.zenoh.session import open_session
 
 START_S = 30.0  # of an interpreter on a busy machine
-
-
-def write_certificates(folder: Path, *clients: str) -> None:
-    """Write ``ca.pem``, ``relay.pem`` and ``relay.key`` for this machine, and the same of each client."""
-    authority = new_authority("tests")
-    authority.server(["localhost", "127.0.0.1"]).write(folder / "relay.pem", folder / "relay.key")
-    for name in clients:
-        authority.client(name).write(folder / f"{name}.pem", folder / f"{name}.key")
-    from cryptography.hazmat.primitives.serialization import Encoding
-
-    (folder / "ca.pem").write_bytes(authority.certificate.public_bytes(Encoding.PEM))
 
 
 class RelayProcess:
@@ -135,8 +125,6 @@ class RelayProcess:
 @contextlib.contextmanager
 def linked(relay: RelayProcess, **settings: Any) -> Iterator[Any]:
     """Open a session of Zenoh to a relay. ``settings``: of :class:`LinkConfig`."""
-    from gradbus.runtime.transport.zenoh.session import open_session
-
     relay.ready()
     session = open_session(LinkConfig(connect=(relay.listen,), **settings))
     try:
@@ -145,12 +133,13 @@ def linked(relay: RelayProcess, **settings: Any) -> Iterator[Any]:
         session.close()
 
 
-def certificate_of(folder: Path, name: str) -> Mapping[str, Path]:
-    """Return the settings of a client with a certificate from :func:`write_certificates`."""
-    return {"ca": folder / "ca.pem", "certificate": folder / f"{name}.pem", "key": folder / f"{name}.key"}
+def certificate_of(files: TlsFiles, name: str) -> Mapping[str, Path]:
+    """Return the settings of a client with a certificate of its own."""
+    return {"ca": files.ca, **files.client(name)}
 
 
-def tls_arguments(folder: Path, *, clients: bool) -> Sequence[str]:
-    """Return the options of a relay with these certificates. ``clients``: they must show theirs."""
-    own = ["--tls-certificate", str(folder / "relay.pem"), "--tls-key", str(folder / "relay.key")]
-    return [*own, "--tls-ca", str(folder / "ca.pem")] if clients else own
+def tls_arguments(files: TlsFiles, *, clients: bool) -> Sequence[str]:
+    """Return the options of a relay of this machine. ``clients``: they must show certificates."""
+    own = files.server()
+    named = ["--tls-certificate", str(own["certificate"]), "--tls-key", str(own["key"])]
+    return [*named, "--tls-ca", str(files.ca)] if clients else named

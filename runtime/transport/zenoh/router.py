@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 _ROOT = "gradbus"  # all keys of all versions begin with it
 ANY = "*"  # as a name: every client; as a job: every job
-# All that a member of a job does on its keys. What is not named here, such as asking for the router's own state, is
-# denied, and so is everything on other keys: nobody can use a relay of gradbus for anything else.
 _MAX_STATE_BYTES = 1 << 20
 _TOKEN_PARTS = 6  # gradbus, version, job, channel, side, endpoint
+# All that a member of a job does on its keys. What is not named here, such as asking for the router's own state, is
+# denied, and so is everything on other keys: nobody can use a relay of gradbus for anything else.
 _MESSAGES = (
     "put",
     "delete",

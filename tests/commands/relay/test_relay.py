@@ -13,7 +13,10 @@ from typing import Any
 import pytest
 from patience import until
 from ports import kept_ports
-from relay_scene import RelayProcess, certificate_of, linked, tls_arguments, write_certificates
+from relay_scene import RelayProcess, certificate_of, linked, tls_arguments
+from tls_scene import TlsFiles
+
+from gradbus.runtime.errors import BusError
 
 pytestmark = pytest.mark.slow
 
@@ -28,10 +31,8 @@ def port() -> Iterator[int]:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("certificates")
-    write_certificates(folder, "site-1", "site-2")
-    return folder
+def files(tmp_path_factory: pytest.TempPathFactory) -> TlsFiles:
+    return TlsFiles(tmp_path_factory.mktemp("certificates"))
 
 
 def plain(port: int, *arguments: str) -> RelayProcess:
@@ -40,10 +41,10 @@ def plain(port: int, *arguments: str) -> RelayProcess:
     return RelayProcess("--listen", endpoint, "--http-port", "0", *arguments, listen=endpoint)
 
 
-def with_names(port: int, folder: Path, *arguments: str) -> RelayProcess:
+def with_names(port: int, files: TlsFiles, *arguments: str) -> RelayProcess:
     """A relay that asks for certificates."""
     endpoint = f"tls/localhost:{port}"
-    tls = tls_arguments(folder, clients=True)
+    tls = tls_arguments(files, clients=True)
     return RelayProcess("--listen", f"tls/127.0.0.1:{port}", "--http-port", "0", *tls, *arguments, listen=endpoint)
 
 
@@ -99,14 +100,14 @@ def test_a_session_that_shows_its_endpoints_is_logged_with_its_job_and_its_sende
         assert len(tokens) == 2
 
 
-def test_a_client_takes_part_only_in_the_jobs_of_its_certificate(port: int, folder: Path, tmp_path: Path) -> None:
+def test_a_client_takes_part_only_in_the_jobs_of_its_certificate(port: int, files: TlsFiles, tmp_path: Path) -> None:
     config = tmp_path / "relay.json"
     jobs = {"site-1": ["cells", "faces"], "site-2": ["cells"]}
     config.write_text(json.dumps({"access": {"jobs": jobs}, "limits": {"message_bytes": 1_000_000}}))
-    with with_names(port, folder, str(config)) as relay:
+    with with_names(port, files, str(config)) as relay:
         with (
-            linked(relay, **certificate_of(folder, "site-1")) as first,
-            linked(relay, **certificate_of(folder, "site-2")) as second,
+            linked(relay, **certificate_of(files, "site-1")) as first,
+            linked(relay, **certificate_of(files, "site-2")) as second,
         ):
             own = received(second, "gradbus/1/cells/**")
             others = [received(second, keys) for keys in ("gradbus/1/faces/**", "gradbus/**", "other/**")]
@@ -127,15 +128,15 @@ def test_a_client_takes_part_only_in_the_jobs_of_its_certificate(port: int, fold
         assert relay.counts()["sessions_opened_total site-1"] == 1
 
 
-def test_a_node_with_too_many_sessions_loses_the_newest_and_others_stay(port: int, folder: Path) -> None:
+def test_a_node_with_too_many_sessions_loses_the_newest_and_others_stay(port: int, files: TlsFiles) -> None:
     with (
-        with_names(port, folder, "--set", "limits.sessions_per_node=1") as relay,
-        linked(relay, **certificate_of(folder, "site-1")) as kept,
-        linked(relay, **certificate_of(folder, "site-2")),
+        with_names(port, files, "--set", "limits.sessions_per_node=1") as relay,
+        linked(relay, **certificate_of(files, "site-1")) as kept,
+        linked(relay, **certificate_of(files, "site-2")),
     ):
         relay.wait_for("session opened", count=2)
         until(lambda: relay.counts()["received_bytes_total site-1"] > 0)  # its connection is found
-        with linked(relay, **certificate_of(folder, "site-1")) as refused:
+        with linked(relay, **certificate_of(files, "site-1")) as refused:
             line = relay.wait_for("session refused")
             assert (line["node"], line["peer"]) == ("site-1", str(refused.zid()))
             relay.wait_for("session closed", peer=str(refused.zid()))
@@ -145,12 +146,10 @@ def test_a_node_with_too_many_sessions_loses_the_newest_and_others_stay(port: in
         ] == []
 
 
-def test_a_client_without_a_certificate_is_not_let_in(port: int, folder: Path) -> None:
-    from gradbus.runtime.errors import BusError
-
-    with with_names(port, folder) as relay:
+def test_a_client_without_a_certificate_is_not_let_in(port: int, files: TlsFiles) -> None:
+    with with_names(port, files) as relay:
         relay.ready()
-        with pytest.raises(BusError, match="certificate"), linked(relay, ca=folder / "ca.pem"):
+        with pytest.raises(BusError, match="certificate"), linked(relay, ca=files.ca):
             pass
         assert [line["event"] for line in relay.lines] == ["relay listens"]
 
@@ -201,8 +200,8 @@ def test_a_relay_that_is_killed_and_started_again_serves_the_same_links(port: in
                     pass
 
 
-def test_a_relay_has_loaded_nothing_heavy_and_is_small(port: int, folder: Path) -> None:
-    with with_names(port, folder) as relay:
+def test_a_relay_has_loaded_nothing_heavy_and_is_small(port: int, files: TlsFiles) -> None:
+    with with_names(port, files) as relay:
         relay.ready()
         assert relay.get("/ready")[0] == 200
         resident = relay.status("VmRSS")
@@ -215,7 +214,7 @@ def test_a_relay_has_loaded_nothing_heavy_and_is_small(port: int, folder: Path) 
 @pytest.mark.parametrize(
     ("arguments", "code", "text"),
     [
-        ([], 2, "tls/0.0.0.0:7447 needs a certificate: set relay.tls_certificate and relay.tls_key"),
+        ([], 2, "tls/0.0.0.0:443 needs a certificate: set relay.tls_certificate and relay.tls_key"),
         (["--listen", "udp/127.0.0.1:7"], 2, "expected tls/ or tcp/"),
         (["--listen", "tcp/0.0.0.0:7"], 2, "relay.tls=false"),
         (["nowhere.toml"], 2, "nowhere.toml"),
@@ -235,4 +234,4 @@ def test_a_port_that_is_taken_is_an_error_that_names_it(port: int) -> None:
         relay.ready()
         with plain(port) as second:
             assert second.ended() == 8
-    assert f"127.0.0.1:{port}" in second.other[0]
+    assert f"listen (relay.listen): tcp/127.0.0.1:{port}: another process listens on port {port}" in second.other[0]

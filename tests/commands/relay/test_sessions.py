@@ -209,5 +209,5 @@ def test_every_client_may_be_named_without_certificates() -> None:
 
 def test_defaults_ask_for_no_file() -> None:
     file = check_settings(RelayFile, {}, where="settings")
-    assert file.relay.listen == ("tls/0.0.0.0:7447",)
+    assert file.relay.listen == ("tls/0.0.0.0:443",)
     assert file.http.port is None
