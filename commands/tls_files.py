@@ -4,10 +4,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from ipaddress import IPv6Address
 from pathlib import Path
 
 from gradbus.runtime.errors import ConfigError
-from gradbus.runtime.security.tls_authority import AUTHORITY_CERTIFICATE, AUTHORITY_KEY, Issued, authority_in
+from gradbus.runtime.network.peers import ip_address_of
+from gradbus.runtime.security.tls_authority import (
+    AUTHORITY_CERTIFICATE,
+    AUTHORITY_KEY,
+    Issued,
+    authority_in,
+    check_client_name,
+    names_of_hosts,
+)
 
 
 def make_tls_files(hosts: Sequence[str], client: str | None, folder: Path) -> Iterator[str]:
@@ -22,10 +31,14 @@ def make_tls_files(hosts: Sequence[str], client: str | None, folder: Path) -> It
             "for whom? Give either the names of a machine that listens, as in 'gradbus keys tls relay.example.org', or "
             "--client NAME for one that dials"
         )
-    if hosts and all(":" in host for host in hosts):
+    if client is not None:  # all is checked before an authority is made for it
+        check_client_name(client)
+    elif all(isinstance(ip_address_of(host), IPv6Address) for host in hosts):
         raise ConfigError(
             f"{hosts[0]}: over TLS, Zenoh dials no IPv6 address itself. Give a host name as well, which others dial"
         )
+    else:
+        names_of_hosts(hosts)
     authority, is_new = authority_in(folder)
     if client is not None:
         issued, stem = authority.client(client), f"client-{client}"

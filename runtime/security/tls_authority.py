@@ -38,9 +38,7 @@ class Authority:
 
     def server(self, hosts: Sequence[str], *, days: float = CERTIFICATE_DAYS) -> Issued:
         """Make a certificate for a host with these names and IP addresses. Raises ConfigError: one is neither."""
-        names = [_general_name(host) for host in hosts]
-        if not 1 <= len(names) <= _MAX_HOSTS:
-            raise ConfigError(f"hosts: expected 1 to {_MAX_HOSTS} host names or IP addresses, got {len(names)}")
+        names = names_of_hosts(hosts)
         # A relay that dials another one is a client there, with the same certificate.
         uses = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
         return self._issue(hosts[0][:64], uses, days, names)
@@ -48,10 +46,7 @@ class Authority:
     def client(self, name: str, *, days: float = CERTIFICATE_DAYS) -> Issued:
         """Make a certificate for one that dials. ``name``: its common name, by which a relay knows it. Raises
         ConfigError: that is no name."""
-        if not _CLIENT_NAME.fullmatch(name):
-            raise ConfigError(
-                f"client name {name!r}: expected 1 to 64 of A-Z a-z 0-9 . _ -, starting with a letter or digit"
-            )
+        check_client_name(name)
         return self._issue(name, [ExtendedKeyUsageOID.CLIENT_AUTH], days, [x509.DNSName(name)])
 
     def _issue(
@@ -82,6 +77,22 @@ class Issued:
             _check_new(path)
         write_secret_file(key, _key_text(self.key))
         _write_new(certificate, self.certificate.public_bytes(serialization.Encoding.PEM))
+
+
+def names_of_hosts(hosts: Sequence[str]) -> list[x509.GeneralName]:
+    """Return hosts as a certificate has them. Raises ConfigError: one is no host name and no address of a machine, or
+    there are none, or too many."""
+    if not 1 <= len(hosts) <= _MAX_HOSTS:
+        raise ConfigError(f"hosts: expected 1 to {_MAX_HOSTS} host names or IP addresses, got {len(hosts)}")
+    return [_general_name(host) for host in hosts]
+
+
+def check_client_name(name: str) -> None:
+    """Raise ConfigError: a client cannot have this name."""
+    if not _CLIENT_NAME.fullmatch(name):
+        raise ConfigError(
+            f"client name {name!r}: expected 1 to 64 of A-Z a-z 0-9 . _ -, starting with a letter or digit"
+        )
 
 
 def new_authority(name: str, *, days: float = AUTHORITY_DAYS) -> Authority:
@@ -160,7 +171,6 @@ def _usage(*, signs: bool) -> x509.KeyUsage:
 
 
 def _general_name(host: str) -> x509.GeneralName:
-    """Return a host as a certificate has it. Raises ConfigError: it is no host name and no address of a machine."""
     address = ip_address_of(host)
     if address is not None and not (fault := address_fault(host)):
         return x509.IPAddress(ipaddress.ip_address(host))

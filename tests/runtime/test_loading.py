@@ -141,6 +141,32 @@ print(reach_of(settings).meeting_place, examination_of(settings).ports, peer_nam
     assert child(program).stdout == "DDS domain 0 7410-7649 ()\n"
 
 
+def test_settings_choose_the_transport_whatever_is_installed() -> None:
+    """Neither library is imported before one is chosen, and a missing one never makes a bus use the other."""
+    program = """
+import asyncio, sys, gradbus
+sys.modules["zenoh"] = sys.modules["cyclonedds"] = None
+from gradbus.commands.buses import check, place_of
+from gradbus.runtime.config.bus import BusSettings
+links = BusSettings(connect=("tcp/127.0.0.1:7447",), security="none")
+for settings in (BusSettings(security="none"), links):
+    check(settings)
+    print(place_of(settings))
+async def main():
+    async with gradbus.connect("missing", connect=["tcp/127.0.0.1:7447"], security="none", load_actors=False):
+        pass
+try:
+    asyncio.run(main())
+except ImportError as error:
+    print(error)
+"""
+    assert child(program).stdout.splitlines() == [
+        "DDS domain 0 on lo",
+        "Zenoh on tcp/127.0.0.1:7447",
+        "import of zenoh halted; None in sys.modules",
+    ]
+
+
 def test_a_package_that_is_missing_is_an_error_of_connect_with_its_name() -> None:
     program = """
 import asyncio, sys, gradbus

@@ -20,9 +20,10 @@ from types import TracebackType
 from typing import Any, Self
 
 from gradbus.runtime.network.network_config import NetworkConfig
+from gradbus.runtime.transport.api import Transport
 from gradbus.runtime.transport.channels import Channel as TransportChannel
 from gradbus.runtime.transport.dds import libddsc
-from gradbus.runtime.transport.dds.participant import Participant, Reader, Writer
+from gradbus.runtime.transport.dds.participant import Participant
 
 ANSWER_S = 60.0  # within which any answer comes: a machine may stand still
 _NUMBER = struct.Struct("<I")
@@ -68,7 +69,9 @@ class ChannelNode:
     def __init__(self, *, domain: int, job: str, prefix: tuple[str, ...] = (), **network: Any) -> None:
         """``prefix``: a command that starts it elsewhere. ``network``: of :class:`.NetworkConfig`."""
         spec = json.dumps({"domain": domain, "job": job, "network": network})
-        command = [*prefix, sys.executable, __file__, spec]
+        self._start([*prefix, sys.executable, __file__, spec])
+
+    def _start(self, command: list[str]) -> None:
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
         self._ask("ready")
 
@@ -178,11 +181,12 @@ def _until(condition: Callable[[], object], timeout_s: float, state: Callable[[]
 
 
 @dataclass
-class _Process:
-    """The process itself."""
+class Process:
+    """The process itself. ``cut`` lets nothing pass between it and others, or everything again."""
 
-    participant: Participant
-    endpoints: dict[str, Reader | Writer] = field(default_factory=dict)
+    participant: Transport
+    set_cut: Callable[[bool], None]
+    endpoints: dict[str, Any] = field(default_factory=dict)
 
     def ready(self) -> bool:
         return True
@@ -204,7 +208,6 @@ class _Process:
 
     def _write(self, key: str, number: int, size: int, until_taken: bool) -> bool:
         writer = self.endpoints[key]
-        assert isinstance(writer, Writer)
         parts, until_s = (_NUMBER.pack(number), bytes(size - _NUMBER.size)), time.monotonic() + ANSWER_S / 2
         while not (taken := writer.write((), parts)) and until_taken and time.monotonic() < until_s:
             pass  # each write waits for block_s
@@ -212,7 +215,6 @@ class _Process:
 
     def take(self, key: str) -> list[tuple[int, int]]:
         reader = self.endpoints[key]
-        assert isinstance(reader, Reader)
         found: list[tuple[int, int]] = []
         while taken := reader.take(16):
             samples = [(reader.decode(raw), handle) for raw, handle in taken]
@@ -234,28 +236,36 @@ class _Process:
 
     def acks(self, key: str, timeout_s: float) -> bool:
         writer = self.endpoints[key]
-        assert isinstance(writer, Writer)
         return writer.wait_for_acks(timeout_s)
 
     def cut(self, is_cut: bool) -> None:
-        code = _set_deafmute(libddsc.handle_of(self.participant.entity), is_cut, is_cut, _FOR_EVER)
-        assert code == libddsc.RETCODE_OK, f"dds_domain_set_deafmute returned {code}"
+        self.set_cut(is_cut)
 
     def delete(self, key: str) -> None:
         self.endpoints.pop(key).close()
 
 
-def main() -> None:
+def serve(process: Process) -> None:
     """Do what each line asks for until the input ends."""
-    spec = json.loads(sys.argv[1])
-    network = NetworkConfig(shared_memory=False, **spec["network"])
-    process = _Process(Participant(domain_id=spec["domain"], partition=spec["job"], network=network))
     for line in sys.stdin:
         asked = json.loads(line)
         answer = getattr(process, asked.pop("what"))(**asked)
         sys.stdout.write(json.dumps(answer) + "\n")
         sys.stdout.flush()
     process.participant.close()
+
+
+def main() -> None:
+    """Serve with a participant."""
+    spec = json.loads(sys.argv[1])
+    network = NetworkConfig(shared_memory=False, **spec["network"])
+    participant = Participant(domain_id=spec["domain"], partition=spec["job"], network=network)
+
+    def set_cut(is_cut: bool) -> None:
+        code = _set_deafmute(libddsc.handle_of(participant.entity), is_cut, is_cut, _FOR_EVER)
+        assert code == libddsc.RETCODE_OK, f"dds_domain_set_deafmute returned {code}"
+
+    serve(Process(participant, set_cut))
 
 
 if __name__ == "__main__":

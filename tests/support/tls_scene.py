@@ -1,4 +1,4 @@
-"""Certificates and servers for links: authorities, machines and clients, all made by the code of ``gradbus keys tls``."""
+"""Certificates and servers for links. All certificates are made by the code of ``gradbus keys tls``."""
 
 from __future__ import annotations
 

@@ -13,10 +13,11 @@ import pytest
 from gradbus.runtime.errors import BusClosed
 from gradbus.runtime.transport.api import PEER_ID_BYTES, Envelope
 from gradbus.runtime.transport.channels import Channel
+from gradbus.runtime.transport.flags import FlagWaiter
+from gradbus.runtime.transport.kept_samples import KeptSamples
 from gradbus.runtime.transport.memory import network
 from gradbus.runtime.transport.memory.delivery import SampleDelivery
-from gradbus.runtime.transport.memory.endpoints import MemoryInlet, MemoryOutlet, MemoryPlace, MemoryWaiter
-from gradbus.runtime.transport.memory.kept_samples import KeptSamples
+from gradbus.runtime.transport.memory.endpoints import MemoryInlet, MemoryOutlet, MemoryPlace
 from gradbus.runtime.transport.memory.network import MemoryNetwork
 from gradbus.runtime.transport.memory.pairs import EndpointPair
 from gradbus.runtime.transport.memory.transport import MemoryTransport
@@ -375,12 +376,12 @@ def an_outlet_does_not_report_its_peers(patch: pytest.MonkeyPatch) -> None:
 
 @breaks("what_is_detached_ends_no_wait")
 def nothing_is_ever_detached(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(MemoryWaiter, "detach", lambda self, trigger: None)
+    patch.setattr(FlagWaiter, "detach", lambda self, trigger: None)
 
 
 @breaks("any_thread_may_wake_a_wait")
 def nobody_is_woken(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(MemoryWaiter, "wake", lambda self: None)
+    patch.setattr(FlagWaiter, "wake", lambda self: None)
 
 
 @breaks("many_threads_may_write_to_one_outlet")

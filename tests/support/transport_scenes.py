@@ -1,4 +1,5 @@
-"""Where the contract of a transport is tested: on DDS, and on the network in memory in real time or in steps.
+"""Where the contract of a transport is tested: on DDS, on Zenoh, and on the network in memory in real time or
+in steps.
 
 In steps time is virtual and there is one thread: a wait does what is due meanwhile, so nothing is slow and each run is
 the same.
@@ -18,14 +19,15 @@ from typing import Any, Protocol
 
 from channel_node import Channel, ChannelNode
 from dds_domains import new_domain
+from zenoh_node import ZenohNode, relay, transport_at
 
 from gradbus.runtime.network.network_config import NetworkConfig
 from gradbus.runtime.transport.api import Inlet, Outlet, Transport
 from gradbus.runtime.transport.dds.participant import Participant
 from gradbus.runtime.transport.memory.network import MemoryNetwork
 from gradbus.runtime.transport.memory.pairs import MemoryNode
-from gradbus.runtime.transport.memory.schedule import Call, ThreadSchedule
 from gradbus.runtime.transport.memory.transport import MemoryTransport
+from gradbus.runtime.transport.schedule import Call, ThreadSchedule
 
 PATIENCE_S = 30.0
 SLICE_S = 0.05
@@ -104,7 +106,7 @@ class Scene(Protocol):
 
 
 class SteppedSchedule:
-    """A :class:`~gradbus.runtime.transport.memory.schedule.NetworkSchedule` in virtual time, for one thread."""
+    """A :class:`~gradbus.runtime.transport.schedule.NetworkSchedule` in virtual time, for one thread."""
 
     lock: AbstractContextManager[None] = contextlib.nullcontext()
 
@@ -254,6 +256,22 @@ class DdsScene:
 
     def close(self) -> None:
         self._opened.close()
+
+
+class ZenohScene(DdsScene):
+    """Zenoh on the loopback interface, over one relay in this process. Remote processes are true ones."""
+
+    def __init__(self) -> None:
+        self._opened = contextlib.ExitStack()
+        self._port = self._opened.enter_context(relay())
+
+    def open(self, job: str = "one") -> Transport:
+        made = transport_at(self._port, job)
+        self._opened.callback(made.close)
+        return made
+
+    def remote(self, lease_s: float = LONG_LEASE_S, *, loss: float = 0.0) -> Remote:
+        return self._opened.enter_context(ZenohNode(self._port, "one", lease_s, loss=loss))
 
 
 def in_steps() -> MemoryScene:

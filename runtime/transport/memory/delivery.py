@@ -14,9 +14,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from gradbus.runtime.transport.memory.kept_samples import NumberedSample
+from gradbus.runtime.transport.kept_samples import NumberedSample
 from gradbus.runtime.transport.memory.pairs import EndpointPair, Node
-from gradbus.runtime.transport.memory.schedule import NetworkSchedule
+from gradbus.runtime.transport.schedule import NetworkSchedule
 
 LAST_WORDS_S = 0.005  # samples of a dead process are on their way for so long at most: no process sends them again
 RESEND_MAX_S = 0.2  # from a round trip without an answer until the next attempt

@@ -1,28 +1,19 @@
-"""Outlets, inlets and waiters of the network in memory. :mod:`gradbus.runtime.transport.api` says what they promise."""
+"""Outlets and inlets of the network in memory. :mod:`gradbus.runtime.transport.api` says what they promise."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from gradbus.runtime import forks
-from gradbus.runtime.errors import BusClosed, BusError
-from gradbus.runtime.transport.api import WOKEN, Envelope, PeerId
+from gradbus.runtime.errors import BusClosed
+from gradbus.runtime.transport.api import Envelope, PeerId
 from gradbus.runtime.transport.channels import Channel
-from gradbus.runtime.transport.memory.kept_samples import KeptSamples
+from gradbus.runtime.transport.flags import ChangeFlag, FlagWaiter
+from gradbus.runtime.transport.kept_samples import KeptSamples
 from gradbus.runtime.transport.memory.network import MemoryNetwork
 from gradbus.runtime.transport.memory.pairs import EndpointPair, Node
 from gradbus.runtime.transport.samples import SAMPLES
-
-
-class ChangeFlag:
-    """What a waiter waits for: on from a change until somebody has looked."""
-
-    __slots__ = ("is_on",)
-
-    def __init__(self) -> None:
-        self.is_on = False
 
 
 class MemoryPlace:
@@ -40,7 +31,7 @@ class MemoryPlace:
         self.own = network.new_peer_id()
         self.outlets: list[MemoryOutlet] = []
         self.inlets: list[MemoryInlet] = []
-        self.waiters: list[MemoryWaiter] = []
+        self.waiters: list[FlagWaiter] = []
 
     def forget(self, endpoint: _MemoryEndpoint) -> None:
         """Drop an endpoint that is closed. The caller holds the lock."""
@@ -273,59 +264,6 @@ class MemoryInlet(_MemoryEndpoint):
     def octets(self, raw: Any) -> Any:
         """See :meth:`.api.Inlet.octets`."""
         return raw.data
-
-
-class MemoryWaiter:
-    """Reports which flags are on.
-
-    Attributes:
-        on_news: called, with the lock, when a wait would end; a driver that does not wait sets it.
-    """
-
-    def __init__(self, place: MemoryPlace) -> None:
-        self._node = place.node
-        self._schedule = place.network.schedule
-        self._attached: dict[int, ChangeFlag] = {}
-        self._is_woken = False
-        self._made_in = forks.generation
-        self.on_news: Callable[[], None] = self._schedule.notify
-        place.waiters.append(self)
-
-    def attach(self, trigger: ChangeFlag, number: int) -> None:
-        """See :meth:`.api.Waiter.attach`."""
-        with self._schedule.lock:
-            self._attached[number] = trigger
-            if trigger.is_on:
-                self.on_news()
-
-    def detach(self, trigger: ChangeFlag) -> None:
-        """See :meth:`.api.Waiter.detach`."""
-        with self._schedule.lock:
-            self._attached = {number: one for number, one in self._attached.items() if one is not trigger}
-
-    def wait(self, timeout_s: float) -> list[int]:
-        """See :meth:`.api.Waiter.wait`."""
-        with self._schedule.lock:
-            numbers = self._numbers()
-            if not numbers and timeout_s > 0.0:
-                try:
-                    self._schedule.wait(self._node, lambda: bool(self._numbers()), timeout_s)
-                except BusError as error:
-                    raise OSError(str(error)) from error
-                numbers = self._numbers()
-            self._is_woken = False
-            return numbers
-
-    def _numbers(self) -> list[int]:
-        numbers = [WOKEN] if self._is_woken else []
-        return numbers + [number for number, one in self._attached.items() if one.is_on]
-
-    def wake(self) -> None:
-        """See :meth:`.api.Waiter.wake`."""
-        if self._made_in == forks.generation:
-            with self._schedule.lock:
-                self._is_woken = True
-                self.on_news()
 
 
 def _never() -> bool:

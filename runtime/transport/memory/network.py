@@ -17,7 +17,7 @@ from gradbus.runtime.transport.api import PEER_ID_BYTES, PeerId
 from gradbus.runtime.transport.channels import WINDOW_BYTES
 from gradbus.runtime.transport.memory.delivery import SampleDelivery
 from gradbus.runtime.transport.memory.pairs import EndpointPair, InletEnd, Node, OutletEnd, PairEnd
-from gradbus.runtime.transport.memory.schedule import NetworkSchedule, ThreadSchedule
+from gradbus.runtime.transport.schedule import NetworkSchedule, ThreadSchedule
 
 FOUND_S = 0.15  # the longest discovery of a new endpoint; of one after a partition:
 FOUND_AGAIN_S = 2.0

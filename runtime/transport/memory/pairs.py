@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from gradbus.runtime.transport.api import PeerId
 from gradbus.runtime.transport.channels import Channel
-from gradbus.runtime.transport.memory.kept_samples import KeptSamples
+from gradbus.runtime.transport.kept_samples import KeptSamples
 
 
 class Node(Protocol):

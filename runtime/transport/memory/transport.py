@@ -10,7 +10,8 @@ from gradbus.runtime.errors import BusClosed
 from gradbus.runtime.transport.access_policy import AccessPolicy
 from gradbus.runtime.transport.api import IoThread, JobMembers, Traits
 from gradbus.runtime.transport.channels import Channel
-from gradbus.runtime.transport.memory.endpoints import MemoryInlet, MemoryOutlet, MemoryPlace, MemoryWaiter
+from gradbus.runtime.transport.flags import FlagWaiter
+from gradbus.runtime.transport.memory.endpoints import MemoryInlet, MemoryOutlet, MemoryPlace
 from gradbus.runtime.transport.memory.network import MemoryNetwork
 from gradbus.runtime.transport.memory.pairs import Node
 
@@ -55,9 +56,11 @@ class MemoryTransport(MemoryPlace):
         """Do nothing: there is no discovery to look at."""
         return True
 
-    def waiter(self) -> MemoryWaiter:
+    def waiter(self) -> FlagWaiter:
         """See :meth:`.api.Transport.waiter`."""
-        return MemoryWaiter(self)
+        waiter = FlagWaiter(self.network.schedule, self.node)
+        self.waiters.append(waiter)
+        return waiter
 
     def outlet(self, channel: Channel, *, retained_samples: int = 1) -> MemoryOutlet:
         """See :meth:`.api.Transport.outlet`."""

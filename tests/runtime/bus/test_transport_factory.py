@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from bus_helpers import Run
 from patience import eventually
 
-from gradbus.runtime.bus.transport_factory import closed_on_error, open_transport
+from gradbus.runtime.bus import transport_factory
+from gradbus.runtime.bus.transport_factory import closed_on_error, open_transport, transport_maker
+from gradbus.runtime.errors import BusError, ConfigError, NotReachable
+from gradbus.runtime.network.links import LinkConfig
+from gradbus.runtime.network.network_config import NetworkConfig
+from gradbus.runtime.transport.api import Traits
 
 
 class SlowParticipant:
@@ -118,3 +124,72 @@ def test_a_participant_without_a_bus_is_closed_before_a_cancel_gets_through(run:
         assert participant.ended == ["close"]
 
     run(main)
+
+
+class Relay:
+    """Nothing answers there until it has started."""
+
+    def __init__(self) -> None:
+        self.attempts = 0
+        self.has_started = False
+        self.error: BusError = NotReachable("tls/relay:443: nothing listens on port 443 there")
+
+    def open(self) -> Any:
+        self.attempts += 1
+        if self.has_started:
+            return SimpleNamespace(traits=Traits())
+        raise self.error
+
+
+def test_a_transport_is_opened_as_soon_as_the_relay_that_it_needs_has_started(run: Run) -> None:
+    async def main() -> None:
+        relay, found = Relay(), []
+
+        def find() -> Any:
+            found.append("keys are read")
+            return relay.open
+
+        opening = asyncio.create_task(open_transport(find))
+        await eventually(lambda: relay.attempts >= 2)
+        relay.has_started = True
+        assert (await opening).traits == Traits()
+        assert len(found) == 1
+
+    run(main)
+
+
+def test_a_relay_that_never_starts_is_an_error_that_says_how_long_it_was_tried(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transport_factory, "FIRST_LINK_S", 0.3)
+    relay = Relay()
+    with pytest.raises(BusError, match=r"nothing listens on port 443 there. It was tried for 0.3 s"):
+        run(lambda: open_transport(lambda: relay.open))
+    assert relay.attempts >= 2
+
+
+def test_what_no_later_attempt_would_change_is_an_error_at_once(run: Run) -> None:
+    relay = Relay()
+    relay.error = BusError("tls/relay:443: its certificate is signed by another authority")
+    with pytest.raises(BusError, match="another authority"):
+        run(lambda: open_transport(lambda: relay.open))
+    assert relay.attempts == 1
+
+
+def test_waiting_for_a_relay_can_be_cancelled(run: Run) -> None:
+    async def main() -> None:
+        relay = Relay()
+        opening = asyncio.create_task(open_transport(lambda: relay.open))
+        await eventually(lambda: relay.attempts >= 2)
+        opening.cancel()
+        await is_cancelled(opening)
+
+    run(main)
+
+
+def test_a_bus_that_nothing_protects_is_not_opened_beyond_loopback() -> None:
+    links = LinkConfig(connect=("tls/relay.example.org:443",))
+    with pytest.raises(ConfigError, match=r"this bus leaves the machine .*or a relay\) and is not protected"):
+        transport_maker("job", domain=0, network=NetworkConfig(links=links), fast=None, security="none")
+    local = NetworkConfig(links=LinkConfig(connect=("tcp/127.0.0.1:7447",)))
+    assert callable(transport_maker("job", domain=0, network=local, fast=None, security="none"))

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 from transport_contract import CLAUSES, Clause
 from transport_mutants import MUTANTS, Plant
-from transport_scenes import DdsScene, MemoryScene, in_steps, with_threads
+from transport_scenes import DdsScene, MemoryScene, ZenohScene, in_steps, with_threads
 
 MUTANT_S = 10.0  # for what a thread does in memory within milliseconds
 IN_STEPS = [one for one in CLAUSES if not one.needs_threads]
@@ -44,6 +44,19 @@ def dds() -> Iterator[DdsScene]:
 @pytest.mark.parametrize("clause", CLAUSES, ids=str)
 def test_on_dds(clause: Clause, dds: DdsScene) -> None:
     clause.check(dds)
+
+
+@pytest.fixture
+def on_zenoh() -> Iterator[ZenohScene]:
+    scene = ZenohScene()
+    yield scene
+    scene.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("clause", CLAUSES, ids=str)
+def test_on_zenoh(clause: Clause, on_zenoh: ZenohScene) -> None:
+    clause.check(on_zenoh)
 
 
 def test_each_clause_has_a_fault_that_breaks_it() -> None:

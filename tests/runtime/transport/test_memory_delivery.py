@@ -9,8 +9,8 @@ from channel_node import Channel
 from transport_scenes import MemoryScene, in_steps, take, with_threads, write
 
 from gradbus.runtime.errors import BusError
+from gradbus.runtime.transport.kept_samples import LEAST_BYTES, KeptSamples
 from gradbus.runtime.transport.memory.endpoints import MemoryInlet, MemoryOutlet
-from gradbus.runtime.transport.memory.kept_samples import LEAST_BYTES, KeptSamples
 from gradbus.runtime.transport.memory.network import LINGER_S
 from gradbus.runtime.transport.memory.pairs import MemoryNode
 from gradbus.runtime.transport.memory.transport import MemoryTransport

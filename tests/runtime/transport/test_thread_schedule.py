@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from gradbus.runtime.errors import BusError
-from gradbus.runtime.transport.memory.schedule import ThreadSchedule
+from gradbus.runtime.transport.schedule import ThreadSchedule
 
 PATIENCE_S = 30.0
 

@@ -27,7 +27,7 @@ WINDOW_BYTES = 64 << 10  # 64 small samples: a run has too few to fill the windo
 
 
 class VirtualSchedule:
-    """Calls functions of the network at a virtual time: the :class:`.memory.schedule.NetworkSchedule` of a simulation.
+    """Calls functions of the network at a virtual time: the :class:`.schedule.NetworkSchedule` of a simulation.
     No two callbacks run at the same time, so there is nothing to lock. Nothing waits; the time of a thread passes."""
 
     lock: AbstractContextManager[None] = contextlib.nullcontext()

@@ -1,4 +1,4 @@
-"""When the network in memory does something: at points of time, on one thread at a time.
+"""When a transport that keeps its own time does something: at points of time, on one thread at a time.
 
 :class:`ThreadSchedule` does so in real time, on a thread of its own. A simulation has a schedule in virtual time.
 """
@@ -21,11 +21,11 @@ Call = tuple[float, int, Callable[..., object], tuple[Any, ...]]
 
 
 class NetworkSchedule(Protocol):
-    """Calls functions of the network at their time."""
+    """Calls functions of a transport at their time."""
 
     @property
     def lock(self) -> AbstractContextManager[Any]:
-        """Return what is held by whoever looks at the network or changes it; the functions are called with it."""
+        """Return what is held by whoever looks at the transport or changes it; the functions are called with it."""
 
     def now_s(self) -> float:
         """Return the time."""
@@ -38,7 +38,7 @@ class NetworkSchedule(Protocol):
         lock is free meanwhile. Returns ``is_over()``. Raises BusError: as :meth:`check`."""
 
     def check(self) -> None:
-        """Raise BusError if the network has failed: then nothing arrives any more. The caller holds the lock."""
+        """Raise BusError if the transport has failed: then nothing arrives any more. The caller holds the lock."""
 
     def notify(self) -> None:
         """Have those that wait look again. The caller holds the lock."""
@@ -51,7 +51,10 @@ class ThreadSchedule:
     """Does so in real time. Its thread starts with the first call, and ends with :meth:`close`, or when a function
     raises: then all waits and writes fail."""
 
-    def __init__(self) -> None:
+    def __init__(self, what: str = "the network in memory", *, thread_name: str = "gradbus-memory") -> None:
+        """``what``: has this schedule, in words for errors."""
+        self._what = what
+        self._thread_name = thread_name
         self.lock = threading.Condition(threading.RLock())
         self._calls: list[Call] = []
         self._numbers = itertools.count()
@@ -66,13 +69,13 @@ class ThreadSchedule:
 
     def at(self, when_s: float, function: Callable[..., object], *arguments: Any) -> None:
         """See :meth:`NetworkSchedule.at`. Raises ForkedProcess: in a child by fork, which has no such thread."""
-        forks.check(self._made_in, "the network in memory")
+        forks.check(self._made_in, self._what)
         with self.lock:
             if self._is_closed:
                 return
             heapq.heappush(self._calls, (when_s, next(self._numbers), function, arguments))
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="gradbus-memory", daemon=True)
+                self._thread = threading.Thread(target=self._run, name=self._thread_name, daemon=True)
                 self._thread.start()
             self.lock.notify_all()
 
@@ -85,9 +88,7 @@ class ThreadSchedule:
     def check(self) -> None:
         """See :meth:`NetworkSchedule.check`."""
         if self._fault is not None:
-            raise BusError(f"the network in memory has failed with {self._fault!r}: nothing arrives any more") from (
-                self._fault
-            )
+            raise BusError(f"{self._what} has failed with {self._fault!r}: nothing arrives any more") from self._fault
 
     def notify(self) -> None:
         """See :meth:`NetworkSchedule.notify`."""

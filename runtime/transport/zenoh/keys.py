@@ -1,0 +1,79 @@
+"""Keys on Zenoh: under which names the endpoints of a job find each other, and their messages travel.
+
+All begin with ``gradbus/<version>/<job>/<channel>/``, then:
+
+| key | what |
+|---|---|
+| ``out/<outlet>``, ``in/<inlet>`` | tokens: the endpoint is there |
+| ``all/<outlet>`` | from an outlet to all inlets of the channel |
+| ``to/<inlet>/<outlet>`` | from an outlet to one inlet |
+| ``ack/<outlet>/<inlet>`` | from an inlet to an outlet |
+
+An endpoint is named after its transport, so others know whose it is: the name of the transport
+(:data:`~gradbus.runtime.transport.api.PeerId`) in hexadecimal digits, a dot, and a number.
+"""
+
+from __future__ import annotations
+
+import re
+from urllib.parse import quote, unquote
+
+from gradbus.runtime.transport.api import PEER_ID_BYTES, PeerId
+
+VERSION = 1
+"""Of the keys and of the messages below them: those of another version do not meet."""
+
+_ENDPOINT = re.compile(rf"([0-9a-f]{{{2 * PEER_ID_BYTES}}})\.(0|[1-9][0-9]{{0,9}})")
+
+
+def escape(name: str) -> str:
+    """Return a name as one part of a key: letters, digits and ``_.-~`` stand for themselves, all else is ``%XX``.
+
+    So nothing in it is a pattern (``*``, ``$``), a separator, or a part that Zenoh matches only literally (``@``). The
+    name of nothing is ``%``: no part of a key may be empty.
+    """
+    return quote(name, safe="") or "%"
+
+
+def unescape(part: str) -> str:
+    """Return the name that :func:`escape` has made this of."""
+    return "" if part == "%" else unquote(part)
+
+
+def endpoint_id(owner: PeerId, number: int) -> str:
+    """Return the name of an endpoint of a transport."""
+    return f"{owner.hex()}.{number}"
+
+
+def owner_of(endpoint: str) -> PeerId | None:
+    """Return whose endpoint this is; None: it is no name of an endpoint."""
+    found = _ENDPOINT.fullmatch(endpoint)
+    return bytes.fromhex(found[1]) if found else None
+
+
+def last_part(key: str) -> str:
+    """Return what is behind the last separator: of each key here, the endpoint that it comes from."""
+    return key.rpartition("/")[2]
+
+
+class ChannelKeys:
+    """The keys of one channel of one job."""
+
+    def __init__(self, job: str, channel: str) -> None:
+        self._base = f"gradbus/{VERSION}/{escape(job)}/{escape(channel)}"
+
+    def token(self, side: str, endpoint: str = "*") -> str:
+        """Return the token of an outlet (``side`` is ``out``) or an inlet (``in``); ``*``: of all."""
+        return f"{self._base}/{side}/{endpoint}"
+
+    def to_all(self, outlet: str = "*") -> str:
+        """Return where an outlet writes for all."""
+        return f"{self._base}/all/{outlet}"
+
+    def to_one(self, inlet: str, outlet: str = "*") -> str:
+        """Return where an outlet writes for one inlet."""
+        return f"{self._base}/to/{inlet}/{outlet}"
+
+    def ack(self, outlet: str, inlet: str = "*") -> str:
+        """Return where an inlet answers an outlet."""
+        return f"{self._base}/ack/{outlet}/{inlet}"

@@ -1,0 +1,433 @@
+"""Outlets on Zenoh: samples are numbered, sent to all who keep up, and again to those who say what they lack.
+
+**Theory of operation.** An outlet that sees the token of an inlet sends it START, and counts it as matched once it has
+answered. The answers (ACK) say what has arrived, and up to which sample the inlet has room. A sample goes to all inlets
+in one message; one that has had no room, was cut off, or came later gets what it lacks in messages of its own. Each
+sample is kept until all matched inlets have acknowledged it.
+
+A message that was lost in the middle is asked for by the inlet, which sees the gap. One that was the last is found by a
+PROBE, which says what the inlet should have: after :data:`PROBE_S` in which nothing was acknowledged although something
+could be. It travels behind the samples, so what is still on its way is not taken for lost.
+
+An inlet whose token has gone holds up no write. What it lacks is kept for the lease, as far as the window goes: its
+process may live, and come back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gradbus.runtime.transport.api import Envelope, PeerId
+from gradbus.runtime.transport.channels import WINDOW_BYTES, Channel, is_control
+from gradbus.runtime.transport.kept_samples import KeptSamples, NumberedSample
+from gradbus.runtime.transport.sample_layout import LAYOUTS
+from gradbus.runtime.transport.zenoh.messages import (
+    HEADER_BYTES,
+    MAX_NUMBER,
+    Ack,
+    BadMessage,
+    Probe,
+    Start,
+    pack_probe,
+    pack_start,
+    parse_ack,
+    sample_message,
+    set_number,
+)
+from gradbus.runtime.transport.zenoh.place import MAX_PEERS, Place, ZenohEndpoint
+
+PROBE_S, PROBE_MAX_S = 0.2, 1.0  # from the last progress of an inlet until the first PROBE, and between later ones
+_RESTART_S = 0.05  # an answer to an old START may be on its way
+
+
+@dataclass(slots=True, eq=False)
+class InletState:
+    """Holds what an outlet knows of one inlet.
+
+    Attributes:
+        handle: by which others know it while the match lasts.
+        epoch, first: of the START that it was sent last, at ``started_s``.
+        acknowledged: it has all samples up to this one. sent: those that were sent. granted: those it has room for.
+        is_there: its token is, or our own link is down. is_matched: it has answered the START.
+        is_reliable: it is sent again what it lacks. has_missed: something that it lacks is not there any more.
+        progressed_s: when it has last acknowledged something new. patience_s: from then until the next PROBE.
+    """
+
+    id: str
+    owner: PeerId
+    handle: int = 0
+    epoch: int = 0
+    first: int = 1
+    started_s: float = 0.0
+    acknowledged: int = 0
+    sent: int = 0
+    granted: int = 0
+    is_there: bool = True
+    is_matched: bool = False
+    is_reliable: bool = True
+    has_missed: bool = False
+    lost_s: float = 0.0
+    progressed_s: float = 0.0
+    patience_s: float = PROBE_S
+    round_trip_s: float = 0.0
+
+    @property
+    def is_peer(self) -> bool:
+        """Return whether it is matched now."""
+        return self.is_matched and self.is_there
+
+    @property
+    def holds_up(self) -> bool:
+        """Return whether writes wait for it."""
+        return self.is_matched and self.is_there and self.is_reliable
+
+    def note_progress(self, now_s: float) -> None:
+        """Begin to wait for an answer afresh."""
+        self.progressed_s = now_s
+        self.patience_s = max(PROBE_S, 2 * self.round_trip_s)
+
+
+class ZenohOutlet(ZenohEndpoint):
+    """Sends the samples of one channel."""
+
+    def __init__(self, place: Place, channel: Channel, retained_samples: int) -> None:
+        super().__init__(place, channel, side="out", other_side="in")
+        self._layout = LAYOUTS[channel.sample_type]
+        retained = 1 if channel.keep_last else retained_samples
+        self._kept = KeptSamples(retained if channel.retained else 0, keeps_last=channel.keep_last)
+        self._inlets: dict[str, InletState] = {}
+        self._receivers: Sequence[PeerId] = ()
+        self._urgent = is_control(channel)
+        self._to_all = self.keys.to_all(self.id)
+        self._epoch = 0
+        self._probe_is_due = False
+        self._refused_since_s = 0.0
+        self._writes = 0  # in progress
+        self._reserved_bytes = 0  # of samples that are being made
+
+    def subscriptions(self) -> list[tuple[str, Callable[[str, bytes], None]]]:
+        """Answers of inlets."""
+        return [(self.keys.ack(self.id), self._hear)]
+
+    # Who is there
+
+    def count_peers(self) -> int:
+        """See :meth:`.ZenohEndpoint.count_peers`. Takes note whose they are."""
+        self._receivers = [one.owner for one in self._inlets.values() if one.is_peer]
+        return len(self._receivers)
+
+    def receivers(self) -> Sequence[PeerId]:
+        """See :meth:`.api.Outlet.receivers`."""
+        return self._receivers
+
+    def peers(self) -> set[int]:
+        """See :meth:`.api.Endpoint.peers`."""
+        with self.schedule.lock:
+            return {one.handle for one in self._inlets.values() if one.is_peer}
+
+    def find_peer(self, peer: str, owner: PeerId) -> None:
+        """Begin a match, or go on with one: the PROBE has the inlet say what it lacks."""
+        inlet = self._inlets.get(peer)
+        if inlet is None:
+            if len(self._inlets) >= MAX_PEERS:
+                raise BadMessage("too many tokens")
+            inlet = self._inlets[peer] = InletState(peer, owner)
+            self._begin(inlet, self._kept.first_retained)
+            return
+        if not inlet.is_there:
+            inlet.is_there = True
+            if inlet.has_missed:
+                self._begin(inlet, self._kept.first_retained)
+                return
+            if inlet.is_matched:
+                inlet.handle = self.place.next_number()
+                self.note_match()
+        inlet.note_progress(self.schedule.now_s())
+        self._probe(inlet)
+        self._probe_later()
+
+    def lose_peer(self, peer: str) -> None:
+        """Wait for this inlet no more."""
+        inlet = self._inlets.get(peer)
+        if inlet is not None and inlet.is_there:
+            inlet.is_there, inlet.lost_s = False, self.schedule.now_s()
+            if inlet.is_matched:
+                self.note_match()
+            self.schedule.notify()  # writes that wait for it
+
+    def forget_peer(self, peer: str) -> None:
+        """Keep nothing for an inlet that has not come back."""
+        inlet = self._inlets.get(peer)
+        if inlet is not None and not inlet.is_there and self.lease_is_over(inlet.lost_s):
+            del self._inlets[peer]
+            self._forget_acknowledged()
+
+    def _begin(self, inlet: InletState, first: int) -> None:
+        """Begin a match with the sample of this number."""
+        self._epoch += 1
+        if inlet.is_peer:
+            self.note_match()
+        inlet.epoch, inlet.first = self._epoch, first
+        inlet.is_matched = inlet.has_missed = False
+        inlet.acknowledged = inlet.sent = first - 1
+        inlet.granted = 0
+        self._kept.keep_since(first)
+        inlet.started_s = self.schedule.now_s()
+        inlet.note_progress(inlet.started_s)
+        self._probe(inlet)
+        self._probe_later()
+
+    # Answers of inlets, with the lock
+
+    def _hear(self, peer: str, message: bytes) -> None:
+        inlet, ack = self._inlets.get(peer), parse_ack(message)
+        if inlet is None:
+            raise BadMessage("answer of an unknown inlet")
+        if ack.epoch == inlet.epoch:
+            self._take_answer(inlet, ack)
+        elif ack.epoch == 0 and inlet.is_there:
+            self._restart(inlet)
+        else:
+            raise BadMessage("answer of another match")
+
+    def _restart(self, inlet: InletState) -> None:
+        """Begin again with an inlet that knows of no match: where it has stopped, and with what is retained."""
+        if self.schedule.now_s() < inlet.started_s + _RESTART_S:
+            return
+        if inlet.is_matched:
+            lacks = min(inlet.acknowledged, self._kept.last) + 1
+            self._begin(inlet, min(lacks, self._kept.first_retained) if not inlet.has_missed else lacks)
+        else:
+            self._probe(inlet)
+
+    def _take_answer(self, inlet: InletState, ack: Ack) -> None:
+        kept, now_s = self._kept, self.schedule.now_s()
+        if ack.wanted > kept.last + 1:
+            raise BadMessage("answer to what was not sent")
+        arrived = ack.wanted - 1
+        if not inlet.is_matched:
+            if ack.wanted < inlet.first:
+                raise BadMessage("answer to what was not sent")
+            inlet.is_matched, inlet.is_reliable, inlet.has_missed = True, ack.is_reliable, False
+            inlet.handle = self.place.next_number()
+            inlet.round_trip_s = now_s - inlet.started_s
+            inlet.sent = arrived  # of a match before this one it may have more
+            inlet.note_progress(now_s)
+            self.note_match()
+        if not inlet.is_reliable:
+            inlet.acknowledged, inlet.granted = MAX_NUMBER, MAX_NUMBER
+        else:
+            inlet.granted = max(inlet.granted, ack.granted)
+            if arrived > inlet.acknowledged:
+                inlet.acknowledged, inlet.sent = arrived, max(inlet.sent, arrived)
+                inlet.note_progress(now_s)
+            if ack.asked >= ack.wanted:
+                self._send_again(inlet, ack.wanted, min(ack.asked, inlet.sent))
+        self._send_lacking(inlet)
+        self._forget_acknowledged()
+        self.schedule.notify()
+
+    def _forget_acknowledged(self) -> None:
+        """Forget the samples that no inlet lacks."""
+        lacking = [one.acknowledged for one in self._inlets.values() if one.is_reliable and not one.has_missed]
+        self._kept.acknowledge(min(lacking, default=self._kept.last))
+
+    # Sending, with the lock
+
+    def _publish(self, key: str, message: bytes | bytearray) -> bool:
+        return self.place.session.publish(key, message, urgent=self._urgent)
+
+    def _publish_to(self, inlet: InletState, message: bytes | bytearray) -> bool:
+        return self._publish(self.keys.to_one(inlet.id, self.id), message)
+
+    def _send_lacking(self, inlet: InletState) -> None:
+        """Send what an inlet has not been sent, as far as it has room."""
+        last = min(inlet.granted, self._kept.last)
+        if inlet.sent >= last or not inlet.is_peer:
+            return
+        for one in self._in_reach(inlet, inlet.sent + 1):
+            if one.number > last or not self._publish_to(inlet, one.sample):
+                break
+            inlet.sent = one.number
+        self._probe_later()
+
+    def _send_again(self, inlet: InletState, first: int, last: int) -> None:
+        for one in self._in_reach(inlet, first):
+            if (one.number > last and not self.channel.keep_last) or not self._publish_to(inlet, one.sample):
+                break
+
+    def _in_reach(self, inlet: InletState, first: int) -> Iterable[NumberedSample]:
+        """Return the samples from this number on. Where the first is not there any more, begin a new match instead."""
+        found = self._kept.since(first)
+        if found and found[0].number == first:
+            return found
+        if self.channel.keep_last or not inlet.is_reliable:
+            return found
+        if first <= self._kept.last:
+            self._begin(inlet, self._kept.first_retained)
+        return ()
+
+    def use_room(self) -> None:
+        """Send what was dropped because the link was congested."""
+        for inlet in list(self._inlets.values()):
+            self._send_lacking(inlet)
+
+    def _send(self, message: bytearray) -> None:
+        """Number a sample, keep it, and send it to those that have had all before it, and have room."""
+        number = self._kept.last + 1
+        set_number(message, number)
+        self._kept.append(message, len(message))
+        inlets = self._inlets.values()
+        due = [one for one in inlets if one.is_peer and one.sent == number - 1 and one.granted >= number]
+        if due:
+            is_for_all = len(due) > 1 or len(inlets) == 1
+            key = self._to_all if is_for_all else self.keys.to_one(due[0].id, self.id)
+            if self._publish(key, message):
+                for one in due:
+                    one.sent = number
+            else:
+                self._skip_for_unreliable(due, number)
+        self._forget_acknowledged()  # where no inlet is reliable, all is
+        self._probe_later()
+
+    @staticmethod
+    def _skip_for_unreliable(due: Sequence[InletState], number: int) -> None:
+        for one in due:
+            if not one.is_reliable:
+                one.sent = number
+
+    def _lacks(self, inlet: InletState) -> bool:
+        return inlet.is_there and (not inlet.is_matched or inlet.acknowledged < self._kept.last)
+
+    def _probe_later(self) -> None:
+        """Look again when the first of those that lack something runs out of patience."""
+        if self._probe_is_due:
+            return
+        due_s = min((one.progressed_s + one.patience_s for one in self._inlets.values() if self._lacks(one)), default=0)
+        if due_s:
+            self._probe_is_due = True
+            self.schedule.at(max(due_s, self.schedule.now_s()), self._look_at_progress)
+
+    def _look_at_progress(self) -> None:
+        self._probe_is_due = False
+        now_s = self.schedule.now_s()
+        if self.id not in self.place.endpoints:
+            return
+        for inlet in list(self._inlets.values()):
+            if self._lacks(inlet) and now_s >= inlet.progressed_s + inlet.patience_s:
+                self._probe(inlet)
+                inlet.progressed_s = now_s
+                inlet.patience_s = max(min(1.5 * inlet.patience_s, PROBE_MAX_S), 2 * inlet.round_trip_s)
+        self._probe_later()
+
+    def _probe(self, inlet: InletState) -> None:
+        """Have an inlet say what it lacks, or answer the START that it has not answered yet."""
+        if inlet.is_matched:
+            self._publish_to(inlet, pack_probe(Probe(inlet.epoch, min(inlet.sent, self._kept.last))))
+        else:
+            self._publish_to(inlet, pack_start(Start(inlet.epoch, inlet.first)))
+
+    # Writing
+
+    def write(self, fields: tuple[Any, ...], parts: tuple[Any, ...]) -> bool:
+        """See :meth:`.api.Outlet.write`."""
+        laid_out = self._layout.parts(fields, parts)
+        num_bytes = sum(map(len, laid_out))
+        return self._write(num_bytes, lambda: sample_message(num_bytes, laid_out))
+
+    def write_made(self, fields: tuple[Any, ...], envelope: Envelope) -> bool:
+        """See :meth:`.api.Outlet.write_made`. The octets are made where they are kept."""
+        head = self._layout.prefix(*fields, envelope.size) + envelope.header
+        num_bytes = len(head) + envelope.size - len(envelope.header)
+
+        def made() -> bytearray:
+            message = sample_message(num_bytes, (head,))
+            with memoryview(message) as view, view[HEADER_BYTES + len(head) :] as room:
+                envelope.seal_into(room)
+            return message
+
+        return self._write(num_bytes, made)
+
+    def _write(self, num_bytes: int, make: Callable[[], bytearray]) -> bool:
+        with self.schedule.lock:
+            if not self._waits_for_room():
+                self._refused_since_s = self._refused_since_s or self.schedule.now_s()
+                return False
+            self._reserved_bytes += num_bytes
+            self._writes += 1
+        try:
+            message = make()  # not with the lock: encryption of a large sample takes a while
+            with self.schedule.lock:
+                self.check_open()
+                self._refused_since_s = 0.0
+                self._send(message)
+        finally:
+            with self.schedule.lock:
+                self._reserved_bytes -= num_bytes
+                self._writes -= 1
+        return True
+
+    def _waits_for_room(self) -> bool:
+        self.check_open()
+        self.schedule.check()
+        if self._has_room():
+            return True
+        self._writes += 1
+        self.schedule.notify()
+        try:
+            self.schedule.wait(self.place.node, lambda: self.is_closed or self._has_room(), self.channel.block_s)
+        finally:
+            self._writes -= 1
+        self.check_open()
+        return self._has_room()
+
+    def _has_room(self) -> bool:
+        if self.channel.keep_last:
+            return True
+        inlets = self._inlets.values()
+        if self.place.session.is_congested and any(one.holds_up for one in inlets):
+            return False
+        if self._kept.num_bytes + self._reserved_bytes >= WINDOW_BYTES:
+            self._give_up_on_absent()
+        return self._kept.num_bytes + self._reserved_bytes < WINDOW_BYTES
+
+    def _give_up_on_absent(self) -> None:
+        """Keep nothing for inlets that are not there, or have not answered yet: a new match is theirs."""
+        needed = min((one.acknowledged for one in self._inlets.values() if one.holds_up), default=self._kept.last)
+        for one in self._inlets.values():
+            if one.acknowledged < needed and not one.holds_up:
+                one.has_missed = True
+        self._kept.acknowledge(needed)
+
+    # Acknowledgements
+
+    def _has_acks(self) -> bool:
+        return all(one.acknowledged >= self._kept.last for one in self._inlets.values() if one.holds_up)
+
+    @property
+    def is_settled(self) -> bool:
+        """See :attr:`.ZenohEndpoint.is_settled`."""
+        return self._has_acks()
+
+    @property
+    def is_acknowledged(self) -> bool:
+        """See :attr:`.api.Outlet.is_acknowledged`."""
+        with self.schedule.lock:
+            return self._has_acks()
+
+    def wait_for_acks(self, timeout_s: float) -> bool:
+        """See :meth:`.api.Outlet.wait_for_acks`."""
+        with self.schedule.lock:
+            return self._has_acks() or self.schedule.wait(self.place.node, self._has_acks, timeout_s)
+
+    @property
+    def is_writing(self) -> bool:
+        """See :attr:`.api.Outlet.is_writing`."""
+        return self._writes > 0
+
+    @property
+    def refused_since_s(self) -> float:
+        """See :attr:`.api.Outlet.refused_since_s`."""
+        return self._refused_since_s

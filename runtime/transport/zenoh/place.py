@@ -1,0 +1,285 @@
+"""What the endpoints of one transport share: their session and time, and what they know of the tokens of others.
+
+**Theory of operation.** Callbacks of the session only note what they are told (:meth:`Place.post`); all decisions are
+made under the lock of the schedule, by its thread or by one that waits for news anyway. Nothing waits under that lock.
+
+A token that goes says one of two things. While our own link stands, the endpoint is gone, or its link is: it counts as
+lost at once. When our own link breaks, all tokens go, which says nothing about their endpoints: those that come back
+within the lease have not been lost at all. The order of the two reports is not defined, so a token is missed for
+:data:`GRACE_S` before its endpoint is lost.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+from abc import ABC, abstractmethod
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from gradbus.runtime.errors import BusClosed, BusError
+from gradbus.runtime.transport.api import PeerId
+from gradbus.runtime.transport.channels import WINDOW_BYTES, Channel
+from gradbus.runtime.transport.flags import ChangeFlag, FlagWaiter
+from gradbus.runtime.transport.schedule import NetworkSchedule
+from gradbus.runtime.transport.zenoh.keys import ChannelKeys, endpoint_id, last_part, owner_of
+from gradbus.runtime.transport.zenoh.messages import BadMessage
+from gradbus.runtime.transport.zenoh.session_api import Declaration, LinkSession
+
+GRACE_S = 0.05  # within which the break of a link is reported, before or after the tokens that go with it
+LINGER_S = 1.0  # an outlet that is closed stays so long at most, until its samples are acknowledged
+MAX_PEERS = 65_536  # that one endpoint remembers: anybody can show tokens
+MAX_WAITING = 65_536  # messages that were received, and not looked at yet
+MAX_WAITING_BYTES = 4 * WINDOW_BYTES
+
+
+class Place:
+    """Where the endpoints of one transport are.
+
+    Attributes:
+        own: what the transport calls itself. node: whose time passes in waits, for the schedule.
+        rejected: counts of dropped messages, by reason.
+    """
+
+    def __init__(
+        self, session: LinkSession, schedule: NetworkSchedule, job: str, own: PeerId, lease_s: float, node: Any
+    ) -> None:
+        self.session = session
+        self.schedule = schedule
+        self.job = job
+        self.own = own
+        self.lease_s = lease_s
+        self.node = node
+        self.rejected: Counter[str] = Counter()
+        self.endpoints: dict[str, ZenohEndpoint] = {}
+        self.waiters: list[FlagWaiter] = []
+        self._numbers = itertools.count(1)
+        self._posted: deque[tuple[int, Callable[..., None], tuple[Any, ...]]] = deque()
+        self._posted_bytes = 0
+        self._drain_is_due = False
+        self._broke_s = -math.inf  # when the link did last
+        session.start(self._link_changed, self._room_made)
+
+    # From any thread, and from callbacks
+
+    def post(self, function: Callable[..., None], *arguments: Any, num_bytes: int = 0, may_drop: bool = False) -> None:
+        """Have a function called soon with the lock. ``may_drop``: not if too much waits already, but counted."""
+        with self.schedule.lock:
+            if may_drop and (len(self._posted) >= MAX_WAITING or self._posted_bytes >= MAX_WAITING_BYTES):
+                self.rejected["too much waits"] += 1
+                return
+            self._posted.append((num_bytes, function, arguments))
+            self._posted_bytes += num_bytes
+            if not self._drain_is_due:
+                self._drain_is_due = True
+                self.schedule.at(self.schedule.now_s(), self.drain)
+
+    def _link_changed(self, is_linked: bool) -> None:
+        self.post(self._note_link, is_linked)
+
+    def _room_made(self) -> None:
+        self.post(self._use_room)
+
+    # With the lock
+
+    def drain(self) -> None:
+        """Handle what was posted."""
+        self._drain_is_due = False
+        while self._posted:
+            num_bytes, function, arguments = self._posted.popleft()
+            self._posted_bytes -= num_bytes
+            try:
+                function(*arguments)
+            except BadMessage as error:
+                self.rejected[str(error)] += 1
+
+    def after(self, seconds: float, function: Callable[..., object], *arguments: Any) -> None:
+        """Call a function after a delay, with the lock."""
+        self.schedule.at(self.schedule.now_s() + seconds, function, *arguments)
+
+    def _note_link(self, is_linked: bool) -> None:
+        if not is_linked:
+            self._broke_s = self.schedule.now_s()
+
+    def _use_room(self) -> None:
+        for endpoint in list(self.endpoints.values()):
+            endpoint.use_room()
+        self.schedule.notify()
+
+    def link_broke_since(self, when_s: float) -> bool:
+        """Return whether the link of this transport has broken since then, or is broken."""
+        return self._broke_s >= when_s or not self.session.is_linked
+
+    def report_news(self) -> None:
+        """End the waits of the waiters."""
+        for waiter in self.waiters:
+            waiter.on_news()
+
+    # Without the lock
+
+    def waiter(self) -> FlagWaiter:
+        """Make a waiter, which handles what was posted before it looks."""
+        made = FlagWaiter(self.schedule, self.node, self.drain)
+        with self.schedule.lock:
+            self.waiters.append(made)
+        return made
+
+    def next_number(self) -> int:
+        """Return a number that no endpoint and no peer of this place has."""
+        return next(self._numbers)
+
+    def close_endpoints(self, endpoints: Sequence[ZenohEndpoint]) -> None:
+        """Close them together: outlets stay until their samples have arrived, for :data:`LINGER_S` at most."""
+        with self.schedule.lock:
+            closing = [one for one in endpoints if not one.is_closed]
+            for one in closing:
+                one.is_closed = True
+            self.schedule.notify()  # writes that wait
+            if not all(one.is_settled for one in closing):
+                with contextlib.suppress(BusError):  # the transport has failed: nothing arrives any more
+                    self.schedule.wait(self.node, lambda: all(one.is_settled for one in closing), LINGER_S)
+            for one in closing:
+                self.endpoints.pop(one.id, None)
+        for one in closing:
+            one.withdraw()
+
+
+class ZenohEndpoint(ABC):
+    """What outlets and inlets have in common.
+
+    Attributes:
+        id: see :mod:`.keys`.
+    """
+
+    def __init__(self, place: Place, channel: Channel, *, side: str, other_side: str) -> None:
+        """``side``: what it is, as :meth:`.ChannelKeys.token` calls it."""
+        self.place = place
+        self.channel = channel
+        self.id = endpoint_id(place.own, place.next_number())
+        self.keys = ChannelKeys(place.job, channel.name)
+        self.changes = ChangeFlag()
+        self.matched = 0
+        self.is_closed = False
+        self.schedule = place.schedule
+        self._side, self._other_side = side, other_side
+        self._declared: list[Declaration] = []
+        self._missed: dict[str, float] = {}  # tokens that have gone, and when
+
+    @abstractmethod
+    def subscriptions(self) -> list[tuple[str, Callable[[str, bytes], None]]]:
+        """Return the expressions that it subscribes to, and what handles such a message, with the lock."""
+
+    @abstractmethod
+    def find_peer(self, peer: str, owner: PeerId) -> None:
+        """Take note that a token is there, which may have gone for a moment."""
+
+    @abstractmethod
+    def lose_peer(self, peer: str) -> None:
+        """Take note that an endpoint is lost."""
+
+    @abstractmethod
+    def forget_peer(self, peer: str) -> None:
+        """Drop what is kept for an endpoint that was lost, if it has not come back."""
+
+    @abstractmethod
+    def count_peers(self) -> int:
+        """Return how many peers are matched now."""
+
+    def lease_is_over(self, lost_s: float) -> bool:
+        """Return whether a peer that was lost then is not expected back."""
+        return self.schedule.now_s() >= lost_s + self.place.lease_s
+
+    @property
+    def is_settled(self) -> bool:
+        """Return whether it can be closed without a loss."""
+        return True
+
+    @abstractmethod
+    def use_room(self) -> None:
+        """Send what waits until the link is not congested any more."""
+
+    def open(self) -> None:
+        """Come to be there for others. First what it receives by, then its token, then a look at those of others."""
+        with self.schedule.lock:
+            self.place.endpoints[self.id] = self
+        session = self.place.session
+        try:
+            for expression, handle in self.subscriptions():
+                self._declared.append(session.subscribe(expression, partial(self._received, handle)))
+            self._declared.append(session.declare_token(self.keys.token(self._side, self.id)))
+            watched = self.keys.token(self._other_side)
+            self._declared.append(session.watch_tokens(watched, self._token_reported))
+        except BaseException:
+            self.place.close_endpoints([self])
+            raise
+
+    def withdraw(self) -> None:
+        """Undo :meth:`open`, the token first: others must not send to what does not listen."""
+        declared, self._declared = self._declared, []
+        for one in reversed(declared):
+            one.undeclare()
+
+    def close(self) -> None:
+        """See :meth:`.api.Endpoint.close`."""
+        self.place.close_endpoints([self])
+
+    def refresh(self) -> bool:
+        """See :meth:`.api.Endpoint.refresh`."""
+        with self.schedule.lock:
+            if not self.changes.is_on:
+                return False
+            self.changes.is_on = False
+            self.matched = self.count_peers()
+            return True
+
+    def note_match(self) -> None:
+        """Report that a peer has been found or lost."""
+        self.changes.is_on = True
+        self.place.report_news()
+
+    def check_open(self) -> None:
+        """Raise BusClosed where it is closed."""
+        if self.is_closed:
+            raise BusClosed(f"channel {self.channel.name!r}: its outlet is closed, as its group or bus is")
+
+    # Callbacks
+
+    def _received(self, handle: Callable[[str, bytes], None], key: str, message: bytes) -> None:
+        self.place.post(handle, last_part(key), message, num_bytes=len(message), may_drop=True)
+
+    def _token_reported(self, key: str, is_there: bool) -> None:
+        self.place.post(self._note_token, last_part(key), is_there)
+
+    # Tokens, with the lock
+
+    def _note_token(self, peer: str, is_there: bool) -> None:
+        owner = owner_of(peer)
+        if owner is None:
+            raise BadMessage("token of no endpoint")
+        is_own = owner == self.place.own
+        if self.id not in self.place.endpoints or (is_own and self.channel.ignore_local):
+            return
+        if is_there:
+            self._missed.pop(peer, None)
+            self.find_peer(peer, owner)
+        elif not (is_own and peer in self.place.endpoints):  # else our link broke, which it does not need
+            now_s = self._missed[peer] = self.schedule.now_s()
+            self.place.after(GRACE_S, self._miss, peer, now_s)
+
+    def _miss(self, peer: str, since_s: float) -> None:
+        """Lose a peer whose token has gone: at once, or where our own link has broken, when the lease is over."""
+        if self._missed.get(peer) != since_s:
+            return
+        if self.place.link_broke_since(since_s - GRACE_S):
+            self.schedule.at(since_s + self.place.lease_s, self._lose, peer, since_s)
+        else:
+            self._lose(peer, since_s)
+
+    def _lose(self, peer: str, since_s: float) -> None:
+        if self._missed.get(peer) == since_s:
+            del self._missed[peer]
+            self.lose_peer(peer)
+            self.place.after(self.place.lease_s, self.forget_peer, peer)

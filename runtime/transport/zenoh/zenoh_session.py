@@ -1,0 +1,204 @@
+"""A session of the library of Zenoh, as outlets and inlets use it (:mod:`.session_api`).
+
+**Theory of operation.** A put of Zenoh waits while the queue of its priority is full, which can take as long as the
+link is stalled. So a thread (``gradbus-zenoh-send``) makes those of large messages, and outlets stop when too much
+waits for it. A small message, before which none waits, is put at once by whoever publishes it, which saves two changes
+of threads; where the queue of its priority is full, Zenoh drops it after a millisecond, and it is sent again as what is
+lost on the way.
+
+Zenoh calls back on threads of its own, which hold up the link as long as they are away.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import zenoh
+from zenoh.handlers import Callback
+
+from gradbus.runtime.errors import BusError
+from gradbus.runtime.logs import get_logger
+from gradbus.runtime.transport.channels import WINDOW_BYTES
+from gradbus.runtime.transport.zenoh.session_api import Declaration
+
+SMALL_BYTES = 8 << 10  # put at once
+CONGESTED_BYTES = WINDOW_BYTES // 4  # wait to be put: outlets stop
+MAX_WAITING_BYTES = 2 * WINDOW_BYTES
+CLOSE_S = 2.0  # for what waits, and for a put that does not end
+_MESSAGE_BYTES = 256  # of a message beside its content, so that small ones take a bounded memory, too
+
+_URGENT, _DATA = zenoh.Priority.INTERACTIVE_HIGH, zenoh.Priority.DATA
+
+log = get_logger("bus")
+
+
+class ZenohSession:
+    """Wraps an open session, and closes it."""
+
+    def __init__(self, session: zenoh.Session, *, is_router: bool = False) -> None:
+        """``is_router``: it has no relay that it depends on."""
+        self._session = session
+        self._is_router = is_router
+        self._links: set[str] = set()
+        self._link_changed: Callable[[bool], None] | None = None
+        self._room_made: Callable[[], None] | None = None
+        self._waiting: tuple[deque[tuple[str, Any]], ...] = (deque(), deque())  # urgent ones, others
+        self._waiting_bytes = 0
+        self._putting: bool | None = None  # the thread is: an urgent message or another
+        self._is_closed = False
+        self._is_congested = False
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._listener: Declaration | None = None
+
+    # Links
+
+    def start(self, link_changed: Callable[[bool], None], room_made: Callable[[], None]) -> None:
+        """See :meth:`.LinkSession.start`."""
+        self._link_changed, self._room_made = link_changed, room_made
+        if not self._is_router:
+            watch = self._session.info.declare_transport_events_listener
+            self._listener = _Declared(
+                "its links", partial(watch, Callback(self._note_link, indirect=False), history=True)
+            )
+
+    def _note_link(self, event: Any) -> None:
+        with self._changed:
+            was_linked = self.is_linked
+            change = self._links.add if event.kind == zenoh.SampleKind.PUT else self._links.discard
+            change(str(event.transport.zid))
+            is_linked = self.is_linked
+        if was_linked != is_linked and self._link_changed is not None:
+            self._link_changed(is_linked)
+
+    @property
+    def is_linked(self) -> bool:
+        """See :attr:`.LinkSession.is_linked`."""
+        return self._is_router or bool(self._links)
+
+    # Publishing
+
+    @property
+    def is_congested(self) -> bool:
+        """See :attr:`.LinkSession.is_congested`."""
+        return self._is_congested
+
+    def publish(self, key: str, message: bytes | bytearray, *, urgent: bool) -> bool:
+        """See :meth:`.LinkSession.publish`."""
+        with self._changed:
+            if self._is_closed or self._waiting_bytes >= MAX_WAITING_BYTES:
+                return False
+            is_next = not self._waiting[0] and self._putting is not True
+            if not urgent:
+                is_next = self._putting is None and not any(self._waiting)
+            if not is_next or len(message) > SMALL_BYTES:
+                self._put_later(key, message, urgent)
+                return True
+        return self._put(key, message, urgent=urgent, may_drop=True)
+
+    def _put_later(self, key: str, message: bytes | bytearray, urgent: bool) -> None:
+        self._waiting[0 if urgent else 1].append((key, message))
+        self._waiting_bytes += len(message) + _MESSAGE_BYTES
+        self._is_congested = self._is_congested or self._waiting_bytes >= CONGESTED_BYTES
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="gradbus-zenoh-send", daemon=True)
+            self._thread.start()
+        self._changed.notify_all()
+
+    def _put(self, key: str, message: bytes | bytearray, *, urgent: bool, may_drop: bool) -> bool:
+        control = zenoh.CongestionControl
+        try:
+            self._session.put(
+                key,
+                message,
+                congestion_control=control.DROP if may_drop else control.BLOCK,
+                priority=_URGENT if urgent else _DATA,
+                express=may_drop,
+            )
+        except zenoh.ZError as error:
+            if not self._is_closed:
+                log.error("message not sent", key=key, reason=str(error))
+            return False
+        return True
+
+    def _run(self) -> None:
+        urgent, others = self._waiting
+        while True:
+            with self._changed:
+                self._putting = None
+                self._changed.wait_for(lambda: self._is_closed or urgent or others)
+                if not (urgent or others):
+                    return
+                is_urgent = bool(urgent)
+                key, message = (urgent or others).popleft()
+                self._putting = is_urgent
+            self._put(key, message, urgent=is_urgent, may_drop=False)
+            with self._changed:
+                self._waiting_bytes -= len(message) + _MESSAGE_BYTES
+                has_room = self._is_congested and 2 * self._waiting_bytes < CONGESTED_BYTES
+                if has_room:
+                    self._is_congested = False
+            del message
+            if has_room and self._room_made is not None:
+                self._room_made()
+
+    # Declarations
+
+    def subscribe(self, expression: str, received: Callable[[str, bytes], None]) -> Declaration:
+        """See :meth:`.LinkSession.subscribe`."""
+
+        def note(sample: Any) -> None:
+            received(str(sample.key_expr), sample.payload.to_bytes())
+
+        declare = partial(self._session.declare_subscriber, expression, Callback(note, indirect=False))
+        return _Declared(expression, declare)
+
+    def declare_token(self, key: str) -> Declaration:
+        """See :meth:`.LinkSession.declare_token`."""
+        return _Declared(key, partial(self._session.liveliness().declare_token, key))
+
+    def watch_tokens(self, expression: str, changed: Callable[[str, bool], None]) -> Declaration:
+        """See :meth:`.LinkSession.watch_tokens`."""
+
+        def note(sample: Any) -> None:
+            changed(str(sample.key_expr), sample.kind == zenoh.SampleKind.PUT)
+
+        watch = self._session.liveliness().declare_subscriber
+        return _Declared(expression, partial(watch, expression, Callback(note, indirect=False), history=True))
+
+    def close(self) -> None:
+        """See :meth:`.LinkSession.close`."""
+        with self._changed:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            thread = self._thread
+            self._changed.notify_all()
+        if thread is not None:
+            thread.join(CLOSE_S)
+        self._session.close()
+        if thread is not None:
+            thread.join(CLOSE_S)
+
+
+class _Declared:
+    """Wraps what is declared on a session of Zenoh."""
+
+    def __init__(self, key: str, declare: Callable[[], Any]) -> None:
+        """Declare it. Raises BusError."""
+        self._key = key
+        try:
+            self._made = declare()
+        except zenoh.ZError as error:
+            raise BusError(f"Zenoh cannot declare {key}: {error}; the session may be closed") from error
+
+    def undeclare(self) -> None:
+        """See :meth:`.Declaration.undeclare`."""
+        try:
+            self._made.undeclare()
+        except zenoh.ZError as error:  # the session is closed, and it with it
+            log.debug("not undeclared", key=self._key, reason=str(error))

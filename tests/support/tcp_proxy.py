@@ -1,0 +1,138 @@
+"""A port that passes bytes on to another one, until it is told to hold them, or to break its connections."""
+
+from __future__ import annotations
+
+import contextlib
+import selectors
+import socket
+import threading
+from types import TracebackType
+from typing import Self
+
+CHUNK_BYTES = 64 << 10
+
+
+class TcpProxy:
+    """Forwards connections to a port of 127.0.0.1 on a thread of its own.
+
+    Attributes:
+        port: where it listens.
+    """
+
+    def __init__(self, target_port: int) -> None:
+        self._target_port = target_port
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = int(self._listener.getsockname()[1])
+        self._selector = selectors.DefaultSelector()
+        self._bell, self._rings = socket.socketpair()
+        self._others: dict[socket.socket, socket.socket] = {}
+        self._lock = threading.Lock()
+        self._is_held = self._is_closed = self._breaks = False
+        self._accepts = True
+        for one in (self._bell, self._listener):
+            self._selector.register(one, selectors.EVENT_READ)
+        self._thread = threading.Thread(target=self._run, name="test-proxy", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def hold(self) -> None:
+        """Pass nothing on: to both ends it is as if a cable were pulled."""
+        self._change(is_held=True)
+
+    def let_pass(self) -> None:
+        """Pass on what waits, and everything from now on."""
+        self._change(is_held=False)
+
+    def break_links(self, *, refuse: bool = False) -> None:
+        """Close all connections. ``refuse``: and those that come, until :meth:`accept`."""
+        self._change(breaks=True, accepts=not refuse)
+
+    def accept(self) -> None:
+        """Accept connections again."""
+        self._change(accepts=True)
+
+    def close(self) -> None:
+        """End the thread and all connections."""
+        self._change(is_closed=True)
+        self._thread.join(10.0)
+
+    def _change(self, **values: bool) -> None:
+        with self._lock:
+            for name, value in values.items():
+                setattr(self, f"_{name}", value)
+        with contextlib.suppress(OSError):
+            self._rings.send(b"!")
+
+    def _run(self) -> None:
+        while True:
+            ready = self._selector.select()
+            with self._lock:
+                if self._is_closed:
+                    break
+                if self._breaks:
+                    self._breaks = False
+                    for one in list(self._others):
+                        self._drop(one)
+                for key, _ in ready:
+                    one = key.fileobj
+                    assert isinstance(one, socket.socket)
+                    self._handle(one)
+                self._watch()
+        for one in list(self._others):
+            self._drop(one)
+        for one in (self._listener, self._bell, self._rings):
+            one.close()
+        self._selector.close()
+
+    def _handle(self, one: socket.socket) -> None:
+        if one is self._bell:
+            one.recv(CHUNK_BYTES)
+        elif one is self._listener:
+            self._accept()
+        elif one in self._others and not self._is_held:
+            self._forward(one)
+
+    def _accept(self) -> None:
+        client, _ = self._listener.accept()
+        try:
+            if not self._accepts:
+                raise ConnectionRefusedError
+            server = socket.create_connection(("127.0.0.1", self._target_port))
+        except OSError:
+            client.close()
+            return
+        self._others[client], self._others[server] = server, client
+
+    def _forward(self, one: socket.socket) -> None:
+        other = self._others[one]
+        try:
+            data = one.recv(CHUNK_BYTES)
+            if not data:
+                raise ConnectionResetError
+            other.sendall(data)  # a receiver that is stopped holds up this proxy, which is its own
+        except OSError:
+            self._drop(one)
+
+    def _drop(self, one: socket.socket) -> None:
+        other = self._others.pop(one, None)
+        if other is None:
+            return
+        del self._others[other]
+        for end in (one, other):
+            with contextlib.suppress(KeyError):
+                self._selector.unregister(end)
+            end.close()
+
+    def _watch(self) -> None:
+        """Look at the connections unless they are held."""
+        for one in self._others:
+            is_watched = one in self._selector.get_map()
+            if self._is_held and is_watched:
+                self._selector.unregister(one)
+            elif not self._is_held and not is_watched:
+                self._selector.register(one, selectors.EVENT_READ)
