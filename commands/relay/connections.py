@@ -15,7 +15,7 @@ import struct
 from collections.abc import Iterable
 from pathlib import Path
 
-from gradbus.commands.relay.sessions import Traffic
+from gradbus.commands.relay.sessions import CarriedBytes
 
 _DESCRIPTORS = Path("/proc/self/fd")
 _TCP_INFO_BYTES = 232  # of struct tcp_info; an older kernel returns less
@@ -31,15 +31,15 @@ class TcpConnection:
 
     def __init__(self, own: socket.socket) -> None:
         self._socket = own
-        self._last = Traffic()
+        self._last = CarriedBytes()
 
-    def traffic(self) -> Traffic:
+    def traffic(self) -> CarriedBytes:
         """Return the bytes received, and those sent and acknowledged, so far. Any thread may call it."""
         with contextlib.suppress(OSError):  # closed meanwhile
             info = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
             if len(info) >= _OFFSET + _ACKED_AND_RECEIVED.size:
                 acked, received = _ACKED_AND_RECEIVED.unpack_from(info, _OFFSET)
-                self._last = Traffic(received_bytes=received, sent_bytes=acked)
+                self._last = CarriedBytes(received_bytes=received, sent_bytes=acked)
         return self._last
 
     def hang_up(self) -> None:

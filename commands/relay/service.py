@@ -17,7 +17,7 @@ from gradbus.commands.relay.sessions import RelaySession, Sessions
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.tasks import TaskGroup
 from gradbus.runtime.token_buckets import TokenBucket
-from gradbus.runtime.transport.zenoh.router import LinkChange, Membership
+from gradbus.runtime.transport.zenoh.router import JobMember, LinkChange
 
 FIND_S = 0.02  # after a session has opened: connections of those that come together are looked for once
 JOIN_S = 1.0  # and until the router is asked for its jobs: a bus opens its endpoints one after the other
@@ -34,7 +34,7 @@ class RouterLike(Protocol):
     def watch_links(self, report: Callable[[LinkChange], None]) -> None:
         """See there."""
 
-    def memberships(self, timeout_s: float) -> list[Membership]:
+    def memberships(self, timeout_s: float) -> list[JobMember]:
         """See there."""
 
     def close(self) -> None:

@@ -2,7 +2,7 @@
 
 A *node* is the name in a client's certificate, which its authority vouches for; empty where clients show none. A *peer*
 is a session of Zenoh, whose id is new each time a process starts. Nothing here does I/O, apart from reading counters of
-sockets that :class:`Traffic` gives.
+sockets that :class:`CarriedBytes` gives.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ MAX_NODES = 1_000  # that are counted by name: names come from certificates, and
 OTHER_NODES = "(others)"
 
 
-class Traffic(NamedTuple):
+class CarriedBytes(NamedTuple):
     """Bytes that a connection has carried so far, TLS included."""
 
     received_bytes: int = 0
@@ -25,7 +25,7 @@ class Traffic(NamedTuple):
 class Connection(Protocol):
     """The TCP connection of a session."""
 
-    def traffic(self) -> Traffic:
+    def traffic(self) -> CarriedBytes:
         """Return what it has carried so far; of one that is closed, what was read last."""
 
     def hang_up(self) -> None:
@@ -46,9 +46,9 @@ class RelaySession:
     connection: Connection | None = None
 
     @property
-    def traffic(self) -> Traffic:
+    def traffic(self) -> CarriedBytes:
         """Return the bytes that it has carried so far; zeros while its connection has not been found."""
-        return Traffic() if self.connection is None else self.connection.traffic()
+        return CarriedBytes() if self.connection is None else self.connection.traffic()
 
 
 @dataclass(slots=True)

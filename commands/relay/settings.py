@@ -43,7 +43,7 @@ class RelaySettings(Settings):
     ready."""
 
 
-class LimitSettings(Settings):
+class RelayLimits(Settings):
     """What a relay bears from those who connect."""
 
     sessions: Count = 1_000
@@ -81,7 +81,7 @@ class RelayFile(Settings):
     """A configuration file of a relay."""
 
     relay: RelaySettings = RelaySettings()
-    limits: LimitSettings = LimitSettings()
+    limits: RelayLimits = RelayLimits()
     access: AccessSettings = AccessSettings()
     http: HttpSettings = HttpSettings()
 

@@ -43,7 +43,7 @@ _SETTLE_S = 0.3  # for the log and counters of the last session
 _KEY = "gradbus/1/bench/data/all/0"
 
 
-class Effort(NamedTuple):
+class RelayEffort(NamedTuple):
     """How much is measured: starts of a relay, blocks of each side, messages of 1 MiB in a block."""
 
     starts: int
@@ -51,7 +51,7 @@ class Effort(NamedTuple):
     messages: int
 
 
-_EFFORTS = {"full": Effort(5, 9, 500), "quick": Effort(3, 5, 200), "tiny": Effort(1, 1, 8)}
+_EFFORTS = {"full": RelayEffort(5, 9, 500), "quick": RelayEffort(3, 5, 200), "tiny": RelayEffort(1, 1, 8)}
 
 
 class TlsFolder:

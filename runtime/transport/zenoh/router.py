@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-from urllib.parse import quote, unquote
 
 from gradbus.runtime.json_text import parse_json
 from gradbus.runtime.network.links import LinkConfig
+from gradbus.runtime.transport.zenoh.keys import escape, last_part, owner_of, unescape
 from gradbus.runtime.transport.zenoh.session import open_checked_session
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class LinkChange:
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Membership:
+class JobMember:
     """Says that a session takes part in a job, with the transport of this id (:class:`.api.PeerId`, in hex)."""
 
     peer: str
@@ -135,12 +135,12 @@ class Router:
 
         self._watch = self._session.info.declare_link_events_listener(on_event, history=True)
 
-    def memberships(self, timeout_s: float) -> list[Membership]:
+    def memberships(self, timeout_s: float) -> list[JobMember]:
         """Return which sessions take part in which jobs, by the tokens that they have declared. It waits: not for the
         event loop. What is no token of a job is left out, and so is what the router does not answer within the time."""
         import zenoh
 
-        found: set[Membership] = set()
+        found: set[JobMember] = set()
         tokens = f"@/{self._session.zid()}/router/token/"
         try:
             for reply in self._session.get(f"{tokens}{_ROOT}/**", timeout=timeout_s):
@@ -157,17 +157,18 @@ class Router:
 
 def _keys_of(job: str) -> str:
     """Return the keys of a job, in all versions; :data:`ANY`: of all jobs."""
-    return f"{_ROOT}/**" if job == ANY else f"{_ROOT}/*/{quote(job, safe='')}/**"
+    return f"{_ROOT}/**" if job == ANY else f"{_ROOT}/*/{escape(job)}/**"
 
 
-def members_of(token: str, state: bytes) -> list[Membership]:
+def members_of(token: str, state: bytes) -> list[JobMember]:
     """Return who has declared a token, by what Zenoh reports of it. Wrong and foreign ones give nobody.
 
     Args:
         token: its key: of a job it is that of an endpoint. state: JSON, with the sessions as ``clients``.
     """
     parts = token.split("/")
-    if parts[0] != _ROOT or len(parts) != _TOKEN_PARTS or len(state) > _MAX_STATE_BYTES:
+    sender = owner_of(last_part(token))
+    if parts[0] != _ROOT or len(parts) != _TOKEN_PARTS or sender is None or len(state) > _MAX_STATE_BYTES:
         return []
     try:
         clients = parse_json(state.decode())["clients"]
@@ -175,8 +176,7 @@ def members_of(token: str, state: bytes) -> list[Membership]:
         return []
     if not isinstance(clients, list):
         return []
-    job, sender = unquote(parts[2]), parts[-1].partition(".")[0]
-    return [Membership(str(peer), job, sender) for peer in clients]
+    return [JobMember(str(peer), unescape(parts[2]), sender.hex()) for peer in clients]
 
 
 def open_router(links: LinkConfig, limits: RouterLimits, jobs: Mapping[str, Sequence[str]]) -> Router:

@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from gradbus.commands.relay import metrics
 from gradbus.commands.relay.connections import canonical, find_connections
 from gradbus.commands.relay.probes import Answers, serving
-from gradbus.commands.relay.sessions import MAX_NODES, OTHER_NODES, NodeTotals, Sessions, Traffic
+from gradbus.commands.relay.sessions import MAX_NODES, OTHER_NODES, CarriedBytes, NodeTotals, Sessions
 from gradbus.commands.relay.settings import RelayFile
 from gradbus.runtime.config.settings import check_settings
 from gradbus.runtime.errors import ConfigError
@@ -25,10 +25,10 @@ class Counted:
     """A connection that has carried a given number of bytes."""
 
     def __init__(self, received_bytes: int, sent_bytes: int) -> None:
-        self.now = Traffic(received_bytes, sent_bytes)
+        self.now = CarriedBytes(received_bytes, sent_bytes)
         self.ended: list[str] = []
 
-    def traffic(self) -> Traffic:
+    def traffic(self) -> CarriedBytes:
         return self.now
 
     def hang_up(self) -> None:
@@ -56,7 +56,7 @@ def test_bytes_of_a_node_are_those_of_its_open_and_its_closed_sessions() -> None
     closed = sessions.close("10.0.0.1:1")
     assert closed is not None
     assert (closed.peer, closed.traffic) == ("a1", (10, 100))
-    connections["10.0.0.1:2"].now = Traffic(6, 60)
+    connections["10.0.0.1:2"].now = CarriedBytes(6, 60)
     assert sessions.by_node() == {
         "site-1": (1, NodeTotals(opened=2, closed=1, received_bytes=16, sent_bytes=160)),
         "site-2": (1, NodeTotals(opened=1, received_bytes=1, sent_bytes=2)),

@@ -8,7 +8,7 @@ import pytest
 
 from gradbus.runtime.transport.zenoh.router import (
     ANY,
-    Membership,
+    JobMember,
     RouterLimits,
     access_rules,
     members_of,
@@ -47,8 +47,8 @@ def test_a_client_has_the_keys_of_its_jobs_and_a_job_is_no_pattern() -> None:
 def test_who_takes_part_is_read_from_the_tokens_of_a_job() -> None:
     state = json.dumps({"routers": ["r"], "peers": [], "clients": ["c2", "c1"]}).encode()
     assert members_of(f"gradbus/1/my%20job/train%2Fcontrol/in/{SENDER}.3", state) == [
-        Membership("c2", "my job", SENDER),
-        Membership("c1", "my job", SENDER),
+        JobMember("c2", "my job", SENDER),
+        JobMember("c1", "my job", SENDER),
     ]
 
 
