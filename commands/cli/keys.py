@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from gradbus.commands.choices import ROLE_HELP
-from gradbus.commands.cli.options import command
+from gradbus.commands.cli.options import command, print_text
 
 keys = typer.Typer(
     name="keys",
@@ -153,8 +153,7 @@ def tls(
     """
     from gradbus.commands.tls_files import make_tls_files
 
-    for line in make_tls_files(hosts or (), client, out):
-        print(line)
+    print_text("".join(f"{line}\n" for line in make_tls_files(hosts or (), client, out)))
 
 
 def add_to(app: typer.Typer) -> None:

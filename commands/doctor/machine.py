@@ -49,7 +49,8 @@ def packages(settings: BusSettings) -> list[Finding]:
 
 def machine(settings: BusSettings) -> list[Finding]:
     """Findings about versions, interface, buffers and ports."""
-    found = [Finding("versions", ", ".join(f"{name} {text}" for name, text in versions().items()))]
+    more = ("eclipse-zenoh",) if uses_links(settings) else ()
+    found = [Finding("versions", ", ".join(f"{name} {text}" for name, text in versions(*more).items()))]
     if uses_links(settings):
         why = "bus.connect" if settings.connect else "bus.listen"
         transport = Finding("transport", f"{place_of(settings)}, because {why} is set")

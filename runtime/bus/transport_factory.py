@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib
+import itertools
 import re
 import sys
 import threading
@@ -232,17 +233,18 @@ async def _open_patiently(find: Callable[[], Callable[[], Transport]]) -> Transp
             found.append(find())
         return found[0]()
 
-    until_s, pause_s = time.monotonic() + FIRST_LINK_S, 0.0
-    while True:
+    until_s, pause_s = time.monotonic() + FIRST_LINK_S, _PAUSE_S[0]
+    for attempt in itertools.count(1):
         try:
             return await _opened(open_it)
         except NotReachable as error:
             if time.monotonic() >= until_s:
                 raise BusError(f"{error}. It was tried for {FIRST_LINK_S:g} s") from None
-            if not pause_s:
+            if attempt == 2:  # those that are started together need no warning
                 log.warning("waiting for a link", timeout_s=FIRST_LINK_S, reason=str(error))
-        pause_s = min(2 * pause_s or _PAUSE_S[0], _PAUSE_S[1])
         await asyncio.sleep(pause_s)
+        pause_s = min(2 * pause_s, _PAUSE_S[1])
+    raise AssertionError("the loop above has no end")
 
 
 async def _opened(open_it: Callable[[], Transport]) -> Transport:

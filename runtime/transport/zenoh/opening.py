@@ -3,21 +3,36 @@
 from __future__ import annotations
 
 from gradbus.runtime.network.network_config import NetworkConfig
-from gradbus.runtime.transport.api import Transport
+from gradbus.runtime.transport.api import Traits
 from gradbus.runtime.transport.zenoh.reach import LinkReach
 from gradbus.runtime.transport.zenoh.session import open_session
+from gradbus.runtime.transport.zenoh.transport import ZenohTransport
+from gradbus.runtime.transport.zenoh.zenoh_session import ZenohSession
 
 
-def open_on_links(job: str, domain: int, network: NetworkConfig) -> Transport:
-    """Open the transport of a job. Not for the event loop. Raises as :func:`.session.open_session`.
-
-    Jobs of one name and two domains do not meet, as on DDS; domain 0 leaves the name as it is, so that a relay can be
-    told of jobs by their names.
-    """
-    assert network.links is not None
-    session = open_session(network.links)
+def open_on_links(job: str, domain: int, network: NetworkConfig) -> ZenohTransport:
+    """Open the transport of a job. Not for the event loop. Raises as :func:`.session.open_session`."""
+    links = network.links
+    assert links is not None
+    session = ZenohSession(open_session(links), is_router=links.mode == "router")
     try:
-        raise NotImplementedError(job, domain, LinkReach(domain=domain, links=network.links))
+        return ZenohTransport(
+            session,
+            _name_of(job, domain),
+            reach=LinkReach(domain=domain, links=links),
+            lease_s=links.effective_lease_s,
+            traits=Traits(
+                leaves_machine=links.is_exposed,
+                shared_memory=network.shared_memory,
+                has_default_lease=links.lease_s is None,
+            ),
+        )
     except BaseException:
         session.close()
         raise
+
+
+def _name_of(job: str, domain: int) -> str:
+    """Return the name of a job on links. Jobs of two domains do not meet, as on DDS; domain 0 leaves the name as it is,
+    so that a relay can be told of jobs by their names."""
+    return f"{job}@{domain}" if domain else job

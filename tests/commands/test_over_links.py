@@ -1,0 +1,142 @@
+"""Commands over Zenoh, on links with TLS through one port of loopback: what works over DDS works there."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ports import free_port
+from tls_scene import HOST, TlsFiles, router
+
+from gradbus.commands.exit_codes import ExitCode
+from gradbus.runtime.network.links import LinkConfig
+
+FEW = 'task.data_options={"train": 1000, "test": 100}'
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> TlsFiles:
+    return TlsFiles(tmp_path_factory.mktemp("tls"))
+
+
+@pytest.fixture(autouse=True)
+def wide_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No table wraps its lines."""
+    monkeypatch.setenv("COLUMNS", "300")
+
+
+@pytest.fixture
+def relay(files: TlsFiles) -> Iterator[LinkConfig]:
+    """The links of a relay that runs."""
+    links = LinkConfig(listen=(f"tls/{HOST}:{free_port()}",), **files.server())
+    with router(links):
+        yield links
+
+
+def write(path: Path, bus: dict[str, Any], **sections: Any) -> Path:
+    path.write_text(json.dumps({"bus": {"job": f"links-{path.parent.name}", **bus}, **sections}, default=str))
+    return path
+
+
+def tls(files: dict[str, Path]) -> dict[str, str]:
+    """The settings of a certificate."""
+    return {"tls_certificate": str(files["certificate"]), "tls_key": str(files["key"])}
+
+
+@pytest.mark.slow
+def test_clients_train_with_a_controller_that_listens_and_asks_for_their_certificates(
+    fork, invoke, files: TlsFiles, tmp_path: Path
+) -> None:
+    """Started before it, too: they wait for its port."""
+    port, ca = free_port(), {"tls_ca": str(files.ca)}
+    controller = write(
+        tmp_path / "controller.json",
+        {"listen": [f"tls/{HOST}:{port}"], "tls_clients": True, **ca, **tls(files.server())},
+        task={"data": "glyphs", "data_options": {"train": 1000, "test": 100}, "num_clients": 2},
+        federated={"rounds": 3, "clients": {"num": 2}, "training": {"subset_size": 200}, "codec": "q8"},
+        run_dir="run",
+    )
+    client = write(
+        tmp_path / "client.json",
+        {"connect": [f"tls/{HOST}:{port}"], **ca, **tls(files.client())},
+        task={"data": "glyphs", "data_options": {"train": 1000, "test": 100}, "num_clients": 2},
+    )
+    clients = [fork("client", client, "--id", number) for number in range(2)]
+    out, err = fork("controller", controller, "--no-live").communicate(timeout=90)
+    assert "done: 3 rounds" in out, (out, err)
+    for one in clients:
+        out, err = one.communicate(timeout=30)
+        assert one.returncode == 0, (out, err)
+    reports = [json.loads(line) for line in (tmp_path / "run/rounds.jsonl").read_text().splitlines()]
+    assert [(report["round_id"], report["clients"]) for report in reports] == [(n, [0, 1]) for n in (1, 2, 3)]
+    assert invoke("check", tmp_path / "run").code == 0
+
+
+@pytest.mark.slow
+def test_ranks_of_a_data_parallel_run_meet_through_a_relay(
+    start, files: TlsFiles, relay: LinkConfig, tmp_path: Path
+) -> None:
+    config = write(
+        tmp_path / "ranks.json",
+        {"connect": relay.listen, "tls_ca": str(files.ca), "shared_memory": False},
+        task={"data": "glyphs", "data_options": {"train": 1000, "test": 100}},
+        parallel={"epochs": 1},
+        run_dir="run",
+    )
+    process = start("run", "-n", 2, "--", config, "--no-live")
+    out, err = process.communicate(timeout=90)
+    assert process.returncode == 0, err
+    assert "done: 1 epochs" in out
+    assert json.loads((tmp_path / "run/summary.json").read_text())["outcome"] == "done"
+
+
+@pytest.mark.slow
+def test_the_doctor_measures_the_way_through_a_relay(start, files: TlsFiles, relay: LinkConfig, tmp_path: Path) -> None:
+    config = write(tmp_path / "client.json", {"connect": relay.listen, "tls_ca": str(files.ca)})
+    process = start("doctor", "--config", config)
+    out, err = process.communicate(timeout=90)
+    text = " ".join(out.split())
+    assert process.returncode == 0, (out, err)
+    for words in ("because bus.connect is set", "Zenoh answers, ", "valid until", "round trip, 64 B", "all well"):
+        assert words in text, text
+    assert "UDP ports" not in text
+
+
+def test_the_doctor_says_what_is_wrong_with_a_relay(invoke, files: TlsFiles, relay: LinkConfig, tmp_path: Path) -> None:
+    found = invoke("doctor", "--connect", relay.listen[0], "--tls-ca", files.strange_ca)
+    assert found.code == ExitCode.BUS, found
+    assert "signed by another authority than that of bus.tls_ca" in " ".join(found.out.split())
+    config = write(tmp_path / "client.json", {"connect": [f"tls/{HOST}:{free_port()}"]})
+    found = invoke("doctor", "--config", config)
+    assert "connection refused" in " ".join(found.out.split())
+    assert "not well: see above" in found.out
+
+
+def test_the_doctor_of_one_that_listens_looks_at_its_port_and_certificate(
+    invoke, files: TlsFiles, tmp_path: Path
+) -> None:
+    bus = {"listen": [f"tls/{HOST}:{free_port()}"], **tls(files.server(HOST, days=20.5))}
+    found = invoke("doctor", "--config", write(tmp_path / "controller.json", bus))
+    text = " ".join(found.out.split())
+    assert found.code == 0, found
+    assert "free, TLS" in text
+    assert "it ends in 20 days: make a new one with the same authority" in text
+
+
+@pytest.mark.parametrize("command", ["controller", "client", "worker", "doctor"])
+def test_settings_that_contradict_each_other_end_a_command_at_once(invoke, tmp_path: Path, command: str) -> None:
+    config = write(tmp_path / "file.json", {"connect": ["tls/relay:443"], "transport": "dds"})
+    ranks = ["--rank", 0, "--world", 2] if command == "worker" else []
+    arguments = ["--config", config] if command == "doctor" else [config, *ranks]
+    refused = invoke(command, *arguments)
+    assert refused.code == 2
+    assert "bus.transport is 'dds', and bus.connect is set, which only Zenoh has" in refused.err
+
+
+def test_the_status_of_a_job_behind_a_relay_needs_two_options(invoke, files: TlsFiles, relay: LinkConfig) -> None:
+    arguments = ("status", "nobody", "--connect", relay.listen[0], "--tls-ca", files.ca, "--timeout", 0.5)
+    none = invoke(*arguments, "--loop", "asyncio")
+    assert f"no job 'nobody' was found within 0.5 s: Zenoh on {relay.listen[0]}" in none.err
