@@ -19,6 +19,7 @@ from gradbus.commands.relay.plan import in_own_words, links_of
 from gradbus.commands.relay.settings import RelayFile
 from gradbus.runtime.config.settings import load_settings
 from gradbus.runtime.errors import ConfigError
+from gradbus.runtime.security.settings import KEY_FILE_VARIABLE, KEY_VARIABLE
 from gradbus.runtime.transport.zenoh.certificates import check_certificates
 
 
@@ -54,4 +55,10 @@ def run_relay(path: Path | None, overrides: Iterable[str], *, log_level: str, lo
         os.set_inheritable(file.fileno(), True)
         sys.stdout.flush()
         sys.stderr.flush()
-        os.execv(sys.executable, [sys.executable, "-P", "-m", "gradbus.commands.relay", str(file.fileno())])
+        program = [sys.executable, "-P", "-m", "gradbus.commands.relay", str(file.fileno())]
+        os.execve(program[0], program, _environment())
+
+
+def _environment() -> dict[str, str]:
+    """Return the environment of this process without keys of jobs: whoever reads the relay's memory finds none."""
+    return {name: text for name, text in os.environ.items() if name not in (KEY_VARIABLE, KEY_FILE_VARIABLE)}

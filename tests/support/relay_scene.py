@@ -29,8 +29,9 @@ START_S = 30.0  # of an interpreter on a busy machine
 class RelayProcess:
     """``gradbus relay`` from its start until it has ended, or is killed at the end of the block."""
 
-    def __init__(self, *arguments: str, listen: str = "") -> None:
-        """``arguments``: of the command. ``listen``: the endpoint, for :meth:`link`."""
+    def __init__(self, *arguments: str, listen: str = "", environment: Mapping[str, str] | None = None) -> None:
+        """``arguments``: of the command. ``listen``: the endpoint that :func:`linked` dials. ``environment``: variables
+        beside those of this process."""
         self.listen = listen
         self.lines: list[dict[str, Any]] = []
         self.other: list[str] = []
@@ -41,6 +42,7 @@ class RelayProcess:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
+            env={**os.environ, **(environment or {})},
         )
         self.pid = self._process.pid
         self._reader = threading.Thread(target=self._read, daemon=True)

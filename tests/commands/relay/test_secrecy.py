@@ -32,7 +32,8 @@ def test_the_memory_of_a_relay_holds_no_model_and_no_key_and_that_of_a_client_bo
     needles = (MARKER, key.secret, key.secret.hex().encode())
     with kept_ports(1) as (port,):
         arguments = ["--listen", f"tls/127.0.0.1:{port}", "--http-port", "0", *tls_arguments(files, clients=False)]
-        with RelayProcess(*arguments, listen=f"tls/localhost:{port}") as relay:
+        listen, environment = f"tls/localhost:{port}", {"GRADBUS_KEY": key.text.strip()}  # of a careless operator
+        with RelayProcess(*arguments, listen=listen, environment=environment) as relay:
             relay.ready()
             spec = {"job": "secret", "relay": relay.listen, "ca": str(files.ca), "key_file": str(tmp_path / "job.key")}
             spec |= {"dim": DIM}
