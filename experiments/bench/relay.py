@@ -36,6 +36,7 @@ from gradbus.runtime.transport.zenoh.session import open_session
 MAX_RESIDENT_MIB = 60.0
 MAX_CPU_RATIO = 1.5
 SESSIONS = 100
+RECEIVERS = 8
 _HOST = "127.0.0.1"
 _GB = 1e9
 _TIMEOUT_S = 120.0
@@ -136,7 +137,7 @@ def measure_memory(chosen: argparse.Namespace) -> Iterator[Measurement]:
 def measure_cpu(chosen: argparse.Namespace) -> Iterator[Measurement]:
     """Yield the processor time of a relay for each gigabyte, against that of a process that copies."""
     effort = _EFFORTS[chosen.effort]
-    relayed, copied = [], []
+    relayed, copied, before_mib = [], [], 0.0
     with tempfile.TemporaryDirectory(prefix="gradbus-relay-") as folder, ExitStack() as opened:
         files = TlsFolder(Path(folder) / "tls")
         pid, port = opened.enter_context(relay_process(files))
@@ -148,6 +149,8 @@ def measure_cpu(chosen: argparse.Namespace) -> Iterator[Measurement]:
                 send(effort.messages)
                 if block:  # the first one warms up
                     found.append((cpu_s(process) - began_s) * _GB / (effort.messages * MIB))
+            before_mib = resident_mib(pid) if not block else before_mib
+        growth_mib = resident_mib(pid) - before_mib
     yield measurement(
         "relay: processor time for 1 GB forwarded over TLS, messages of 1 MiB",
         "s",
@@ -155,38 +158,66 @@ def measure_cpu(chosen: argparse.Namespace) -> Iterator[Measurement]:
         against=("copied between two TLS connections", copied),
         at_most=MAX_CPU_RATIO,
     )
+    yield measurement(
+        f"relay: growth of its memory after the first of {effort.blocks + 1} blocks",
+        "MiB",
+        [growth_mib],
+        note=f"blocks of {effort.messages} MiB",
+    )
+
+
+def measure_fan_out(chosen: argparse.Namespace) -> Iterator[Measurement]:
+    """Yield the processor time for each gigabyte that a relay delivers, and its memory, where all of many receive."""
+    effort = _EFFORTS[chosen.effort]
+    found, memory = [], []
+    with tempfile.TemporaryDirectory(prefix="gradbus-relay-") as folder, ExitStack() as opened:
+        files = TlsFolder(Path(folder) / "tls")
+        pid, port = opened.enter_context(relay_process(files))
+        send = opened.enter_context(_through_relay(files, port, receivers=RECEIVERS))
+        messages = max(1, effort.messages // RECEIVERS)
+        for block in range(effort.blocks + 1):
+            began_s = cpu_s(pid)
+            send(messages)
+            if block:
+                found.append((cpu_s(pid) - began_s) * _GB / (messages * RECEIVERS * MIB))
+                memory.append(resident_mib(pid))
+    yield measurement(f"relay, to {RECEIVERS} receivers: processor time for 1 GB delivered over TLS", "s", found)
+    yield measurement(f"relay, to {RECEIVERS} receivers: resident memory after each block", "MiB", memory)
 
 
 @contextlib.contextmanager
-def _through_relay(files: TlsFolder, port: int) -> Iterator[Callable[[int], None]]:
-    """Return a function that sends so many messages through a relay, and returns when all have arrived."""
+def _through_relay(files: TlsFolder, port: int, receivers: int = 1) -> Iterator[Callable[[int], None]]:
+    """Return a function that sends so many messages through a relay, and returns when all receivers have them."""
     import zenoh
 
-    sender, receiver = open_session(files.link(port)), open_session(files.link(port))
     arrived = threading.Semaphore(0)
     content = bytes(MIB)
-    try:
-        receiver.declare_subscriber(_KEY, lambda _: arrived.release())
+    with ExitStack() as opened:
+        sender = open_session(files.link(port))
+        opened.callback(sender.close)
+        for _ in range(receivers):
+            receiver = open_session(files.link(port))
+            opened.callback(receiver.close)
+            receiver.declare_subscriber(_KEY, lambda _: arrived.release())
         publisher: Any = sender.declare_publisher(_KEY, congestion_control=zenoh.CongestionControl.BLOCK)
         until_s = time.monotonic() + _TIMEOUT_S
-        while not arrived.acquire(timeout=0.1):  # until the subscription is known
-            publisher.put(content)
+        got = 0
+        while got != receivers:  # until the relay knows all subscriptions
             if time.monotonic() > until_s:
                 raise TimeoutError("no message passes the relay")
-        while arrived.acquire(timeout=_SETTLE_S):  # what was sent meanwhile
-            pass
+            publisher.put(content)
+            got = 0
+            while arrived.acquire(timeout=_SETTLE_S):
+                got += 1
 
         def send(messages: int) -> None:
             for _ in range(messages):
                 publisher.put(content)
-            for _ in range(messages):
+            for _ in range(messages * receivers):
                 if not arrived.acquire(timeout=_TIMEOUT_S):
                     raise TimeoutError("messages are missing")
 
         yield send
-    finally:
-        sender.close()
-        receiver.close()
 
 
 @contextlib.contextmanager
@@ -243,6 +274,7 @@ BENCHMARK = Benchmark(
     {
         "relay-memory": Part(measure_memory, "Memory of a relay", 30, 15),
         "relay-cpu": Part(measure_cpu, "Processor time of a relay", 60, 20),
+        "relay-fan-out": Part(measure_fan_out, "A relay with one sender and many receivers", 30, 10),
     },
     lambda parser: add_effort(parser, "fewer and smaller blocks"),
 )
