@@ -21,6 +21,7 @@ from gradbus.runtime.transport.zenoh.router import JobMember, LinkChange
 
 FIND_S = 0.02  # after a session has opened: connections of those that come together are looked for once
 JOIN_S = 1.0  # and until the router is asked for its jobs: a bus opens its endpoints one after the other
+LOOK_S = 1.0  # between two looks for sessions that have ended without a report
 ASK_S = 2.0  # for the router to say who takes part in what
 LINES_PER_S, LINES_BURST = 50.0, 200  # of the access log: who may connect can do so often
 _SENDERS_SHOWN = 8
@@ -32,6 +33,9 @@ class RouterLike(Protocol):
     """What a relay uses of :class:`~gradbus.runtime.transport.zenoh.router.Router`."""
 
     def watch_links(self, report: Callable[[LinkChange], None]) -> None:
+        """See there."""
+
+    def addresses(self) -> set[str]:
         """See there."""
 
     def memberships(self, timeout_s: float) -> list[JobMember]:
@@ -95,6 +99,7 @@ class Relay:
                 following = [
                     tasks.create_task(self._find_connections(), name="relay-connections"),
                     tasks.create_task(self._follow_jobs(), name="relay-jobs"),
+                    tasks.create_task(self._look_for_ends(), name="relay-ends"),
                 ]
                 await self._stop.wait()
                 await self._drain()
@@ -153,6 +158,18 @@ class Relay:
                 if session.connection is not None and self._sessions.is_over_limit(session):
                     self._write("session refused", session, reason="limits.sessions_per_node")
                     session.connection.hang_up()
+
+    async def _look_for_ends(self) -> None:
+        """Close the sessions whose end the router does not report."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            known = self._sessions.all()  # before the router is asked: later ones may not be there yet
+            if known:
+                up = {canonical(address) for address in await asyncio.to_thread(self._router.addresses)}
+                for session in known:
+                    if session.address not in up:
+                        self._close(session.address)
+                self._note_count()
 
     async def _follow_jobs(self) -> None:
         """Log which jobs new sessions take part in."""

@@ -131,9 +131,14 @@ class Router:
         def on_event(event: zenoh.LinkEvent) -> None:
             link = event.link
             is_up = str(event.kind).endswith("PUT")
-            report(LinkChange(is_up, str(link.zid), link.dst.partition("/")[2], link.auth_identifier or ""))
+            report(LinkChange(is_up, str(link.zid), _address_of(link), link.auth_identifier or ""))
 
         self._watch = self._session.info.declare_link_events_listener(on_event, history=True)
+
+    def addresses(self) -> set[str]:
+        """Return the other ends of all links that are up. Zenoh reports no end of a link that it has given up for its
+        full queue, so whoever watches links has to look as well."""
+        return {_address_of(link) for link in self._session.info.links()}
 
     def memberships(self, timeout_s: float) -> list[JobMember]:
         """Return which sessions take part in which jobs, by the tokens that they have declared. It waits: not for the
@@ -153,6 +158,10 @@ class Router:
     def close(self) -> None:
         """Close all links, which their other ends notice at once, and stop listening."""
         self._session.close()
+
+
+def _address_of(link: zenoh.Link) -> str:
+    return link.dst.partition("/")[2]
 
 
 def _keys_of(job: str) -> str:

@@ -5,16 +5,20 @@ from __future__ import annotations
 import json
 import queue
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import stalled_client
 from patience import until
 from ports import kept_ports
 from relay_scene import RelayProcess, certificate_of, linked, tls_arguments
 from tls_scene import TlsFiles
+from zenoh import CongestionControl
 
 from gradbus.runtime.errors import BusError
 
@@ -144,6 +148,23 @@ def test_a_node_with_too_many_sessions_loses_the_newest_and_others_stay(port: in
         assert [
             line for line in relay.lines if line["event"] == "session closed" and line["peer"] == str(kept.zid())
         ] == []
+
+
+def test_a_client_that_takes_nothing_loses_its_session_and_no_longer_holds_up_who_sends_to_it(port: int) -> None:
+    with plain(port, "--set", "limits.stall_timeout_s=0.5") as relay, linked(relay, lease_s=600.0) as sender:
+        spec = json.dumps({"connect": [relay.listen], "lease_s": 600.0})
+        with subprocess.Popen([sys.executable, stalled_client.__file__, spec], stdout=subprocess.PIPE) as stalled:
+            assert stalled.stdout is not None
+            peer = stalled.stdout.readline().decode().strip()
+            relay.wait_for("session opened", peer=peer)
+            try:
+                stalled.send_signal(signal.SIGSTOP)
+                for _ in range(stalled_client.MESSAGES):  # more than kernel and relay hold: a put waits for room
+                    sender.put(stalled_client.KEY, bytes(1 << 20), congestion_control=CongestionControl.BLOCK)
+                relay.wait_for("session closed", peer=peer)
+            finally:
+                stalled.kill()
+        assert relay.counts()["sessions "] == 1
 
 
 def test_a_client_without_a_certificate_is_not_let_in(port: int, files: TlsFiles) -> None:
