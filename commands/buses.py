@@ -25,8 +25,8 @@ def check(settings: BusSettings, *, rank: int | None = None) -> None:
 
     Raises:
         ConfigError: no such interface, CYCLONEDDS_URI holds no document for Cyclone DDS, the machine would be left
-            without protection, a key or the allow list cannot be read, no key of this user can be made, or faults are
-            no rules.
+            without protection, a key, certificate or the allow list cannot be read, no key of this user can be made,
+            or faults are no rules.
     """
     if settings.faults:
         try:
@@ -34,6 +34,7 @@ def check(settings: BusSettings, *, rank: int | None = None) -> None:
         except ConfigError as error:
             raise ConfigError(f"bus.faults: {error}") from None
     level = level_in_force(security_of(settings), reach_of(settings).is_exposed)
+    transport_factory.check_certificates(NetworkConfig.of(settings))
     if level in ("psk", "user"):
         from gradbus.runtime.security.user_key import load_key  # loads cryptography
 

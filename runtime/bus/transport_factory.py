@@ -137,6 +137,15 @@ def peer_names_of(network: NetworkConfig) -> PeerNames:
     return examination.peer_names_of(network)
 
 
+def check_certificates(network: NetworkConfig) -> None:
+    """Check the files that a bus needs for links over TLS, if it has any. Raises ConfigError: one is missing or
+    wrong."""
+    if network.links is not None and (network.links.ca is not None or network.links.certificate is not None):
+        from gradbus.runtime.transport.zenoh import certificates  # loads cryptography
+
+        certificates.check_certificates(network.links)
+
+
 def examine_links(links: LinkConfig) -> list[LinkReport]:
     """Return what is found at the endpoints of links and in their certificates. Takes some seconds for each endpoint
     where it is not well; not for the event loop. Raises ConfigError: the library of Zenoh is missing."""

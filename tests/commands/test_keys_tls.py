@@ -24,8 +24,13 @@ def test_the_first_call_makes_an_authority_and_later_ones_use_it(invoke, tmp_pat
     for key in (tmp_path / "tls").glob("*.key"):
         assert stat.S_IMODE(key.stat().st_mode) == 0o600, key
     assert sorted(path.name for path in (tmp_path / "tls").iterdir()) == [
-        "ca.key", "ca.pem", "client-site-1.key", "client-site-1.pem", "relay.example.org.key", "relay.example.org.pem",
-    ]  # fmt: skip
+        "ca.key",
+        "ca.pem",
+        "client-site-1.key",
+        "client-site-1.pem",
+        "relay.example.org.key",
+        "relay.example.org.pem",
+    ]
 
 
 def test_the_printed_settings_are_those_of_links_that_work(invoke, tmp_path: Path) -> None:
@@ -42,9 +47,12 @@ def test_the_printed_settings_are_those_of_links_that_work(invoke, tmp_path: Pat
     assert 'tls_certificate = "tls/client-site-1.pem"' in out
     assert "tls_clients = true" in out
     listens = LinkConfig(
-        listen=("tls/0.0.0.0:443",), ca=tmp_path / "tls/ca.pem", certificate=tmp_path / "tls/relay.example.org.pem",
-        key=tmp_path / "tls/relay.example.org.key", requires_client_certificate=True,
-    )  # fmt: skip
+        listen=("tls/0.0.0.0:443",),
+        ca=tmp_path / "tls/ca.pem",
+        certificate=tmp_path / "tls/relay.example.org.pem",
+        key=tmp_path / "tls/relay.example.org.key",
+        requires_client_certificate=True,
+    )
     check_certificates(listens)
     assert len(list(certificate_files(listens))) == 2
 

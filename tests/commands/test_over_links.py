@@ -136,6 +136,16 @@ def test_settings_that_contradict_each_other_end_a_command_at_once(invoke, tmp_p
     assert "bus.transport is 'dds', and bus.connect is set, which only Zenoh has" in refused.err
 
 
+@pytest.mark.parametrize("command", ["controller", "client"])
+def test_a_certificate_that_is_missing_ends_a_command_before_anything_is_loaded(
+    invoke, tmp_path: Path, command: str
+) -> None:
+    bus = {"connect": ["tls/localhost:7447"], "tls_ca": "nowhere.pem"}
+    refused = invoke(command, write(tmp_path / "file.json", bus))
+    assert refused.code == 2
+    assert "bus.tls_ca nowhere.pem cannot be read: No such file or directory" in refused.err
+
+
 def test_the_status_of_a_job_behind_a_relay_needs_two_options(invoke, files: TlsFiles, relay: LinkConfig) -> None:
     arguments = ("status", "nobody", "--connect", relay.listen[0], "--tls-ca", files.ca, "--timeout", 0.5)
     none = invoke(*arguments, "--loop", "asyncio")

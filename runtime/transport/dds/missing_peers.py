@@ -17,6 +17,9 @@ from gradbus.runtime.transport.dds.network import build_xml, is_exposed, leaves_
 from gradbus.runtime.transport.dds.peers import names_in
 
 
+_OTHER_TRANSPORT = "Whoever has bus.connect or bus.listen is on Zenoh, and is not met here"
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reach:
     """Describes how far a bus on DDS reaches: the :class:`~gradbus.runtime.transport.api.Reachable` of DDS.
@@ -98,7 +101,8 @@ class Reach:
         Args:
             elsewhere: whether they are on other machines; None: nobody knows. one: it is one process that is missing.
         """
-        return _joined(self._advice(elsewhere, one), self.unresolved)
+        others = "" if elsewhere is False else _OTHER_TRANSPORT
+        return _joined(self._advice(elsewhere, one), self.unresolved, others)
 
     def _advice(self, elsewhere: bool | None, one: bool) -> str:
         document = ", and CYCLONEDDS_URI" if self.by_document else ""

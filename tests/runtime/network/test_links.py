@@ -105,13 +105,22 @@ def test_the_lease_of_a_network_and_its_links_is_set_once() -> None:
 
 def test_the_arguments_of_connect_arrive_in_the_links() -> None:
     given = network_config(
-        connect=[FAR], listen=["tls/0.0.0.0:443"], lease_s=2.0, tls_ca="ca.pem", tls_certificate="a.pem",
-        tls_key=Path("a.key"), tls_clients=True,
-    )  # fmt: skip
+        connect=[FAR],
+        listen=["tls/0.0.0.0:443"],
+        lease_s=2.0,
+        tls_ca="ca.pem",
+        tls_certificate="a.pem",
+        tls_key=Path("a.key"),
+        tls_clients=True,
+    )
     expected = LinkConfig(
-        connect=(FAR,), listen=("tls/0.0.0.0:443",), ca=Path("ca.pem"), requires_client_certificate=True, lease_s=2.0,
+        connect=(FAR,),
+        listen=("tls/0.0.0.0:443",),
+        ca=Path("ca.pem"),
+        requires_client_certificate=True,
+        lease_s=2.0,
         **FILES,
-    )  # fmt: skip
+    )
     assert given.links == expected
     with pytest.raises(ConfigError, match="expected a list of endpoints, got the text"):
         network_config(connect=FAR)
