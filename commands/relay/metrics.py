@@ -18,7 +18,7 @@ _STATM = Path("/proc/self/statm")
 Samples = list[tuple[Mapping[str, str], float]]
 
 
-def render(by_node: Mapping[str, tuple[int, NodeTotals]], *, is_ready: bool) -> str:
+def render(by_node: Mapping[str, tuple[int, NodeTotals]], *, max_sessions: int, is_ready: bool) -> str:
     """Return the page ``/metrics``. ``by_node``: open sessions and totals of each node."""
     nodes = sorted(by_node.items())
 
@@ -30,6 +30,7 @@ def render(by_node: Mapping[str, tuple[int, NodeTotals]], *, is_ready: bool) -> 
     lines += _family(
         "gradbus_relay_sessions", "gauge", "Open sessions", [({"node": node}, count) for node, (count, _) in nodes]
     )
+    lines += _family("gradbus_relay_sessions_max", "gauge", "Sessions that are let in", [({}, max_sessions)])
     lines += _family("gradbus_relay_sessions_opened_total", "counter", "Sessions opened", per_node("opened"))
     lines += _family("gradbus_relay_sessions_closed_total", "counter", "Sessions closed", per_node("closed"))
     lines += _family(

@@ -50,7 +50,12 @@ def serve(values: Mapping[str, Any]) -> int:
         except BusError as error:
             raise in_own_words(error) from None
         opened.callback(router.close)
-        relay = Relay(router, drain_s=plan.drain_s, max_per_node=plan.sessions_per_node)
+        relay = Relay(
+            router,
+            max_sessions=plan.limits.sessions,
+            drain_s=plan.drain_s,
+            max_per_node=plan.sessions_per_node,
+        )
         url = opened.enter_context(_pages(plan, relay))
 
         def announce() -> None:

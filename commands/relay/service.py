@@ -48,11 +48,15 @@ class RouterLike(Protocol):
 class Relay:
     """Watches over an open router, from :meth:`serve` until a signal handler of the loop calls :meth:`stop`."""
 
-    def __init__(self, router: RouterLike, *, drain_s: float, max_per_node: int | None = None) -> None:
+    def __init__(
+        self, router: RouterLike, *, max_sessions: int, drain_s: float, max_per_node: int | None = None
+    ) -> None:
         """Args:
+        max_sessions: that the router lets in. It does not report those that it refuses.
         drain_s: how long it forwards after :meth:`stop`, while there are sessions.
         max_per_node: most sessions with the same name in the certificate; None: any number.
         """
+        self._max_sessions = max_sessions
         self._drain_s = drain_s
         self._router = router
         self._sessions = Sessions(max_per_node)
@@ -72,7 +76,7 @@ class Relay:
 
     def render_metrics(self) -> str:
         """Return the page ``/metrics``. Any thread may call it."""
-        return metrics.render(self._sessions.by_node(), is_ready=self.is_ready)
+        return metrics.render(self._sessions.by_node(), max_sessions=self._max_sessions, is_ready=self.is_ready)
 
     def stop(self) -> None:
         """End :meth:`serve`, which drains first."""
@@ -125,6 +129,8 @@ class Relay:
         if change.is_up:
             session = self._sessions.open(change.peer, address, change.node, time.monotonic())
             self._write("session opened", session)
+            if self._sessions.count >= self._max_sessions and self._may_write():
+                log.warning("relay is full", sessions=self._sessions.count, advice="raise limits.sessions")
             self._unfound.set()
             self._unasked.set()
         else:
@@ -192,10 +198,14 @@ class Relay:
 
     def _write(self, event: str, session: RelaySession, **facts: object) -> None:
         """Write a line of the access log, unless there were too many of late."""
+        if self._may_write():
+            log.info(event, node=session.node, address=session.address, peer=session.peer, **facts)
+
+    def _may_write(self) -> bool:
         if not self._lines.take(time.monotonic()):
             self._lines_left_out += 1
-            return
+            return False
         if self._lines_left_out:
             log.warning("lines of the access log left out", count=self._lines_left_out)
             self._lines_left_out = 0
-        log.info(event, node=session.node, address=session.address, peer=session.peer, **facts)
+        return True

@@ -150,6 +150,14 @@ def test_a_node_with_too_many_sessions_loses_the_newest_and_others_stay(port: in
         ] == []
 
 
+def test_a_relay_that_is_full_says_so_and_refuses_the_next_one(port: int) -> None:
+    with plain(port, "--set", "limits.sessions=1") as relay, linked(relay):
+        assert relay.wait_for("relay is full")["sessions"] == 1
+        with pytest.raises(BusError), linked(relay):
+            pass
+        assert relay.counts()["sessions_opened_total "] == 1
+
+
 def test_a_client_that_takes_nothing_loses_its_session_and_no_longer_holds_up_who_sends_to_it(port: int) -> None:
     with plain(port, "--set", "limits.stall_timeout_s=0.5") as relay, linked(relay, lease_s=600.0) as sender:
         spec = json.dumps({"connect": [relay.listen], "lease_s": 600.0})

@@ -104,7 +104,9 @@ def test_nodes_beyond_a_bound_are_counted_together() -> None:
 
 def test_metrics_are_what_prometheus_reads_whatever_a_node_is_called() -> None:
     name = 'a "quoted"\\ one\nand {more}'
-    text = metrics.render({name: (2, NodeTotals(3, 1, 4, 10**15, 7)), "": (0, NodeTotals())}, is_ready=True)
+    text = metrics.render(
+        {name: (2, NodeTotals(3, 1, 4, 10**15, 7)), "": (0, NodeTotals())}, max_sessions=9, is_ready=True
+    )
     found = {
         (sample.name, sample.labels.get("node")): sample.value
         for family in text_string_to_metric_families(text)
@@ -112,6 +114,7 @@ def test_metrics_are_what_prometheus_reads_whatever_a_node_is_called() -> None:
     }
     shown = name.replace("\n", " ")
     assert found["gradbus_relay_ready", None] == 1
+    assert found["gradbus_relay_sessions_max", None] == 9
     assert found["gradbus_relay_sessions", shown] == 2
     assert found["gradbus_relay_sessions_opened_total", shown] == 3
     assert found["gradbus_relay_sessions_closed_total", shown] == 1
