@@ -25,6 +25,8 @@ def with_links(settings: BusSettings, config: Path | None, options: Mapping[str,
     """
     found = load_settings(BusFile, config).bus
     update = {name: getattr(found, name) for name in _NAMES if name in found.model_fields_set} | dict(options)
+    if "connect" in options:  # as one of those that dial, also with the configuration of one that listens
+        update |= {"listen": (), "tls_clients": False}
     is_asked_for = any(update.get(name) for name in ("connect", "listen")) or found.transport == "zenoh"
     return settings.model_copy(update=update) if is_asked_for else settings
 

@@ -80,6 +80,13 @@ def settings_of(config: Path | None, options: Mapping[str, Any]) -> BusSettings:
     """
     overrides = [f"bus.{key}={json.dumps(value)}" for key, value in options.items()]
     settings = load_settings(BusFile, config, overrides=overrides).bus
+    if settings.listen:
+        if not settings.connect:
+            raise ConfigError(
+                f"this configuration listens on {settings.listen[0]}, as a controller does that may be running now: "
+                f"dial it with --connect tls/HOST:PORT and --tls-ca FILE"
+            )
+        settings = settings.model_copy(update={"listen": (), "tls_clients": False})
     if "key_file" in options and settings.security in ("none", "user"):
         settings = settings.model_copy(update={"security": "psk"})
     if config is None and "job" not in options and "job" not in settings.model_fields_set:

@@ -56,6 +56,11 @@ class VirtualClients:
         """Settle the rules of the run with these clients. Raises ConfigError: they cannot take part in such a run."""
         if file.upstream.site is not None:
             raise ConfigError("upstream.site: a site passes no names of participants on, which virtual clients need")
+        if file.bus.listen:
+            raise ConfigError(
+                f"bus.listen: virtual clients have a bus of their own in this process, which cannot listen on "
+                f"{file.bus.listen[0]} as well. Start a relay ('gradbus relay'), and set bus.connect instead"
+            )
         return choices_of(file.federated, self.clients, self.fraction)
 
     def start(self, file: ControllerFile, choices: CheckedChoices, state_dir: Path) -> Hosted:

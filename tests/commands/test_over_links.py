@@ -12,6 +12,7 @@ from ports import free_port
 from tls_scene import HOST, TlsFiles, router
 
 from gradbus.commands.exit_codes import ExitCode
+from gradbus.commands.run.status import settings_of
 from gradbus.runtime.network.links import LinkConfig
 
 FEW = 'task.data_options={"train": 1000, "test": 100}'
@@ -144,6 +145,23 @@ def test_a_certificate_that_is_missing_ends_a_command_before_anything_is_loaded(
     refused = invoke(command, write(tmp_path / "file.json", bus))
     assert refused.code == 2
     assert "bus.tls_ca nowhere.pem cannot be read: No such file or directory" in refused.err
+
+
+def test_the_status_of_a_controller_that_listens_is_asked_for_as_one_that_dials(invoke, tmp_path: Path) -> None:
+    config = write(tmp_path / "controller.json", {"listen": [f"tcp/{HOST}:{free_port()}"]})
+    refused = invoke("status", "--config", config)
+    assert refused.code == 2
+    assert "dial it with --connect tls/HOST:PORT and --tls-ca FILE" in refused.err
+    closed = f"tcp/{HOST}:{free_port()}"
+    settings = settings_of(config, {"connect": [closed]})
+    assert (settings.connect, settings.listen) == ((closed,), ())
+
+
+def test_virtual_clients_need_a_relay_where_their_controller_would_listen(invoke, tmp_path: Path) -> None:
+    config = write(tmp_path / "controller.json", {"listen": [f"tcp/{HOST}:{free_port()}"]}, task={"data": "glyphs"})
+    refused = invoke("virtual", config, "--clients", 2)
+    assert refused.code == 2
+    assert "Start a relay ('gradbus relay'), and set bus.connect instead" in refused.err
 
 
 def test_the_status_of_a_job_behind_a_relay_needs_two_options(invoke, files: TlsFiles, relay: LinkConfig) -> None:

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 from channel_node import Channel, ChannelNode
 from dds_domains import new_domain
-from zenoh_node import ZenohNode, relay, transport_at
+from zenoh_node import ZenohNode, transport_at
 
 from gradbus.runtime.network.network_config import NetworkConfig
 from gradbus.runtime.transport.api import Inlet, Outlet, Transport
@@ -222,25 +222,20 @@ class MemoryScene:
         self.network.close()
 
 
-class DdsScene:
-    """Cyclone DDS on the loopback interface. Remote processes are true ones."""
+class RealTimeScene:
+    """A scene in real time, with jobs of its own.
+
+    Attributes:
+        opened: what :meth:`close` closes.
+    """
 
     def __init__(self) -> None:
-        self._domain, self._number = new_domain(), next(_jobs)
-        self._opened = contextlib.ExitStack()
+        self._number = next(_jobs)
+        self.opened = contextlib.ExitStack()
 
-    def _partition(self, job: str) -> str:
+    def job_name(self, job: str) -> str:
+        """Return the name of a job that no other scene has."""
         return f"contract-{os.getpid()}-{self._number}-{job}"
-
-    def open(self, job: str = "one") -> Transport:
-        network = NetworkConfig(shared_memory=False, lease_s=LONG_LEASE_S)
-        made = Participant(domain_id=self._domain, partition=self._partition(job), network=network)
-        self._opened.callback(made.close)
-        return made
-
-    def remote(self, lease_s: float = LONG_LEASE_S, *, loss: float = 0.0) -> Remote:
-        network = {"lease_s": lease_s, "loss_per_mille": int(1000 * loss)}
-        return self._opened.enter_context(ChannelNode(domain=self._domain, job=self._partition("one"), **network))
 
     def until(self, condition: Callable[[], object], what: str) -> None:
         until_s = time.monotonic() + PATIENCE_S
@@ -255,23 +250,41 @@ class DdsScene:
         return time.monotonic()
 
     def close(self) -> None:
-        self._opened.close()
+        self.opened.close()
 
 
-class ZenohScene(DdsScene):
-    """Zenoh on the loopback interface, over one relay in this process. Remote processes are true ones."""
+class DdsScene(RealTimeScene):
+    """Cyclone DDS on the loopback interface. Remote processes are true ones."""
 
     def __init__(self) -> None:
-        self._opened = contextlib.ExitStack()
-        self._port = self._opened.enter_context(relay())
+        super().__init__()
+        self._domain = new_domain()
 
     def open(self, job: str = "one") -> Transport:
-        made = transport_at(self._port, job)
-        self._opened.callback(made.close)
+        network = NetworkConfig(shared_memory=False, lease_s=LONG_LEASE_S)
+        made = Participant(domain_id=self._domain, partition=self.job_name(job), network=network)
+        self.opened.callback(made.close)
         return made
 
     def remote(self, lease_s: float = LONG_LEASE_S, *, loss: float = 0.0) -> Remote:
-        return self._opened.enter_context(ZenohNode(self._port, "one", lease_s, loss=loss))
+        network = {"lease_s": lease_s, "loss_per_mille": int(1000 * loss)}
+        return self.opened.enter_context(ChannelNode(domain=self._domain, job=self.job_name("one"), **network))
+
+
+class ZenohScene(RealTimeScene):
+    """Zenoh on the loopback interface, over a relay. Remote processes are true ones."""
+
+    def __init__(self, relay_port: int) -> None:
+        super().__init__()
+        self._port = relay_port
+
+    def open(self, job: str = "one") -> Transport:
+        made = transport_at(self._port, self.job_name(job))
+        self.opened.callback(made.close)
+        return made
+
+    def remote(self, lease_s: float = LONG_LEASE_S, *, loss: float = 0.0) -> Remote:
+        return self.opened.enter_context(ZenohNode(self._port, self.job_name("one"), lease_s, loss=loss))
 
 
 def in_steps() -> MemoryScene:

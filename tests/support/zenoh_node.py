@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
+import os
 import random
+import signal
+import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import zenoh
 from channel_node import ChannelNode, Process, serve
 from ports import free_port
 from tcp_proxy import TcpProxy
 
+from gradbus.runtime.transport.zenoh.relay_settings import RELAY_SETTINGS
 from gradbus.runtime.transport.zenoh.transport import ZenohTransport
 from gradbus.runtime.transport.zenoh.zenoh_session import ZenohSession
 
@@ -23,6 +26,7 @@ LEASE_S = 60.0
 
 def session_config(mode: str, port: int, lease_s: float = LEASE_S) -> zenoh.Config:
     """Return the configuration of a session on a port of 127.0.0.1."""
+    more = RELAY_SETTINGS if mode == "router" else {}
     here = [f"tcp/127.0.0.1:{port}"]
     config = zenoh.Config()
     for name, value in {
@@ -35,20 +39,70 @@ def session_config(mode: str, port: int, lease_s: float = LEASE_S) -> zenoh.Conf
         "transport/link/tx/keep_alive": 4,
         "transport/link/tx/queue/congestion_control/block/wait_before_close": 600_000_000,
         "connect/retry": {"period_init_ms": 50, "period_max_ms": 200, "period_increase_factor": 1.5},
+        **more,
     }.items():
         config.insert_json5(name, json.dumps(value))
     return config
 
 
-@contextlib.contextmanager
-def relay() -> Iterator[int]:
-    """Run a router in this process. Yields its port."""
-    port = free_port()
+class Relay:
+    """A router in a process of its own, as it is in use: the sessions of one process share the threads that receive, so
+    a router that waits for one of them there would wait for itself.
+
+    Attributes:
+        port: where it listens.
+    """
+
+    def __init__(self) -> None:
+        self.port = free_port()
+        self._process: subprocess.Popen[str] | None = None
+        self.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.kill()
+
+    def start(self) -> None:
+        """Start it, on the same port each time."""
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, "relay", str(self.port)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self._process.stdout is not None
+        assert self._process.stdout.readline() == "ready\n", "the relay has not started"
+
+    def kill(self) -> None:
+        """End it without a goodbye."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.wait(10.0)
+            for stream in (process.stdin, process.stdout):
+                assert stream is not None
+                stream.close()
+
+    def stop(self) -> None:
+        """Have it stand still."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP)
+        os.waitpid(self._process.pid, os.WUNTRACED)
+
+    def go_on(self) -> None:
+        """Let it run again."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGCONT)
+
+
+def run_relay(port: int) -> None:
+    """Run a router until the input ends."""
     router = zenoh.open(session_config("router", port))
-    try:
-        yield port
-    finally:
-        router.close()
+    print("ready", flush=True)
+    sys.stdin.read()
+    router.close()
 
 
 @dataclass(frozen=True)
@@ -131,7 +185,10 @@ def _no_cut(is_cut: bool) -> None:
 
 
 def main() -> None:
-    """Serve with a transport on Zenoh."""
+    """Serve with a transport on Zenoh, or be a relay."""
+    if sys.argv[1] == "relay":
+        run_relay(int(sys.argv[2]))
+        return
     spec = json.loads(sys.argv[1])
     serve(Process(transport_at(spec["port"], spec["job"], spec["lease_s"], loss=spec["loss"]), _no_cut))
 

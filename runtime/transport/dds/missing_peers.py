@@ -16,7 +16,6 @@ from gradbus.runtime.transport.dds.examination import port_range
 from gradbus.runtime.transport.dds.network import build_xml, is_exposed, leaves_machine, uses_ipv6
 from gradbus.runtime.transport.dds.peers import names_in
 
-
 _OTHER_TRANSPORT = "Whoever has bus.connect or bus.listen is on Zenoh, and is not met here"
 
 

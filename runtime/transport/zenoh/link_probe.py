@@ -82,8 +82,8 @@ def why_not_listening(endpoints: tuple[LinkEndpoint, ...]) -> str:
 def _bind_fault(endpoint: LinkEndpoint, error: OSError) -> str:
     if error.errno == errno.EADDRINUSE:
         return (
-            f"another process listens on port {endpoint.port} already ('ss -ltnp' shows it). End that one, or take "
-            f"another port here and in bus.connect of the others"
+            f"port {endpoint.port} is taken already ('ss -ltnp' shows by which process; of a job, one process listens, "
+            f"and all others dial it). End that one, or take another port here and in bus.connect of the others"
         )
     if error.errno == errno.EACCES:
         return (

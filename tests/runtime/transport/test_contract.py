@@ -9,6 +9,7 @@ import pytest
 from transport_contract import CLAUSES, Clause
 from transport_mutants import MUTANTS, Plant
 from transport_scenes import DdsScene, MemoryScene, ZenohScene, in_steps, with_threads
+from zenoh_node import Relay
 
 MUTANT_S = 10.0  # for what a thread does in memory within milliseconds
 IN_STEPS = [one for one in CLAUSES if not one.needs_threads]
@@ -46,9 +47,15 @@ def test_on_dds(clause: Clause, dds: DdsScene) -> None:
     clause.check(dds)
 
 
+@pytest.fixture(scope="module")
+def relay() -> Iterator[Relay]:
+    with Relay() as relay:
+        yield relay
+
+
 @pytest.fixture
-def on_zenoh() -> Iterator[ZenohScene]:
-    scene = ZenohScene()
+def on_zenoh(relay: Relay) -> Iterator[ZenohScene]:
+    scene = ZenohScene(relay.port)
     yield scene
     scene.close()
 

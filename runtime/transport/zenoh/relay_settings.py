@@ -1,0 +1,31 @@
+"""What a session that passes messages on needs, so that a peer that reads slowly, or not at all, holds up no other.
+
+Zenoh passes a message on, on the thread that has received it. Outlets publish large messages so that a full queue is
+waited for, and the message says so to the relay, too: there such a wait holds up the receiving thread, all other
+messages of that link, and the end of sessions: with two such waits at the same time a relay stood still for good. Here
+such a message is dropped after a while; its outlet sends it again, as what is lost on the way.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+DROP_AFTER_S = 0.1  # a batch of 64 KiB leaves in this time over a link of 5 Mbit/s
+DROP_LARGE_AFTER_S = 1.0  # the same for a message of many batches
+
+RELAY_SETTINGS: dict[str, Any] = {
+    "qos/network": [
+        {
+            "id": "no peer holds up others",
+            "messages": ["put"],
+            "key_exprs": ["gradbus/**"],
+            "overwrite": {"congestion_control": "drop"},
+            "flows": ["egress"],
+        }
+    ],
+    "transport/link/tx/queue/congestion_control/drop": {
+        "wait_before_drop": round(1e6 * DROP_AFTER_S),
+        "max_wait_before_drop_fragments": round(1e6 * DROP_LARGE_AFTER_S),
+    },
+}
+"""By their names in Zenoh's configuration; for modes that forward."""
