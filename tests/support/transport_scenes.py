@@ -19,7 +19,8 @@ from typing import Any, Protocol
 
 from channel_node import Channel, ChannelNode
 from dds_domains import new_domain
-from zenoh_node import ZenohNode, transport_at
+from simulated_relay import SimulatedProcess, SimulatedRelay, SimulatedSession
+from zenoh_node import LoopbackReach, ZenohNode, transport_at
 
 from gradbus.runtime.network.network_config import NetworkConfig
 from gradbus.runtime.transport.api import Inlet, Outlet, Transport
@@ -28,6 +29,7 @@ from gradbus.runtime.transport.memory.network import MemoryNetwork
 from gradbus.runtime.transport.memory.pairs import MemoryNode
 from gradbus.runtime.transport.memory.transport import MemoryTransport
 from gradbus.runtime.transport.schedule import Call, ThreadSchedule
+from gradbus.runtime.transport.zenoh.transport import ZenohTransport
 
 PATIENCE_S = 30.0
 SLICE_S = 0.05
@@ -142,22 +144,24 @@ class SteppedSchedule:
         self._calls.clear()
 
 
-class MemoryRemote:
-    """A process that exists in name only."""
+class LocalRemote:
+    """A process that exists in name only.
 
-    def __init__(self, network: MemoryNetwork) -> None:
-        self._network = network
-        self._node = MemoryNode("remote", machine=1)
-        self._transport = MemoryTransport(network, self._node, "one")
+    Attributes:
+        transport: its own.
+    """
+
+    def __init__(self, transport: Transport) -> None:
+        self.transport = transport
         self._outlets: dict[str, Outlet] = {}
         self._inlets: dict[str, Inlet] = {}
 
     def open_writer(self, channel: Channel, *, retained_samples: int = 1) -> None:
-        opened = self._transport.outlet(channel.opened(), retained_samples=retained_samples)
+        opened = self.transport.outlet(channel.opened(), retained_samples=retained_samples)
         self._outlets[channel.name] = opened
 
     def open_reader(self, channel: Channel) -> None:
-        self._inlets[channel.name] = self._transport.inlet(channel.opened())
+        self._inlets[channel.name] = self.transport.inlet(channel.opened())
 
     def write(self, key: str, *numbers: int) -> list[bool]:
         return write(self._outlets[key], *numbers)
@@ -167,6 +171,15 @@ class MemoryRemote:
 
     def matched(self, key: str) -> int:
         return len((self._outlets.get(key) or self._inlets[key]).peers())
+
+
+class MemoryRemote(LocalRemote):
+    """A process on the network in memory."""
+
+    def __init__(self, network: MemoryNetwork) -> None:
+        self._network = network
+        self._node = MemoryNode("remote", machine=1)
+        super().__init__(MemoryTransport(network, self._node, "one"))
 
     def stop(self) -> None:
         self._network.pause(self._node)
@@ -285,6 +298,72 @@ class ZenohScene(RealTimeScene):
 
     def remote(self, lease_s: float = LONG_LEASE_S, *, loss: float = 0.0) -> Remote:
         return self.opened.enter_context(ZenohNode(self._port, self.job_name("one"), lease_s, loss=loss))
+
+
+class SimulatedRemote(LocalRemote):
+    """A process that exists in name only, at a simulated relay.
+
+    Attributes:
+        session: its own.
+    """
+
+    def __init__(self, process: SimulatedProcess, session: SimulatedSession, transport: Transport) -> None:
+        super().__init__(transport)
+        self._process, self.session = process, session
+
+    def stop(self) -> None:
+        self._process.paused = True
+        self.session.fall_silent()
+
+    def go_on(self) -> None:
+        self._process.resume()
+        self.session.speak_again()
+
+    def cut_off(self) -> None:
+        self.session.fall_silent()
+
+    def reconnect(self) -> None:
+        self.session.speak_again()
+
+    def kill(self) -> None:
+        self._process.dead = True
+        self.session.break_link()
+
+
+class SteppedZenohScene:
+    """What outlets and inlets on Zenoh say to each other, over a simulated relay in virtual time.
+
+    Attributes:
+        relay: that one.
+    """
+
+    def __init__(self, seed: int = 1) -> None:
+        self._schedule = SteppedSchedule()
+        self.relay = SimulatedRelay(self._schedule, seed)
+
+    def join(self, job: str, lease_s: float = LONG_LEASE_S, *, loss: float = 0.0) -> SimulatedRemote:
+        """Start a process with a transport."""
+        process = SimulatedProcess(self._schedule)
+        session = self.relay.session(process, lease_s, loss)
+        transport = ZenohTransport(session, job, reach=LoopbackReach(), lease_s=lease_s, schedule=process)
+        return SimulatedRemote(process, session, transport)
+
+    def open(self, job: str = "one") -> Transport:
+        return self.join(job).transport
+
+    def remote(self, lease_s: float = LONG_LEASE_S, *, loss: float = 0.0) -> SimulatedRemote:
+        return self.join("one", lease_s, loss=loss)
+
+    def until(self, condition: Callable[[], object], what: str) -> None:
+        until_s = self.now_s() + PATIENCE_S
+        while not self._schedule.wait(None, lambda: bool(condition()), SLICE_S):
+            assert self.now_s() < until_s, f"not within {PATIENCE_S:g} s: {what}"
+
+    def pass_time(self, seconds: float) -> None:
+        self._schedule.wait(None, lambda: False, seconds)
+
+    def now_s(self) -> float:
+        return self._schedule.now_s()
 
 
 def in_steps() -> MemoryScene:

@@ -24,6 +24,7 @@ from gradbus.runtime.transport.sample_layout import LAYOUTS
 from gradbus.runtime.transport.zenoh.keys import owner_of
 from gradbus.runtime.transport.zenoh.messages import (
     HEADER_BYTES,
+    HERE_BITS,
     MAX_NUMBER,
     PROBE,
     SAMPLE,
@@ -52,7 +53,7 @@ class OutletState:
         handle: by which others know it while the match lasts.
         epoch: of its last START; 0: there was none. wanted: the first sample that is lacking.
         early: messages behind a gap, by number. queued: samples that were not taken yet.
-        told, granted: the last answer. asked: the gap before this sample was asked for. answer_is_due: soon.
+        told, granted: the last answer. asked: samples up to this one were asked for. answer_is_due: soon.
         is_there: its token is, or our own link is down.
     """
 
@@ -165,7 +166,7 @@ class ZenohInlet(ZenohEndpoint):
         elif kind == PROBE:
             epoch, last = parse_probe(message)
             if outlet is not None and outlet.is_peer and outlet.epoch == epoch:
-                self._answer(outlet, ask_until=last)
+                self._answer(outlet, outlet.wanted, last)
             else:
                 self._refuse(outlet)
         else:
@@ -176,7 +177,7 @@ class ZenohInlet(ZenohEndpoint):
         now_s = self.schedule.now_s()
         if outlet is not None and outlet.is_there and now_s >= outlet.refused_s + _UNKNOWN_S:
             outlet.refused_s = now_s
-            self._publish_answer(outlet, Ack(0, 0, 0, 0, self.channel.reliable))
+            self._publish_answer(outlet, Ack(0, 0, 0, is_reliable=self.channel.reliable))
 
     def _start(self, peer: str, epoch: int, first: int) -> None:
         owner = owner_of(peer)
@@ -226,8 +227,8 @@ class ZenohInlet(ZenohEndpoint):
         if number not in outlet.early and len(outlet.early) < MAX_EARLY and outlet.early_bytes < WINDOW_BYTES:
             outlet.early[number] = message
             outlet.early_bytes += len(message)
-        if outlet.asked < outlet.wanted:
-            self._answer(outlet, ask_until=number - 1)
+        if number - 1 > outlet.asked:
+            self._answer(outlet, max(outlet.wanted, outlet.asked + 1), number - 1)
 
     def _hand_over(self, outlet: OutletState) -> None:
         """Hand over what was behind a gap that is filled."""
@@ -235,8 +236,6 @@ class ZenohInlet(ZenohEndpoint):
             outlet.early_bytes -= len(message)
             self._put(outlet, message)
             outlet.wanted += 1
-        if outlet.early and outlet.asked < outlet.wanted:
-            self._answer(outlet, ask_until=min(outlet.early) - 1)
 
     def _put(self, outlet: OutletState, message: bytes) -> None:
         channel, queue = self.channel, self._queue
@@ -288,17 +287,19 @@ class ZenohInlet(ZenohEndpoint):
             self._answer(outlet)
         outlet.answer_is_due = False
 
-    def _answer(self, outlet: OutletState, *, ask_until: int = 0) -> None:
-        """Say what has arrived, and what there is room for. ``ask_until``: what lacks up to this sample was lost."""
-        if outlet.early:
-            ask_until = min(ask_until, min(outlet.early) - 1)
-        asks = ask_until >= outlet.wanted and self.channel.reliable
-        if asks:
-            outlet.asked = outlet.wanted
+    def _answer(self, outlet: OutletState, ask_first: int = 0, ask_last: int = 0) -> None:
+        """Say what has arrived, and what there is room for. Ask for what lacks in a range of samples: it was lost."""
         outlet.told, outlet.granted = outlet.wanted, self._credit(outlet)
         outlet.answer_is_due = False
-        asked = ask_until if asks else 0
-        self._publish_answer(outlet, Ack(outlet.epoch, outlet.wanted, outlet.granted, asked, self.channel.reliable))
+        here = 0
+        if ask_first <= ask_last and self.channel.reliable:
+            outlet.asked = max(outlet.asked, ask_last)
+            for number in range(ask_first, min(ask_last + 1, ask_first + HERE_BITS)):
+                here |= (number in outlet.early) << (number - ask_first)
+        else:
+            ask_first = ask_last = 0
+        answer = Ack(outlet.epoch, outlet.wanted, outlet.granted, ask_first, ask_last, here, self.channel.reliable)
+        self._publish_answer(outlet, answer)
 
     def _publish_answer(self, outlet: OutletState, ack: Ack) -> None:
         self.place.session.publish(self.keys.ack(outlet.id, self.id), pack_ack(ack), urgent=True)

@@ -5,7 +5,7 @@
 | SAMPLE | outlet | number of the sample; the sample, as :mod:`~gradbus.runtime.transport.sample_layout` lays it out |
 | START | outlet | epoch of the match; number of its first sample |
 | PROBE | outlet | epoch; number of the last sample that was sent to this inlet: what it lacks of those is lost |
-| ACK | inlet | epoch, or 0: it knows of no match; the first number that it lacks; the last that it has room for; the last of those that it asks for again, or 0; whether it is reliable |
+| ACK | inlet | epoch, or 0: it knows of no match; the first number that it lacks; the last that it has room for; whether it is reliable; what it asks for: the first, the last (0: nothing), and which of these it has |
 
 Samples are numbered from 1 by their outlet, whoever they are for, so a number means one sample for the life of an
 outlet, and needs no epoch. An epoch tells the matches of an outlet with one inlet apart.
@@ -23,8 +23,9 @@ MAX_NUMBER = (1 << 63) - 1
 
 _SAMPLE = struct.Struct("<B7xQ")  # the sample begins at a multiple of 16, as in memory of its own
 _PAIR = struct.Struct("<B7xQQ")
-_ACK = struct.Struct("<BB6xQQQQ")
+_ACK = struct.Struct("<BB6xQQQQQQ")
 HEADER_BYTES = _SAMPLE.size
+HERE_BITS = 64
 
 
 class BadMessage(ValueError):
@@ -46,14 +47,24 @@ class Probe(NamedTuple):
 
 
 class Ack(NamedTuple):
-    """All samples before ``wanted`` have arrived, there is room for those up to ``granted``, and those from ``wanted``
-    to ``asked`` are to be sent again."""
+    """All samples before ``wanted`` have arrived, and there is room for those up to ``granted``.
+
+    Those from ``ask_first`` to ``ask_last`` are to be sent again, except those that are here: bit ``i`` of ``here``
+    stands for the sample ``ask_first + i``.
+    """
 
     epoch: int
     wanted: int
     granted: int
-    asked: int = 0
+    ask_first: int = 0
+    ask_last: int = 0
+    here: int = 0
     is_reliable: bool = True
+
+    def asks_for(self, number: int) -> bool:
+        """Return whether a sample is to be sent again."""
+        place = number - self.ask_first
+        return self.ask_first <= number <= self.ask_last and not (place < HERE_BITS and self.here >> place & 1)
 
 
 def sample_message(num_bytes: int, parts: Sequence[Any]) -> bytearray:
@@ -83,7 +94,7 @@ def pack_probe(probe: Probe) -> bytes:
 
 def pack_ack(ack: Ack) -> bytes:
     """Return the bytes of an ACK."""
-    return _ACK.pack(ACK, ack.is_reliable, ack.epoch, ack.wanted, ack.granted, ack.asked)
+    return _ACK.pack(ACK, ack.is_reliable, *ack[:-1])
 
 
 def kind_of(message: bytes) -> int:
@@ -116,10 +127,10 @@ def parse_ack(message: bytes) -> Ack:
     """Return the content of an ACK. Raises BadMessage."""
     if not message or message[0] != ACK:
         raise BadMessage("message of another kind")
-    is_reliable, epoch, wanted, granted, asked = _unpacked(_ACK, message)
+    is_reliable, epoch, wanted, granted, ask_first, ask_last, here = _unpacked(_ACK, message)
     if epoch:
         _numbers((wanted,))
-    return Ack(epoch, wanted, min(granted, MAX_NUMBER), asked, bool(is_reliable))
+    return Ack(epoch, wanted, min(granted, MAX_NUMBER), ask_first, ask_last, here, bool(is_reliable))
 
 
 def _unpacked(layout: struct.Struct, message: bytes) -> tuple[int, ...]:

@@ -223,8 +223,9 @@ class ZenohOutlet(ZenohEndpoint):
             if arrived > inlet.acknowledged:
                 inlet.acknowledged, inlet.sent = arrived, max(inlet.sent, arrived)
                 inlet.note_progress(now_s)
-            if ack.asked >= ack.wanted:
-                self._send_again(inlet, ack.wanted, min(ack.asked, inlet.sent))
+            if ack.ask_last:
+                inlet.note_progress(now_s)  # it answers: what is lost again is found soon
+                self._send_again(inlet, ack)
         self._send_lacking(inlet)
         self._forget_acknowledged()
         self.schedule.notify()
@@ -253,9 +254,11 @@ class ZenohOutlet(ZenohEndpoint):
             inlet.sent = one.number
         self._probe_later()
 
-    def _send_again(self, inlet: InletState, first: int, last: int) -> None:
-        for one in self._in_reach(inlet, first):
-            if (one.number > last and not self.channel.keep_last) or not self._publish_to(inlet, one.sample):
+    def _send_again(self, inlet: InletState, ack: Ack) -> None:
+        for one in self._in_reach(inlet, max(ack.ask_first, inlet.acknowledged + 1)):
+            if one.number > inlet.sent:
+                break
+            if (ack.asks_for(one.number) or self.channel.keep_last) and not self._publish_to(inlet, one.sample):
                 break
 
     def _in_reach(self, inlet: InletState, first: int) -> Iterable[NumberedSample]:

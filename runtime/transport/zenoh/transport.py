@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -50,6 +51,11 @@ class ZenohTransport:
         self._place = Place(session, self._schedule, job, self.own, lease_s, node)
         self._is_open = True
         self._made_in = forks.generation
+
+    @property
+    def rejected(self) -> Counter[str]:
+        """Return counts of dropped messages, by reason."""
+        return self._place.rejected
 
     def start(self, thread: IoThread, members: JobMembers | None = None) -> None:
         """Count what is rejected on the thread. No protocol runs there: what others say is handled as it comes.

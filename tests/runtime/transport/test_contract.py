@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 from transport_contract import CLAUSES, Clause
 from transport_mutants import MUTANTS, Plant
-from transport_scenes import DdsScene, MemoryScene, ZenohScene, in_steps, with_threads
+from transport_scenes import DdsScene, MemoryScene, SteppedZenohScene, ZenohScene, in_steps, with_threads
 from zenoh_node import Relay
 
 MUTANT_S = 10.0  # for what a thread does in memory within milliseconds
@@ -45,6 +45,11 @@ def dds() -> Iterator[DdsScene]:
 @pytest.mark.parametrize("clause", CLAUSES, ids=str)
 def test_on_dds(clause: Clause, dds: DdsScene) -> None:
     clause.check(dds)
+
+
+@pytest.mark.parametrize("clause", IN_STEPS, ids=str)
+def test_on_zenoh_over_a_simulated_relay(clause: Clause) -> None:
+    clause.check(SteppedZenohScene())
 
 
 @pytest.fixture(scope="module")
