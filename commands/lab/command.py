@@ -83,8 +83,9 @@ def run_lab(
     need_rights()
     try:
         with hosts_on_a_switch(len(commands), conditions) as network:
-            for host in network.hosts[1:] if nat_port is not None else ():
-                let_dial_only(host, network.hosts[0], nat_port)
+            if nat_port is not None:
+                for host in network.hosts[1:]:
+                    let_dial_only(host, network.hosts[0], nat_port)
             return _run(network, commands, nat_port)
     except NoNamespaces as error:
         raise ConfigError(f"{error}. {_NO_RIGHTS}" if "not permitted" in str(error) else str(error)) from None

@@ -38,11 +38,7 @@ def plan_of(values: Mapping[str, Any]) -> RelayPlan:
     limits, http = values["limits"], values["http"]
     return RelayPlan(
         links=links_of(values["relay"]),
-        limits=RouterLimits(
-            sessions=limits["sessions"],
-            message_bytes=limits["message_bytes"],
-            stall_timeout_s=limits["stall_timeout_s"],
-        ),
+        limits=RouterLimits(sessions=limits["sessions"], message_bytes=limits["message_bytes"]),
         jobs=values["access"]["jobs"],
         sessions_per_node=limits["sessions_per_node"],
         drain_s=values["relay"]["drain_s"],
@@ -53,14 +49,19 @@ def plan_of(values: Mapping[str, Any]) -> RelayPlan:
 
 def links_of(own: Mapping[str, Any]) -> LinkConfig:
     """Return the links that the section ``relay`` describes. Raises ConfigError: they are wrong."""
-    paths = {key: Path(own[f"tls_{key}"]) for key in ("ca", "certificate", "key") if own[f"tls_{key}"] is not None}
+
+    def path_of(name: str) -> Path | None:
+        return None if own[name] is None else Path(own[name])
+
     try:
         return LinkConfig(
             listen=tuple(own["listen"]),
             tls=own["tls"],
+            ca=path_of("tls_ca"),
+            certificate=path_of("tls_certificate"),
+            key=path_of("tls_key"),
             requires_client_certificate=own["tls_clients"],
             lease_s=own["lease_s"],
-            **paths,
         )
     except ConfigError as error:
         raise in_own_words(error) from None

@@ -10,7 +10,7 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from gradbus.runtime.config.settings import Duration, NonNegative, Settings
+from gradbus.runtime.config.settings import NonNegative, Settings
 
 ANY = "*"  # in access.jobs: every certificate, or every job
 DEFAULT_LISTEN = ("tls/0.0.0.0:443",)
@@ -53,9 +53,6 @@ class RelayLimits(Settings):
     `sessions`. Needs `relay.tls_clients`."""
     message_bytes: Annotated[int, Field(ge=65_536, le=1 << 30)] = 16 << 20
     """Most bytes of a message. A larger one is dropped. A process of gradbus sends at most 8 MiB at a time."""
-    stall_timeout_s: Duration = 10.0
-    """Seconds for which a client may take nothing of what waits for it before its session is closed. While its queue is
-    full, others that send to it wait."""
 
 
 class AccessSettings(Settings):

@@ -14,7 +14,7 @@ from gradbus.runtime.network.links import LinkConfig
 from gradbus.runtime.transport.zenoh.session import open_session
 
 KEY = "gradbus/1/cells/model/all/0"
-MESSAGES = 40  # of 1 MiB
+MESSAGES = 12  # of 1 MiB
 
 if __name__ == "__main__":
     spec = json.loads(sys.argv[1])

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from gradbus.runtime.json_text import parse_json
 from gradbus.runtime.network.links import LinkConfig
 from gradbus.runtime.transport.zenoh.keys import escape, last_part, owner_of, unescape
+from gradbus.runtime.transport.zenoh.relay_settings import RELAY_SETTINGS
 from gradbus.runtime.transport.zenoh.session import open_checked_session
 
 if TYPE_CHECKING:
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
 _ROOT = "gradbus"  # all keys of all versions begin with it
 ANY = "*"  # as a name: every client; as a job: every job
 _MAX_STATE_BYTES = 1 << 20
+# What must not be dropped, such as who subscribes to what, waits so long for room in the queue of a session. Then that
+# session is closed: it takes nothing.
+_STALL_S = 10.0
 _TOKEN_PARTS = 6  # gradbus, version, job, channel, side, endpoint
 # All that a member of a job does on its keys. What is not named here, such as asking for the router's own state, is
 # denied, and so is everything on other keys: nobody can use a relay of gradbus for anything else.
@@ -40,13 +44,11 @@ class RouterLimits:
 
     Attributes:
         sessions: most sessions at a time; further ones are refused. message_bytes: larger messages are dropped before
-            they are put together in memory. stall_timeout_s: a session whose queue stays full for so long is closed;
-            until then those who send to it wait.
+            they are put together in memory.
     """
 
     sessions: int
     message_bytes: int
-    stall_timeout_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +83,10 @@ def router_settings(limits: RouterLimits, jobs: Mapping[str, Sequence[str]]) -> 
             take part in every job.
     """
     return {
+        **RELAY_SETTINGS,
         "transport/unicast/max_sessions": limits.sessions,
         "transport/link/rx/max_message_size": limits.message_bytes,
-        "transport/link/tx/queue/congestion_control/block/wait_before_close": round(1e6 * limits.stall_timeout_s),
+        "transport/link/tx/queue/congestion_control/block/wait_before_close": round(1e6 * _STALL_S),
         "access_control": access_rules(jobs or {ANY: (ANY,)}),
         "adminspace/enabled": True,  # for Router.memberships; the rules of access keep it from everybody else
     }
