@@ -19,6 +19,7 @@ Scheme = Literal["tls", "tcp"]
 _ENDPOINT = re.compile(r"(tls|tcp)/(?:\[([^\[\]]*)\]|([^\[\]:/]*)):([0-9]{1,5})", re.ASCII)
 _EXAMPLE = "tls/relay.example.org:443"
 _MAX_SHOWN = 80
+MAX_ENDPOINTS = 4  # of a setting: those that do not answer are tried one after the other, some seconds each
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,12 +87,14 @@ def parse_endpoint(text: object, where: str, *, listens: bool = False) -> LinkEn
     return LinkEndpoint(scheme, str(address), port)
 
 
-def parse_endpoints(texts: object, where: str, *, listens: bool = False, most: int = 16) -> tuple[LinkEndpoint, ...]:
+def parse_endpoints(texts: object, where: str, *, listens: bool = False) -> tuple[LinkEndpoint, ...]:
     """Return the endpoints of a setting. Raises ConfigError as :func:`parse_endpoint`, or if there are too many."""
     if not isinstance(texts, list | tuple):
         raise ConfigError(f"{where}: expected a list of endpoints such as ['{_EXAMPLE}'], got {texts!r}")
-    if len(texts) > most:
-        raise ConfigError(f"{where}: expected at most {most} endpoints, got {len(texts)}")
+    if len(texts) > MAX_ENDPOINTS:
+        raise ConfigError(
+            f"{where}: expected at most {MAX_ENDPOINTS} endpoints, got {len(texts)}. Leave out the last ones"
+        )
     return tuple(parse_endpoint(text, where, listens=listens) for text in texts)
 
 

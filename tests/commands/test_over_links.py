@@ -77,6 +77,38 @@ def test_clients_train_with_a_controller_that_listens_and_asks_for_their_certifi
 
 
 @pytest.mark.slow
+def test_a_site_has_dds_inside_and_a_link_outside(fork, files: TlsFiles, domain: int, tmp_path: Path) -> None:
+    port = free_port()
+    task = {"data": "glyphs", "data_options": {"train": 1000, "test": 100}, "num_clients": 2}
+    training = {"subset_size": 200}
+    centre = write(
+        tmp_path / "centre.json",
+        {"listen": [f"tls/{HOST}:{port}"], **tls(files.server())},
+        task=task,
+        federated={"rounds": 2, "clients": {"num": 1, "kind": "sites"}, "training": training},
+        run_dir="centre",
+    )
+    outside = {"job": f"links-{tmp_path.name}", "connect": [f"tls/{HOST}:{port}"], "tls_ca": str(files.ca)}
+    inside = {"job": "inside", "domain": domain}
+    site = write(
+        tmp_path / "site.json",
+        inside,
+        upstream={"site": 0, "bus": outside},
+        task=task,
+        federated={"clients": {"num": 2, "min": 2}},
+        run_dir="site",
+    )
+    client = write(tmp_path / "client.json", inside, task=task)
+    others = [fork("client", client, "--id", number) for number in range(2)]
+    others.append(fork("controller", site, "--no-live"))
+    out, err = fork("controller", centre, "--no-live").communicate(timeout=90)
+    assert "done: 2 rounds" in out, (out, err)
+    for one in others:
+        out, err = one.communicate(timeout=30)
+        assert one.returncode == 0, (out, err)
+
+
+@pytest.mark.slow
 def test_ranks_of_a_data_parallel_run_meet_through_a_relay(
     start, files: TlsFiles, relay: LinkConfig, tmp_path: Path
 ) -> None:

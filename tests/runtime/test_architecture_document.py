@@ -49,6 +49,7 @@ def test_every_thread_that_the_runtime_starts_is_named(root: Path, page: str) ->
         "gradbus-late",
         "gradbus-memory",
         "gradbus-names",
+        "gradbus-probe",
         "gradbus-trial",
         "gradbus-unmap",
         "gradbus-load",

@@ -21,6 +21,7 @@ from gradbus.runtime.network.links import LinkConfig
 from gradbus.runtime.network.peers import ip_address_of
 from gradbus.runtime.transport.zenoh.tls_probe import Wrong, plain_fault, tls_fault
 
+_MAX_ADDRESSES = 2  # of a name
 STEP_S = 3.0  # for a name, and for TCP: a packet that is lost is sent again within one second
 _PLAIN_S = 1.0  # after which an end of a link without TLS has shown that it does not answer to TLS
 _PROXIES = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
@@ -122,7 +123,7 @@ def _addresses(host: str) -> list[str]:
     if ip_address_of(host) is not None:
         return [host]
     found = (LOOKUPS.look_up([host], STEP_S, family).get(host, ()) for family in FAMILIES)
-    return [address for some in found for address in some]
+    return [address for some in found for address in some][:_MAX_ADDRESSES]
 
 
 def _no_connection(endpoint: LinkEndpoint, error: OSError) -> LinkFault:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from gradbus.runtime.errors import BusError, NotReachable
@@ -132,7 +133,8 @@ def _explained(links: LinkConfig, mode: Mode, told: str) -> BusError:
     told = _SOURCE.sub("", told).strip()
     if mode == "router":
         return BusError(why_not_listening(links.listens) or f"no link can be listened on: {told}")
-    faults = [find_fault(endpoint, links) for endpoint in links.dials]
+    with ThreadPoolExecutor(len(links.dials), thread_name_prefix="gradbus-probe") as side_by_side:
+        faults = list(side_by_side.map(lambda endpoint: find_fault(endpoint, links), links.dials))
     text = "; ".join(str(fault) for fault in faults)
     # One that may answer later is worth waiting for, whatever is wrong with the others.
     kind = NotReachable if any(fault.may_pass for fault in faults) else BusError
