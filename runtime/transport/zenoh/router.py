@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from gradbus.runtime.json_text import parse_json
 from gradbus.runtime.network.links import LinkConfig
 from gradbus.runtime.transport.zenoh.keys import escape, last_part, owner_of, unescape
-from gradbus.runtime.transport.zenoh.relay_settings import RELAY_SETTINGS
 from gradbus.runtime.transport.zenoh.session import open_checked_session
 
 if TYPE_CHECKING:
@@ -83,7 +82,6 @@ def router_settings(limits: RouterLimits, jobs: Mapping[str, Sequence[str]]) -> 
             take part in every job.
     """
     return {
-        **RELAY_SETTINGS,
         "transport/unicast/max_sessions": limits.sessions,
         "transport/link/rx/max_message_size": limits.message_bytes,
         "transport/link/tx/queue/congestion_control/block/wait_before_close": round(1e6 * _STALL_S),

@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from gradbus.runtime.network.links import LinkConfig
 from gradbus.runtime.transport.zenoh.relay_settings import RELAY_SETTINGS
 from gradbus.runtime.transport.zenoh.router import (
     ANY,
@@ -15,6 +16,7 @@ from gradbus.runtime.transport.zenoh.router import (
     members_of,
     router_settings,
 )
+from gradbus.runtime.transport.zenoh.session import session_settings
 
 SENDER = "0a" * 12
 
@@ -27,7 +29,12 @@ def test_without_names_every_client_may_use_all_keys_of_gradbus_and_no_others() 
     assert rules["subjects"] == [{"id": "client-0"}]
     assert settings["transport/unicast/max_sessions"] == 7
     assert settings["transport/link/rx/max_message_size"] == 1 << 20
-    assert settings.items() >= RELAY_SETTINGS.items(), "no client holds up another"
+
+
+def test_who_forwards_lets_no_client_hold_up_another() -> None:
+    links = LinkConfig(listen=("tcp/127.0.0.1:7447",))
+    assert session_settings(links, "router").items() >= RELAY_SETTINGS.items()
+    assert not session_settings(LinkConfig(connect=links.listen), "client").keys() & RELAY_SETTINGS.keys()
 
 
 def test_a_client_has_the_keys_of_its_jobs_and_a_job_is_no_pattern() -> None:
