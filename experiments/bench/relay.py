@@ -22,38 +22,52 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import gradbus
 from gradbus.experiments.bench.command import Benchmark, Part, add_effort
+from gradbus.experiments.bench.federation import OpenBus, RoleWork, note_rounds, run_federation, take_part
 from gradbus.experiments.bench.processes import Processes
 from gradbus.experiments.bench.results import Measurement, measurement
 from gradbus.experiments.bench.timing import MIB
+from gradbus.models import NoopTask
 from gradbus.runtime.network.links import LinkConfig
+from gradbus.runtime.security import Security
+from gradbus.runtime.security.job_key import new_job_key, write_secret_file
 from gradbus.runtime.security.tls_authority import authority_in
 from gradbus.runtime.transport.zenoh.session import open_session
 
 MAX_RESIDENT_MIB = 60.0
 MAX_CPU_RATIO = 1.5
 SESSIONS = 100
-RECEIVERS = 8
+RECEIVERS = CLIENTS = 8
 AHEAD = 2  # messages that are under way: a relay drops those for whom it has no room
 _HOST = "127.0.0.1"
 _GB = 1e9
 _TIMEOUT_S = 120.0
+_ROUNDS_S = 1_800.0
 _SETTLE_S = 0.3  # for the log and counters of the last session
 _KEY = "gradbus/1/bench/data/all/0"
 
 
 class RelayEffort(NamedTuple):
-    """How much is measured: starts of a relay, blocks of each side, messages of 1 MiB in a block."""
+    """How much is measured: starts of a relay, blocks of each side, messages of 1 MiB in a block; rounds of a federated
+    run, and parameters of its model."""
 
     starts: int
     blocks: int
     messages: int
+    rounds: int
+    dim: int
 
 
-_EFFORTS = {"full": RelayEffort(5, 9, 500), "quick": RelayEffort(3, 5, 200), "tiny": RelayEffort(1, 1, 8)}
+_EFFORTS = {
+    "full": RelayEffort(5, 9, 500, 20, 25_000_000),
+    "quick": RelayEffort(3, 5, 200, 10, 1_199_882),
+    "tiny": RelayEffort(1, 1, 8, 2, 10_000),
+}
 
 
 class TlsFolder:
@@ -190,6 +204,62 @@ def measure_fan_out(chosen: argparse.Namespace) -> Iterator[Measurement]:
     yield measurement(f"relay, to {RECEIVERS} receivers: resident memory after each block", "MiB", memory)
 
 
+def measure_rounds(chosen: argparse.Namespace) -> Iterator[Measurement]:
+    """Yield the memory of a relay after each round of a federated run, and its processor time for a round."""
+    effort = _EFFORTS[chosen.effort]
+    with tempfile.TemporaryDirectory(prefix="gradbus-relay-") as folder:
+        files = TlsFolder(Path(folder) / "tls")
+        key = Path(folder) / "job.key"
+        write_secret_file(key, new_job_key().text)
+        with relay_process(files) as (pid, port):
+            place = RelayPlace(port, files.ca, key)
+            controller = RoleWork(control_rounds, (place, effort, CLIENTS, pid))
+            clients = {
+                f"client-{number}": RoleWork(join_rounds, (place, effort.dim, number)) for number in range(CLIENTS)
+            }
+            states, _ = run_federation(controller, clients, timeout_s=_ROUNDS_S)
+    title = f"relay, rounds of {CLIENTS} clients and {4 * effort.dim / 1e6:.1f} MB"
+    yield measurement(f"{title}: resident memory after each round", "MiB", [state.resident_mib for state in states])
+    if taken := [after.cpu_s - before.cpu_s for before, after in pairwise(states)]:
+        yield measurement(f"{title}: processor time of a round", "s", taken)
+
+
+class RelayPlace(NamedTuple):
+    """Where the members of a run meet. ``ca``, ``key_file``: files."""
+
+    port: int
+    ca: Path
+    key_file: Path
+
+    def connect(self) -> OpenBus:
+        """Return a bus over the relay, which passes nothing through shared memory."""
+        links = LinkConfig(connect=(f"tls/{_HOST}:{self.port}",), ca=self.ca)
+        network = gradbus.NetworkConfig(links=links, shared_memory=False)
+        return gradbus.connect("rounds", network=network, security=Security(level="psk", key_file=self.key_file))
+
+
+class RelayState(NamedTuple):
+    """A relay at the end of a round."""
+
+    resident_mib: float
+    cpu_s: float
+
+
+async def control_rounds(place: RelayPlace, effort: RelayEffort, clients: int, relay: int) -> list[RelayState]:
+    """Run rounds of a task that does nothing. Return what the relay, a process id, has taken after each."""
+    rules = {"rounds": effort.rounds, "clients": {"num": clients, "min": clients}, "eval_every": 0}
+
+    def note(_: gradbus.RoundReport) -> RelayState:
+        return RelayState(resident_mib(relay), cpu_s(relay))
+
+    return (await note_rounds(place.connect(), NoopTask(effort.dim), rules, note)).rounds
+
+
+async def join_rounds(place: RelayPlace, dim: int, client_id: int) -> None:
+    """Be a client of these rounds."""
+    await take_part(place.connect(), NoopTask(dim), client_id)
+
+
 @contextlib.contextmanager
 def _through_relay(files: TlsFolder, port: int, receivers: int = 1) -> Iterator[Callable[[int], None]]:
     """Return a function that sends so many messages through a relay, and returns when all receivers have them."""
@@ -281,6 +351,7 @@ BENCHMARK = Benchmark(
         "relay-memory": Part(measure_memory, "Memory of a relay", 30, 15),
         "relay-cpu": Part(measure_cpu, "Processor time of a relay", 60, 20),
         "relay-fan-out": Part(measure_fan_out, "A relay with one sender and many receivers", 30, 10),
+        "relay-rounds": Part(measure_rounds, "A relay in federated rounds", 300, 40),
     },
     lambda parser: add_effort(parser, "fewer and smaller blocks"),
 )

@@ -12,6 +12,7 @@ from gradbus.experiments.bench import relay
 @pytest.mark.slow
 def test_a_tiny_run_has_memory_and_processor_time_with_their_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(relay, "SESSIONS", 3)
+    monkeypatch.setattr(relay, "CLIENTS", 1)
     chosen = argparse.Namespace(effort="tiny")
     alone, each = relay.measure_memory(chosen)
     assert 10 < alone.judged < 2 * relay.MAX_RESIDENT_MIB
@@ -23,3 +24,6 @@ def test_a_tiny_run_has_memory_and_processor_time_with_their_limits(monkeypatch:
     assert growth.unit == "MiB"
     of_eight, _ = relay.measure_fan_out(chosen)
     assert of_eight.judged > 0
+    memory, taken = relay.measure_rounds(chosen)
+    assert len(memory.samples) == 2
+    assert taken.judged > 0
