@@ -56,6 +56,7 @@ for _name in _NAMES:
     importlib.import_module(_name)
 # What ``connect`` loads else on a thread of each child: the transport, and all modules that settings name.
 loading.load_bus()
+loading.load_transport()
 loading.load_actors()
 
 # `warm` has put the path there for this module alone: what the children start shall not have it.
