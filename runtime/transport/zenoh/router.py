@@ -67,7 +67,7 @@ class LinkChange:
 
 @dataclass(frozen=True, slots=True, order=True)
 class JobMember:
-    """Says that a session takes part in a job, with the transport of this id (:class:`.api.PeerId`, in hex)."""
+    """Says that a session takes part in a job, with the transport of this id (:data:`~gradbus.runtime.transport.peer_id.PeerId`, in hex)."""
 
     peer: str
     job: str
