@@ -103,9 +103,9 @@ async def run_worker(file: WorkerFile, place: RankPlace, output: Output) -> Work
     try:
         async with open_bus(file.bus, rank=rank) as bus:
             if world > 1:
-                place = place_of(file.bus)
-                log.info("waiting for the others", rank=rank, world=world, job=file.bus.job, place=place)
-                output.say(f"waiting for {world - 1} more of {world} ranks: job {file.bus.job}, {place}")
+                meeting = place_of(file.bus)
+                log.info("waiting for the others", rank=rank, world=world, job=file.bus.job, place=meeting)
+                output.say(f"waiting for {world - 1} more of {world} ranks: job {file.bus.job}, {meeting}")
             async with join_group(
                 bus,
                 rank=rank,

@@ -122,12 +122,12 @@ class LinkConfig:
                 )
 
     def _check_plain(self) -> None:
-        """Raise ConfigError: a link beyond this machine would have no TLS, and nobody has asked for that."""
+        """Raise ConfigError: a link beyond this machine would have no TLS, without ``tls=False``."""
         for where, endpoints in (("connect (bus.connect)", self.dials), ("listen (bus.listen)", self.listens)):
             plain = [one for one in endpoints if one.scheme == "tcp" and not one.is_loopback]
             if plain and self.tls:
                 raise ConfigError(
-                    f"{where}: {plain[0]} leaves this machine without TLS, so that anybody on the way could cut in. "
+                    f"{where}: {plain[0]} leaves this machine without TLS, so that a process on the way could cut in. "
                     f"Write tls/{plain[0].place}, with certificates that 'gradbus keys tls HOST' makes, or set "
                     f"bus.tls=false where the network is trusted"
                 )

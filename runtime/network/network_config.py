@@ -44,7 +44,7 @@ class NetworkConfig:
             goes through memory they share, and a message says where it lies. False: everything goes over the
             transport.
         loss_per_mille: drop so many of 1,000 outgoing packets (tests of loss).
-        links: endpoints that are dialled or listened on: with them the bus uses Zenoh, and what is for DDS alone
+        links: endpoints that are dialled or listened on: with them the bus uses Zenoh, and what is only for DDS
             (``datagram_bytes``, ``interface``, ``peers``, ``multicast``, ``loss_per_mille``) must be left out. None: it
             uses DDS.
     """
@@ -103,7 +103,7 @@ class NetworkConfig:
                 f"is set, with which the bus uses Zenoh. Leave out the one or the other"
             )
         if self.lease_s is not None and self.lease_s != links.lease_s:
-            raise ConfigError(f"lease_s is {self.lease_s!r} here and {links.lease_s!r} in links: set it in links alone")
+            raise ConfigError(f"lease_s is {self.lease_s!r} here and {links.lease_s!r} in links: set it only in links")
 
     @classmethod
     def of(cls, settings: BusSettings) -> NetworkConfig:

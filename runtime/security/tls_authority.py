@@ -66,7 +66,7 @@ class Authority:
 
 @dataclass(frozen=True, slots=True)
 class Issued:
-    """A certificate and its private key."""
+    """Holds a certificate and its private key."""
 
     certificate: x509.Certificate
     key: ec.EllipticCurvePrivateKey
@@ -128,7 +128,7 @@ def _read_authority(certificate: Path, key: Path) -> Authority:
     if missing is not None:
         raise ConfigError(
             f"{missing} is missing, and the other file of the authority is there: put it back, or name an empty folder "
-            f"with --out for a new authority, whose ca.pem then has to be copied to all"
+            f"with --out for a new authority, whose ca.pem must then be copied to all"
         )
     try:
         loaded = serialization.load_pem_private_key(read_secret_file(key, "key of the authority").encode(), None)

@@ -11,9 +11,13 @@ import pytest
 from ports import free_port
 from tls_scene import HOST, TlsFiles, router
 
+from gradbus.commands.buses import elastic_bus, lease_of
 from gradbus.commands.exit_codes import ExitCode
 from gradbus.commands.run.status import settings_of
+from gradbus.runtime.config.bus import BusSettings
+from gradbus.runtime.config.timeouts import ELASTIC_LEASE_S
 from gradbus.runtime.network.links import LinkConfig
+from gradbus.runtime.security.job_key import new_job_key, write_secret_file
 
 FEW = 'task.data_options={"train": 1000, "test": 100}'
 
@@ -128,12 +132,21 @@ def test_ranks_of_a_data_parallel_run_meet_through_a_relay(
 
 @pytest.mark.slow
 def test_the_doctor_measures_the_way_through_a_relay(start, files: TlsFiles, relay: LinkConfig, tmp_path: Path) -> None:
-    config = write(tmp_path / "client.json", {"connect": relay.listen, "tls_ca": str(files.ca)})
-    process = start("doctor", "--config", config)
+    key_file = tmp_path / "job.key"
+    write_secret_file(key_file, new_job_key().text)
+    bus = {"connect": relay.listen, "tls_ca": str(files.ca), "key_file": str(key_file)}
+    process = start("doctor", "--config", write(tmp_path / "client.json", bus))
     out, err = process.communicate(timeout=90)
     text = " ".join(out.split())
     assert process.returncode == 0, (out, err)
-    for words in ("because bus.connect is set", "Zenoh answers, ", "valid until", "round trip, 64 B", "all well"):
+    for words in (
+        "because bus.connect is set",
+        "Zenoh answers, ",
+        "valid until",
+        "round trip, 64 B",
+        "all well",
+        f"from {key_file}",
+    ):
         assert words in text, text
     assert "UDP ports" not in text
 
@@ -187,6 +200,13 @@ def test_the_status_of_a_controller_that_listens_is_asked_for_as_one_that_dials(
     closed = f"tcp/{HOST}:{free_port()}"
     settings = settings_of(config, {"connect": [closed]})
     assert (settings.connect, settings.listen) == ((closed,), ())
+
+
+def test_elastic_ranks_have_their_short_lease_over_links_too() -> None:
+    far, here = BusSettings(connect=("tls/relay:443",)), BusSettings(connect=(f"tcp/{HOST}:7447",))
+    assert (elastic_bus(far).lease_s, elastic_bus(here).lease_s) == (ELASTIC_LEASE_S, None)
+    assert elastic_bus(far.model_copy(update={"lease_s": 2.0})).lease_s == 2.0
+    assert (lease_of(far), lease_of(here)) == (10.0, None)  # None: the kernel reports it
 
 
 def test_virtual_clients_need_a_relay_where_their_controller_would_listen(invoke, tmp_path: Path) -> None:

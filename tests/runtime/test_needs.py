@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from gradbus.runtime import needs
 from gradbus.runtime.needs import explain, extra_with, how_to_install, install_line, requirements
 
 CONTROLLER = "import sys; sys.argv = ['gradbus', {arguments}]; from gradbus.__main__ import main; main()"
@@ -112,6 +113,22 @@ def test_a_package_that_cannot_be_loaded_is_to_be_installed_anew(tmp_path: Path)
     (line,) = err.splitlines()
     assert "cannot be loaded: OSError: libddsc.so.0: cannot open shared object file" in line
     assert line.endswith(f"Install it anew: {install_line('cyclonedds', again=True)}")
+
+
+@pytest.mark.parametrize(
+    ("module", "project", "other"),
+    [
+        ("cyclonedds", "cyclonedds", "Or use the other transport, Zenoh, which needs none of it: set bus.connect or"),
+        ("zenoh", "eclipse-zenoh", "Or leave bus.connect and bus.listen out, on all members of the job: then the bus"),
+    ],
+)
+def test_a_missing_transport_is_said_with_the_other_one(
+    monkeypatch: pytest.MonkeyPatch, module: str, project: str, other: str
+) -> None:
+    monkeypatch.setattr(needs, "requires", lambda name: ["cyclonedds<11.1,>=11.0", "eclipse-zenoh<2,>=1.9"])
+    text = explain(ModuleNotFoundError(f"No module named {module!r}", name=f"{module}.domain"))
+    assert text.startswith(f"the package {project} is not installed here. Install it: ")
+    assert f". {other}" in text
 
 
 def test_other_errors_are_not_explained_away() -> None:

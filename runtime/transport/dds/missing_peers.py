@@ -16,7 +16,7 @@ from gradbus.runtime.transport.dds.examination import port_range
 from gradbus.runtime.transport.dds.network import build_xml, is_exposed, leaves_machine, uses_ipv6
 from gradbus.runtime.transport.dds.peers import names_in
 
-_OTHER_TRANSPORT = "Whoever has bus.connect or bus.listen is on Zenoh, and is not met here"
+_OTHER_TRANSPORT = "A process with bus.connect or bus.listen uses Zenoh, and cannot be met here"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,7 +86,7 @@ class Reach:
         if elsewhere is False:
             return f"{start} on this machine, with the same job and domain {self.domain}"
         if not self.leaves_machine:
-            others = "this bus reaches this machine alone (lo): see docs/operations.md, bus.interface"
+            others = "this bus reaches only this machine (lo): see docs/operations.md, bus.interface"
             return others[0].upper() + others[1:] if elsewhere else f"{start}. If on another machine: {others}"
         if not self.peers and not self.multicast:
             return f"This bus ({self.interface}) has no peers: set bus.peers to the addresses of all machines"

@@ -55,7 +55,7 @@ def _until(file: CertificateFile) -> LinkReport:
 
 
 def _dial(links: LinkConfig) -> LinkReport:
-    """Open a session at one endpoint. ``links``: has it alone."""
+    """Open a session at one endpoint, the only one of ``links``."""
     (endpoint,) = links.dials
     name, began_s = f"bus.connect {endpoint}", time.monotonic()
     try:

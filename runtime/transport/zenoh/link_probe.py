@@ -139,7 +139,7 @@ def _no_connection(endpoint: LinkEndpoint, error: OSError) -> LinkFault:
     elif isinstance(error, TimeoutError):
         what = f"no answer within {STEP_S:g} s"
         cure = (
-            f"A firewall on the way drops it, or the machine is off: TCP port {endpoint.port} has to be open from here "
+            f"A firewall on the way drops it, or the machine is off: TCP port {endpoint.port} must be open from here "
             f"to {endpoint.host}"
         )
     else:
@@ -156,7 +156,7 @@ def _wrong_tls(connection: socket.socket, endpoint: LinkEndpoint, links: LinkCon
             return (
                 "Zenoh is there without TLS",
                 "Have it listen on tls/ there, with a certificate of 'gradbus keys tls HOST'. Or, on a network that is "
-                "trusted, write tcp/ in place of tls/, and set bus.tls=false",
+                "trusted, write tcp/ instead of tls/, and set bus.tls=false",
             )
         return "the port is open, and nothing there answers to TLS", "Is host and port right? It must be a relay's"
 

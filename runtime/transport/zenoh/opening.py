@@ -34,5 +34,5 @@ def open_on_links(job: str, domain: int, network: NetworkConfig) -> ZenohTranspo
 
 def _name_of(job: str, domain: int) -> str:
     """Return the name of a job on links. Jobs of two domains do not meet, as on DDS; domain 0 leaves the name as it is,
-    so that a relay can be told of jobs by their names."""
+    so that a relay can know jobs by their names."""
     return f"{job}@{domain}" if domain else job

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from gradbus.runtime.network.links import LinkConfig
 
 _OTHER_TRANSPORT = (
-    "Whoever has neither bus.connect nor bus.listen is on DDS, and is not met here: 'gradbus doctor --config FILE' "
-    "there prints the transport"
+    "A process with neither bus.connect nor bus.listen uses DDS, and cannot be met here: 'gradbus doctor --config "
+    "FILE' there prints the transport"
 )
 
 
@@ -48,7 +48,7 @@ class LinkReach:
         :meth:`~gradbus.runtime.transport.api.Reachable.hint`."""
         start = "Start it" if one else "Start them"
         if self._is_local and elsewhere:
-            return f"This bus reaches this machine alone ({self.attachment}): see docs/wan.md, bus.connect"
+            return f"This bus reaches only this machine ({self.attachment}): see docs/wan.md, bus.connect"
         return (
             f"{start}, with the same job, domain {self.domain} and key, and bus.connect to {self._relay}; those on DDS "
             f"are not met"
@@ -60,7 +60,7 @@ class LinkReach:
         if self._is_local and elsewhere is not False:
             start = f"{start}. If on another machine" if elsewhere is None else f"{they} on another machine"
             return (
-                f"{start}: this bus reaches this machine alone ({self.attachment}). Have a relay or the controller "
+                f"{start}: this bus reaches only this machine ({self.attachment}). Have a relay or the controller "
                 f"listen on tls/0.0.0.0:PORT, and set bus.connect=['tls/HOST:PORT'] elsewhere (docs/wan.md). "
                 f"{_OTHER_TRANSPORT}"
             )
@@ -75,7 +75,7 @@ class LinkReach:
 
     @property
     def _relay(self) -> str:
-        """Return whom the others have to dial, in words."""
+        """Return what the others must dial, in words."""
         if self.links.connect:
             return f"the relay that this one dials ({self.attachment})"
         return f"this process, which listens on {self.attachment}"

@@ -1,7 +1,7 @@
 """Sessions of Zenoh: opened with settings of our own, never with Zenoh's defaults, and errors that say why.
 
-Zenoh reports one error for everything that keeps a link from coming up: "unable to connect". So whoever gets that looks
-for the cause with a few plain sockets (:mod:`.link_probe`).
+Zenoh reports one error for everything that keeps a link from coming up: "unable to connect". So the cause is looked for
+here with a few plain sockets (:mod:`.link_probe`).
 
 Zenoh itself writes nothing to stderr unless a process asks it to (``zenoh.init_log_from_env_or``), which gradbus never
 does.
@@ -53,7 +53,7 @@ def session_settings(links: LinkConfig, mode: Mode) -> dict[str, Any]:
         },
         "listen/timeout_ms": 0,
         "listen/exit_on_failure": True,
-        # Nothing is looked for and nobody is told of others: links are those that settings name.
+        # No discovery: links are those that settings name.
         "scouting/multicast/enabled": False,
         "scouting/gossip/enabled": False,
         "scouting/delay": 0,  # a router would wait 0.5 s for what it finds
@@ -128,13 +128,13 @@ def open_checked_session(
         raise _explained(links, mode, str(error)) from None
 
 
-def _explained(links: LinkConfig, mode: Mode, told: str) -> BusError:
-    """Return the error for a session that was not opened. ``told``: by Zenoh."""
+def _explained(links: LinkConfig, mode: Mode, reason: str) -> BusError:
+    """Return the error for a session that was not opened. ``reason``: the text of Zenoh."""
     from gradbus.runtime.transport.zenoh.link_probe import find_fault, why_not_listening
 
-    told = _SOURCE.sub("", told).strip()
+    reason = _SOURCE.sub("", reason).strip()
     if mode == "router":
-        return BusError(why_not_listening(links.listens) or f"no link can be listened on: {told}")
+        return BusError(why_not_listening(links.listens) or f"cannot listen on {', '.join(links.listen)}: {reason}")
     with ThreadPoolExecutor(len(links.dials), thread_name_prefix="gradbus-probe") as side_by_side:
         faults = list(side_by_side.map(lambda endpoint: find_fault(endpoint, links), links.dials))
     text = "; ".join(str(fault) for fault in faults)

@@ -33,7 +33,7 @@ _OUT_OF_DATE = (9, 10)  # not valid yet, expired
 
 
 class Greeting:
-    """A client's side of TLS on a connection, up to its first octets of data.
+    """Runs a client's side of TLS on a connection, up to its first octets of data.
 
     Attributes:
         first: the first octets that have come, whatever they are.
@@ -114,7 +114,7 @@ def plain_fault(connection: socket.socket, timeout_s: float) -> Wrong | None:
     """Look for what is at the other end of a new connection that should have no TLS; None: it does not show."""
     first = first_octets(connection, timeout_s)
     if first[:1] in (b"\x15", b"\x16") and first[1:2] == b"\x03":
-        return "it expects TLS, and this endpoint is without", "Write tls/ in place of tcp/, and set bus.tls_ca"
+        return "it expects TLS, and this endpoint has none", "Write tls/ instead of tcp/, and set bus.tls_ca"
     return _not_tls(first)
 
 
@@ -204,7 +204,7 @@ def _refused(error: Exception, links: LinkConfig) -> Wrong | None:
     if links.certificate is not None and (asks or _REFUSED.search(reason)):
         return (
             f"it refuses the certificate of this end, {links.certificate} ({reason.lower()})",
-            "It has to be signed by the authority that bus.tls_ca names there, and valid: 'gradbus keys tls --client "
+            "It must be signed by the authority that bus.tls_ca names there, and valid: 'gradbus keys tls --client "
             "NAME' makes one where that authority is",
         )
     return None

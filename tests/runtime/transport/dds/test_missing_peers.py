@@ -38,7 +38,7 @@ def test_on_a_network_it_names_peers_ports_and_the_doctor(monkeypatch: pytest.Mo
 @pytest.mark.parametrize("network", [NetworkConfig(), NetworkConfig(peers=("192.0.2.2",))])
 def test_it_names_the_other_transport_unless_the_others_are_known_to_be_here(network: NetworkConfig) -> None:
     reach = Reach.of(0, network)
-    assert reach.advice().endswith("Whoever has bus.connect or bus.listen is on Zenoh, and is not met here")
+    assert reach.advice().endswith("A process with bus.connect or bus.listen uses Zenoh, and cannot be met here")
     assert "Zenoh" not in reach.advice(elsewhere=False)
 
 

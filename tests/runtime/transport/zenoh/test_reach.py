@@ -36,16 +36,16 @@ def test_advice_names_the_relay_and_the_other_transport() -> None:
     text = reach(FAR).advice()
     assert "bus.connect to the relay that this one dials (tls/relay.example.org:443)" in text
     assert "'gradbus doctor' there checks the way" in text
-    assert "Whoever has neither bus.connect nor bus.listen is on DDS, and is not met here" in text
+    assert "A process with neither bus.connect nor bus.listen uses DDS, and cannot be met here" in text
     assert "'gradbus doctor --config FILE' there prints the transport" in text
     assert "this process, which listens on tcp/0.0.0.0:7447" in reach(LISTENS).advice(one=True)
 
 
 def test_a_bus_on_loopback_says_that_it_reaches_this_machine_alone() -> None:
-    assert reach(HERE).advice().startswith("Start them. If on another machine: this bus reaches this machine alone")
+    assert reach(HERE).advice().startswith("Start them. If on another machine: this bus reaches only this machine")
     assert reach(HERE).advice(elsewhere=True, one=True).startswith("It is on another machine: this bus reaches")
     assert "another machine" not in reach(HERE).advice(elsewhere=False)
-    assert reach(HERE).hint(elsewhere=True).startswith("This bus reaches this machine alone (tcp/127.0.0.1:7447)")
+    assert reach(HERE).hint(elsewhere=True).startswith("This bus reaches only this machine (tcp/127.0.0.1:7447)")
 
 
 def test_hints_are_short_and_name_the_relay() -> None:

@@ -122,7 +122,7 @@ def test_a_proxy_of_the_environment_is_named_where_a_relay_elsewhere_does_not_an
     monkeypatch.setattr(socket, "create_connection", no_answer)
     links = LinkConfig(connect=("tls/192.0.2.1:443",))
     fault = link_probe.find_fault(links.dials[0], links)
-    assert "TCP port 443 has to be open from here to 192.0.2.1" in fault.cure
+    assert "TCP port 443 must be open from here to 192.0.2.1" in fault.cure
     assert fault.cure.endswith("HTTPS_PROXY is set here: links do not go through a proxy")
     assert fault.may_pass
 
@@ -168,7 +168,7 @@ def test_an_endpoint_without_tls_where_the_relay_has_it(files: TlsFiles) -> None
     links = relay(files)
     with router(links):
         text = refused(links.listen[0].replace("tls/", "tcp/"))
-    assert "it expects TLS, and this endpoint is without. Write tls/ in place of tcp/" in text
+    assert "it expects TLS, and this endpoint has none. Write tls/ instead of tcp/" in text
 
 
 @pytest.mark.usefixtures("short_waits")
