@@ -14,11 +14,13 @@ from gradbus.runtime.config.settings import load_settings
 
 _NAMES = (
     "transport", "connect", "listen", "tls", "tls_ca", "tls_certificate", "tls_key", "tls_clients", "lease_s",
+    "security", "key_file", "controller_key", "allow_file",
 )  # fmt: skip
 
 
 def with_links(settings: BusSettings, config: Path | None, options: Mapping[str, Any]) -> BusSettings:
-    """Return settings with the links of a configuration and of the environment, and those of options over them.
+    """Return settings with links, and with them the keys, of a configuration and of the environment; options are
+    stronger. Where there are no links the settings are returned as they are.
 
     Raises:
         ConfigError: something is wrong with them.

@@ -68,9 +68,9 @@ def _over_links(settings: BusSettings, loop: LoopName, key_file: Path | None, tr
     """Return the findings about links, and where one that is dialled is well, about a bus that uses it."""
     from gradbus.commands.doctor.links import links
     from gradbus.commands.doctor.local_bus import measure
-    from gradbus.commands.doctor.security import measurable, protected, security
+    from gradbus.commands.doctor.security import measurable, security, with_key_file
 
-    settings = protected(settings, key_file)
+    settings = with_key_file(settings, key_file)
     findings = links(settings)
     if any(finding.severity is Severity.BAD for finding in findings):
         return findings

@@ -34,10 +34,15 @@ def protected(settings: BusSettings, key_file: Path | None) -> BusSettings:
     """The settings with the security of ``--key-file`` or of the environment. Raises ConfigError."""
     environment = load_settings(BusFile, None).bus
     names = ("security", "key_file", "controller_key", "allow_file")
-    update = {name: getattr(environment, name) for name in names}
-    if key_file is not None:
-        update = {"security": "psk", "key_file": key_file, **_NO_IDENTITY}
-    return settings.model_copy(update=update)
+    settings = settings.model_copy(update={name: getattr(environment, name) for name in names})
+    return with_key_file(settings, key_file)
+
+
+def with_key_file(settings: BusSettings, key_file: Path | None) -> BusSettings:
+    """Return the settings with the key of ``--key-file``, if that is given."""
+    if key_file is None:
+        return settings
+    return settings.model_copy(update={"security": "psk", "key_file": key_file, **_NO_IDENTITY})
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from gradbus.commands.run.status import settings_of
 from gradbus.runtime.config.bus import BusSettings
 from gradbus.runtime.config.timeouts import ELASTIC_LEASE_S
 from gradbus.runtime.network.links import LinkConfig
+from gradbus.runtime.security.job_key import new_job_key, write_secret_file
 
 FEW = 'task.data_options={"train": 1000, "test": 100}'
 
@@ -131,12 +132,21 @@ def test_ranks_of_a_data_parallel_run_meet_through_a_relay(
 
 @pytest.mark.slow
 def test_the_doctor_measures_the_way_through_a_relay(start, files: TlsFiles, relay: LinkConfig, tmp_path: Path) -> None:
-    config = write(tmp_path / "client.json", {"connect": relay.listen, "tls_ca": str(files.ca)})
-    process = start("doctor", "--config", config)
+    key_file = tmp_path / "job.key"
+    write_secret_file(key_file, new_job_key().text)
+    bus = {"connect": relay.listen, "tls_ca": str(files.ca), "key_file": str(key_file)}
+    process = start("doctor", "--config", write(tmp_path / "client.json", bus))
     out, err = process.communicate(timeout=90)
     text = " ".join(out.split())
     assert process.returncode == 0, (out, err)
-    for words in ("because bus.connect is set", "Zenoh answers, ", "valid until", "round trip, 64 B", "all well"):
+    for words in (
+        "because bus.connect is set",
+        "Zenoh answers, ",
+        "valid until",
+        "round trip, 64 B",
+        "all well",
+        f"from {key_file}",
+    ):
         assert words in text, text
     assert "UDP ports" not in text
 

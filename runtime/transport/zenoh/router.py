@@ -67,7 +67,12 @@ class LinkChange:
 
 @dataclass(frozen=True, slots=True, order=True)
 class JobMember:
-    """Says that a session takes part in a job, with the transport of this id (:data:`~gradbus.runtime.transport.peer_id.PeerId`, in hex)."""
+    """Says that a session takes part in a job.
+
+    Attributes:
+        peer: id of the session. sender: what the transport on it calls itself
+            (:data:`~gradbus.runtime.transport.peer_id.PeerId`), in hexadecimal digits.
+    """
 
     peer: str
     job: str
