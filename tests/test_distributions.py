@@ -67,8 +67,8 @@ def test_every_file_of_a_package_is_in_one_of_the_two_and_none_is_in_both(
 ) -> None:
     core, rest = both
     assert core.files.keys() & rest.files.keys() == set()
-    packages = [file.parent for top in ("actors", "codecs", "commands", "models", "runtime")
-                for file in (ROOT / top).rglob("__init__.py")]  # fmt: skip
+    tops = ("actors", "codecs", "commands", "models", "runtime")
+    packages = [file.parent for top in tops for file in (ROOT / top).rglob("__init__.py")]
     installed = {*core.files.values(), *rest.files.values()}
     files = {file for folder in packages for file in folder.rglob("*") if file.is_file() and file.suffix != ".pyc"}
     assert files == installed

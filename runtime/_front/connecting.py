@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from gradbus import loading
 from gradbus.runtime.misuse import opening
-from gradbus.runtime.needs import is_core_alone
 
 if TYPE_CHECKING:
     from gradbus.runtime.bus.bus import Bus
@@ -63,8 +62,7 @@ async def connect(  # noqa: PLR0913 - settings by keyword, for programs that hav
         ConfigError: a setting is wrong, or data would leave the machine without protection. BusError: DDS cannot be
             started. ImportError: a package is missing or broken.
     """
-    has_actors = load_actors and not is_core_alone()
-    await loading.load_on_thread(loading.load_bus, *([loading.load_actors] if has_actors else []))
+    await loading.load_on_thread(loading.load_bus, *([loading.load_actors] if load_actors else []))
     from gradbus.runtime.bus.bus import connect as join  # loaded by now
     from gradbus.runtime.bus.transport_factory import network_config
 

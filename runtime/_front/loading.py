@@ -55,8 +55,8 @@ def preload(*, freeze: bool = True) -> None:
         ImportError: a package is missing or broken; the text says which, and what to do.
     """
     load_bus()
+    load_actors()
     if not is_core_alone():
-        load_actors()
         load(_FIRST_ROUND)
     if freeze:
         gc.collect()
@@ -75,11 +75,13 @@ def load_bus() -> None:
 
 
 def load_actors() -> None:
-    """Import what Controller, Client, Worker and their settings need. Raises ImportError: as :func:`load`."""
-    load(_ACTORS)
-    from gradbus.runtime.choices import load_tables
+    """Import what Controller, Client, Worker and their settings need; nothing with ``gradbus-core`` alone, which has no
+    actors. Raises ImportError: as :func:`load`."""
+    if not is_core_alone():
+        load(_ACTORS)
+        from gradbus.runtime.choices import load_tables
 
-    load_tables()
+        load_tables()
     _loaded.add(load_actors)
 
 
