@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from gradbus import loading
 from gradbus.runtime.misuse import opening
-from gradbus.runtime.needs import is_core_alone
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -98,8 +97,7 @@ async def connect(  # noqa: PLR0913 - settings by keyword, for programs that hav
         tls_clients=tls_clients,
     )
     transport = partial(loading.load_transport, chosen)
-    has_actors = load_actors and not is_core_alone()
-    await loading.load_on_thread(transport, *([loading.load_actors] if has_actors else []))
+    await loading.load_on_thread(transport, *([loading.load_actors] if load_actors else []))
     async with join(
         job,
         domain=domain,

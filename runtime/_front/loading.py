@@ -61,8 +61,8 @@ def preload(*, freeze: bool = True, network: NetworkConfig | None = None) -> Non
     """
     load_bus()
     load_transport(network)
+    load_actors()
     if not is_core_alone():
-        load_actors()
         load(_FIRST_ROUND)
     if freeze:
         gc.collect()
@@ -86,11 +86,13 @@ def load_transport(network: NetworkConfig | None = None) -> None:
 
 
 def load_actors() -> None:
-    """Import what Controller, Client, Worker and their settings need. Raises ImportError: as :func:`load`."""
-    load(_ACTORS)
-    from gradbus.runtime.choices import load_tables
+    """Import what Controller, Client, Worker and their settings need; nothing with ``gradbus-core`` alone, which has no
+    actors. Raises ImportError: as :func:`load`."""
+    if not is_core_alone():
+        load(_ACTORS)
+        from gradbus.runtime.choices import load_tables
 
-    load_tables()
+        load_tables()
     _loaded.add(load_actors)
 
 
