@@ -2,45 +2,44 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+import ordering_program
 import pytest
+import warm
 from dds_domains import new_domain
+from federation import Node
 
 pytestmark = [pytest.mark.slow, pytest.mark.faults]
 
-PROGRAM = Path(__file__).parents[1] / "support" / "ordering_program.py"
 PATIENCE_S = 90.0
-
-
-def start(role: str, place: list[str], *fail_at: str) -> subprocess.Popen[str]:
-    command = [sys.executable, str(PROGRAM), role, *place, *fail_at]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
 
 def ordered(state: Path, fail_at: str = "") -> list[Any]:
     """The rounds of a run, with the checksum of each model and its order: the controller is killed there, if named."""
-    place = [f"ordered-{os.getpid()}-{state.name}", str(new_domain()), str(state)]
-    clients = start("clients", place)
-    try:
+    place = {"job": f"ordered-{os.getpid()}-{state.name}", "domain": new_domain()}
+    with contextlib.ExitStack() as ends:
+
+        def start(role: str, **more: Any) -> Node:
+            process, _, events = warm.fork_that_tells(
+                ordering_program.play, {"role": role, "place": place, "state": str(state), **more}
+            )
+            node = Node(process, events)
+            ends.callback(node.end)
+            return node
+
+        clients = start("clients")
         if fail_at:
-            with start("controller", place, fail_at) as first:
-                first.communicate(timeout=PATIENCE_S)
-            assert first.returncode == -signal.SIGKILL
-        with start("controller", place) as controller:
-            said, _ = controller.communicate(timeout=PATIENCE_S)
-        assert controller.returncode == 0
+            assert start("controller", fail_at=fail_at).wait(PATIENCE_S) == -signal.SIGKILL
+        controller = start("controller")
+        assert controller.wait(PATIENCE_S) == 0
         assert clients.wait(PATIENCE_S) == 0
-        return list(json.loads(said.splitlines()[-1]))
-    finally:
-        clients.kill()
-        clients.communicate()
+        (done,) = controller.all("done")
+        return list(done["rounds"])
 
 
 @pytest.fixture(scope="module")

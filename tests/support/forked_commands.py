@@ -177,5 +177,6 @@ def _be_program(program: Path, arguments: list[str], folder: Path, environment: 
     sys.path[:0] = [name for name in environment.get("PYTHONPATH", "").split(os.pathsep) if name]
     sys.argv = [str(program), *arguments]
     fork_commands()
-    fork_modules()
+    if program.name == "__main__.py":  # the package starts itself again for a share of its work
+        fork_modules()
     runpy.run_path(str(program), run_name="__main__")

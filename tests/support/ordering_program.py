@@ -1,20 +1,14 @@
 """A run in two processes, for tests: ``controller`` is a program that lowers the rate after a bad round, ``clients``
 are two clients whose training depends on all that is ordered.
 
-Started as ``python ordering_program.py ROLE JOB DOMAIN STATE [FAIL_AT]``; the controller prints JSON at its end.
+Each is a process that is forked from the warm server, see :mod:`warm`; the controller sends its rounds at its end.
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-import json
-import sys
-from pathlib import Path
 from typing import Any
-
-if __name__ == "__main__":  # this folder is for the import of helpers only
-    sys.path.remove(str(Path(__file__).parent))
 
 import torch
 
@@ -70,15 +64,10 @@ async def train_one(place: dict[str, Any], client_id: int, state: str) -> None:
         await gradbus.Client(bus, Task(DIM), client_id=client_id, config=client).run()
 
 
-def main() -> None:
-    """Play the role that the command line names."""
-    role, job, domain, state, *fail_at = sys.argv[1:]
-    place = {"job": job, "domain": int(domain)}
-    if role == "clients":
-        asyncio.run(train(place, state))
+def play(spec: dict[str, Any], pipe: Any) -> None:
+    """Entry of a forked process. ``role``, ``place`` and ``state`` are always in the spec, ``fail_at`` may be."""
+    if spec["role"] == "clients":
+        asyncio.run(train(spec["place"], spec["state"]))
     else:
-        print(json.dumps(asyncio.run(control(place, state, fail_at[0] if fail_at else None))))
-
-
-if __name__ == "__main__":
-    main()
+        rounds = asyncio.run(control(spec["place"], spec["state"], spec.get("fail_at")))
+        pipe.send({"event": "done", "rounds": rounds})
