@@ -28,15 +28,15 @@ from gradbus.runtime.transport.zenoh.messages import (
     MAX_NUMBER,
     Ack,
     BadMessage,
-    Probe,
-    Start,
+    LossProbe,
+    MatchStart,
     pack_probe,
     pack_start,
     parse_ack,
     sample_message,
     set_number,
 )
-from gradbus.runtime.transport.zenoh.place import MAX_PEERS, Place, ZenohEndpoint
+from gradbus.runtime.transport.zenoh.place import MAX_PEERS, ZenohEndpoint, ZenohPlace
 
 PROBE_S, PROBE_MAX_S = 0.2, 1.0  # from the last progress of an inlet until the first PROBE, and between later ones
 _RESTART_S = 0.05  # an answer to an old START may be on its way
@@ -97,7 +97,7 @@ class InletState:
 class ZenohOutlet(ZenohEndpoint):
     """Sends the samples of one channel."""
 
-    def __init__(self, place: Place, channel: Channel, retained_samples: int) -> None:
+    def __init__(self, place: ZenohPlace, channel: Channel, retained_samples: int) -> None:
         super().__init__(place, channel, side="out", other_side="in")
         self._layout = LAYOUTS[channel.sample_type]
         retained = 1 if channel.keep_last else retained_samples
@@ -333,9 +333,9 @@ class ZenohOutlet(ZenohEndpoint):
     def _probe(self, inlet: InletState) -> None:
         """Have an inlet say what it lacks, or answer the START that it has not answered yet."""
         if inlet.is_matched:
-            self._publish_to(inlet, pack_probe(Probe(inlet.epoch, min(inlet.sent, self._kept.last))))
+            self._publish_to(inlet, pack_probe(LossProbe(inlet.epoch, min(inlet.sent, self._kept.last))))
         else:
-            self._publish_to(inlet, pack_start(Start(inlet.epoch, inlet.first)))
+            self._publish_to(inlet, pack_start(MatchStart(inlet.epoch, inlet.first)))
 
     # Writing
 

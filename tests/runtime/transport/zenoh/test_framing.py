@@ -16,7 +16,7 @@ from gradbus.runtime.transport.api import PeerId
 from gradbus.runtime.transport.channels import WINDOW_BYTES
 from gradbus.runtime.transport.zenoh.inlet import LEAST_CREDIT, ZenohInlet
 from gradbus.runtime.transport.zenoh.keys import ChannelKeys, endpoint_id
-from gradbus.runtime.transport.zenoh.messages import Ack, Probe, Start, pack_ack, pack_probe, pack_start
+from gradbus.runtime.transport.zenoh.messages import Ack, LossProbe, MatchStart, pack_ack, pack_probe, pack_start
 from gradbus.runtime.transport.zenoh.outlet import ZenohOutlet
 
 VOLATILE = Channel("volatile")
@@ -226,8 +226,8 @@ def test_hostile_messages_are_dropped_and_counted_and_all_others_arrive(scene: S
         *(pack_ack(Ack(epoch, 1 << 40, 1 << 40, 1, 1 << 40)) for epoch in range(1, 4)),
         pack_ack(Ack(99, 1, 1)),
         pack_ack(Ack(0, 0, 0)),
-        pack_start(Start(1 << 40, 1 << 40)),
-        pack_probe(Probe(1 << 40, 1 << 40)),
+        pack_start(MatchStart(1 << 40, 1 << 40)),
+        pack_probe(LossProbe(1 << 40, 1 << 40)),
         *(rng.randbytes(rng.randrange(80)) for _ in range(50)),
     ]
     for number in range(30):
