@@ -36,7 +36,7 @@ from gradbus.runtime.transport.zenoh.messages import (
     parse_probe,
     parse_start,
 )
-from gradbus.runtime.transport.zenoh.place import MAX_PEERS, Place, ZenohEndpoint
+from gradbus.runtime.transport.zenoh.place import MAX_PEERS, ZenohEndpoint, ZenohPlace
 
 ACK_DELAY_S = 0.005  # from a sample until its answer at most
 ACK_EVERY = 8  # samples, or half of the credit, are answered at once
@@ -86,7 +86,7 @@ class OutletState:
 class ZenohInlet(ZenohEndpoint):
     """Receives the samples of one channel."""
 
-    def __init__(self, place: Place, channel: Channel) -> None:
+    def __init__(self, place: ZenohPlace, channel: Channel) -> None:
         super().__init__(place, channel, side="in", other_side="out")
         self.arrivals = ChangeFlag()
         self._layout = LAYOUTS[channel.sample_type]

@@ -11,7 +11,9 @@ from __future__ import annotations
 from typing import Any
 
 DROP_AFTER_S = 0.1  # a batch of 64 KiB leaves in this time over a link of 5 Mbit/s
-DROP_LARGE_AFTER_S = 1.0  # the same for a message of many batches
+# Of a message of many batches, each that has found room doubles the time for the next, up to this sum: so it gets over
+# a slow link, too, while one link that is stalled costs some tenths of a second.
+DROP_LARGE_AFTER_S = 60.0
 
 RELAY_SETTINGS: dict[str, Any] = {
     "qos/network": [
