@@ -296,7 +296,7 @@ class ZenohScene(RealTimeScene):
         self.opened.callback(made.close)
         return made
 
-    def remote(self, lease_s: float = LONG_LEASE_S, *, loss: float = 0.0) -> Remote:
+    def remote(self, lease_s: float = LONG_LEASE_S, *, loss: float = 0.0) -> ZenohNode:
         return self.opened.enter_context(ZenohNode(self._port, self.job_name("one"), lease_s, loss=loss))
 
 

@@ -28,15 +28,15 @@ from gradbus.runtime.transport.zenoh.messages import (
     MAX_NUMBER,
     Ack,
     BadMessage,
-    Probe,
-    Start,
+    LossProbe,
+    MatchStart,
     pack_probe,
     pack_start,
     parse_ack,
     sample_message,
     set_number,
 )
-from gradbus.runtime.transport.zenoh.place import MAX_PEERS, Place, ZenohEndpoint
+from gradbus.runtime.transport.zenoh.place import MAX_PEERS, ZenohEndpoint, ZenohPlace
 
 PROBE_S, PROBE_MAX_S = 0.2, 1.0  # from the last progress of an inlet until the first PROBE, and between later ones
 _RESTART_S = 0.05  # an answer to an old START may be on its way
@@ -86,13 +86,18 @@ class InletState:
     def note_progress(self, now_s: float) -> None:
         """Begin to wait for an answer afresh."""
         self.progressed_s = now_s
-        self.patience_s = max(PROBE_S, 2 * self.round_trip_s)
+        self.patience_s = self.least_patience_s
+
+    @property
+    def least_patience_s(self) -> float:
+        """Return the time after which an answer is overdue."""
+        return max(PROBE_S, 2 * self.round_trip_s)
 
 
 class ZenohOutlet(ZenohEndpoint):
     """Sends the samples of one channel."""
 
-    def __init__(self, place: Place, channel: Channel, retained_samples: int) -> None:
+    def __init__(self, place: ZenohPlace, channel: Channel, retained_samples: int) -> None:
         super().__init__(place, channel, side="out", other_side="in")
         self._layout = LAYOUTS[channel.sample_type]
         retained = 1 if channel.keep_last else retained_samples
@@ -224,7 +229,7 @@ class ZenohOutlet(ZenohEndpoint):
                 inlet.acknowledged, inlet.sent = arrived, max(inlet.sent, arrived)
                 inlet.note_progress(now_s)
             if ack.ask_last:
-                inlet.note_progress(now_s)  # it answers: what is lost again is found soon
+                inlet.patience_s = inlet.least_patience_s  # it answers; what is lost again is to be found soon
                 self._send_again(inlet, ack)
         self._send_lacking(inlet)
         self._forget_acknowledged()
@@ -322,15 +327,15 @@ class ZenohOutlet(ZenohEndpoint):
             if self._lacks(inlet) and now_s >= inlet.progressed_s + inlet.patience_s:
                 self._probe(inlet)
                 inlet.progressed_s = now_s
-                inlet.patience_s = max(min(1.5 * inlet.patience_s, PROBE_MAX_S), 2 * inlet.round_trip_s)
+                inlet.patience_s = max(min(1.5 * inlet.patience_s, PROBE_MAX_S), inlet.least_patience_s)
         self._probe_later()
 
     def _probe(self, inlet: InletState) -> None:
         """Have an inlet say what it lacks, or answer the START that it has not answered yet."""
         if inlet.is_matched:
-            self._publish_to(inlet, pack_probe(Probe(inlet.epoch, min(inlet.sent, self._kept.last))))
+            self._publish_to(inlet, pack_probe(LossProbe(inlet.epoch, min(inlet.sent, self._kept.last))))
         else:
-            self._publish_to(inlet, pack_start(Start(inlet.epoch, inlet.first)))
+            self._publish_to(inlet, pack_start(MatchStart(inlet.epoch, inlet.first)))
 
     # Writing
 

@@ -1,6 +1,6 @@
 """What the endpoints of one transport share: their session and time, and what they know of the tokens of others.
 
-**Theory of operation.** Callbacks of the session only note what they are told (:meth:`Place.post`); all decisions are
+**Theory of operation.** Callbacks of the session only note what they are told (:meth:`ZenohPlace.post`); all decisions are
 made under the lock of the schedule, by its thread or by one that waits for news anyway. Nothing waits under that lock.
 
 A token that goes says one of two things. While our own link stands, the endpoint is gone, or its link is: it counts as
@@ -36,7 +36,7 @@ MAX_WAITING = 65_536  # messages that were received, and not looked at yet
 MAX_WAITING_BYTES = 4 * WINDOW_BYTES
 
 
-class Place:
+class ZenohPlace:
     """Where the endpoints of one transport are.
 
     Attributes:
@@ -154,7 +154,7 @@ class ZenohEndpoint(ABC):
         id: see :mod:`.keys`.
     """
 
-    def __init__(self, place: Place, channel: Channel, *, side: str, other_side: str) -> None:
+    def __init__(self, place: ZenohPlace, channel: Channel, *, side: str, other_side: str) -> None:
         """``side``: what it is, as :meth:`.ChannelKeys.token` calls it."""
         self.place = place
         self.channel = channel

@@ -16,7 +16,7 @@ from gradbus.runtime.transport.flags import FlagWaiter
 from gradbus.runtime.transport.schedule import NetworkSchedule, ThreadSchedule
 from gradbus.runtime.transport.zenoh.inlet import ZenohInlet
 from gradbus.runtime.transport.zenoh.outlet import ZenohOutlet
-from gradbus.runtime.transport.zenoh.place import Place, ZenohEndpoint
+from gradbus.runtime.transport.zenoh.place import ZenohEndpoint, ZenohPlace
 from gradbus.runtime.transport.zenoh.session_api import LinkSession
 
 
@@ -48,7 +48,7 @@ class ZenohTransport:
         self.access_policy = AccessPolicy()
         self._session = session
         self._schedule = schedule or ThreadSchedule("the transport on Zenoh", thread_name="gradbus-zenoh")
-        self._place = Place(session, self._schedule, job, self.own, lease_s, node)
+        self._place = ZenohPlace(session, self._schedule, job, self.own, lease_s, node)
         self._is_open = True
         self._made_in = forks.generation
 
