@@ -167,16 +167,14 @@ def test_the_doctor_measures_the_way_through_a_relay(start, files: TlsFiles, rel
     process = start("doctor", "--config", write(tmp_path / "client.json", bus))
     out, err = process.communicate(timeout=90)
     text = " ".join(out.split())
-    assert process.returncode == 0, (out, err)
-    for words in (
-        "because bus.connect is set",
-        "Zenoh answers, ",
-        "valid until",
-        "round trip, 64 B",
-        "all well",
-        f"from {key_file}",
-    ):
-        assert words in text, text
+    for words in ("because bus.connect is set", "Zenoh answers, ", "valid until", f"from {key_file}"):
+        assert words in text, (text, err)
+    if process.returncode == 0:
+        assert "round trip, 64 B" in text
+        assert "all well" in text
+    else:  # it finds that a busy machine is not well
+        assert process.returncode == ExitCode.BUS, (text, err)
+        assert "the machine is overloaded" in text, text
     assert "UDP ports" not in text
 
 

@@ -373,4 +373,4 @@ def in_steps() -> MemoryScene:
 
 def with_threads(patience_s: float = PATIENCE_S) -> MemoryScene:
     """Return the network in memory in real time."""
-    return MemoryScene(ThreadSchedule(), patience_s)
+    return MemoryScene(ThreadSchedule("the network in memory", thread_name="test-schedule"), patience_s)

@@ -4,6 +4,7 @@ virtual time."""
 from __future__ import annotations
 
 import random
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -260,3 +261,41 @@ def test_an_inlet_that_never_answers_holds_up_no_write(scene: SteppedZenohScene)
         found += take(joined.inlet)
     assert found == list(range(3 * WINDOW))
     assert len(joined.outlet.peers()) == 1
+
+
+class Members:
+    """Knows who belongs to the job."""
+
+    knows_all = True
+
+    def __init__(self, *known: PeerId) -> None:
+        self._known = known
+
+    def known(self) -> tuple[PeerId, ...]:
+        return self._known
+
+
+class NoThread:
+    """Counts what a transport rejects, and has no thread."""
+
+    def __init__(self) -> None:
+        self.rejected: Counter[str] = Counter()
+
+
+@pytest.mark.parametrize("has_members", [True, False])
+def test_an_inlet_of_no_member_holds_up_writes_for_a_moment_only(scene: SteppedZenohScene, has_members: bool) -> None:
+    joined, stranger = Joined(scene), scene.join("one")
+    silent = stranger.transport.inlet(VOLATILE.opened())
+    scene.until(lambda: len(joined.outlet.peers()) == 2 and silent.peers(), "the stranger matches")
+    transport: Any = joined.source.transport
+    transport.start(NoThread(), Members(joined.target.transport.own) if has_members else None)
+    transport.look_around()
+    stranger.cut_off()
+    found: list[int] = []
+    accepted, began_s = 0, scene.now_s()
+    while accepted < 3 * WINDOW and scene.now_s() < began_s + LEASE_S:
+        accepted += write(joined.outlet, accepted, size=CHUNK_BYTES)[0]
+        scene.pass_time(0.01)
+        found += take(joined.inlet)
+    assert (accepted == 3 * WINDOW) == has_members
+    assert found == list(range(accepted))
