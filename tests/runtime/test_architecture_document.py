@@ -54,7 +54,7 @@ def test_every_thread_that_the_runtime_starts_is_named(root: Path, page: str) ->
         "gradbus-unmap",
         "gradbus-load",
         "gradbus-zenoh",
-        "gradbus-zenoh-send",
+        "gradbus-put",
         "gradbus-{name}",
     }
     for name in started - {"gradbus-{name}"}:

@@ -1,7 +1,7 @@
 """A session of the library of Zenoh, as outlets and inlets use it (:mod:`.session_api`).
 
 **Theory of operation.** A put of Zenoh waits while the queue of its priority is full, which can take as long as the
-link is stalled. So threads (``gradbus-zenoh-send``), one for urgent messages and one for others, make those of large
+link is stalled. So threads (``gradbus-put``), one for urgent messages and one for others, make those of large
 messages, and outlets stop when too much waits for them. A small message, before which none waits, is put at once by
 whoever publishes it, which saves two changes of threads; where the queue of its priority is full, Zenoh drops it after
 a millisecond, and it is sent again as what is lost on the way. A router puts nothing at once: as it passes messages on,
@@ -103,7 +103,7 @@ class ZenohSession:
         self._waiting_bytes += len(message) + _MESSAGE_BYTES
         self._is_congested = self._is_congested or self._waiting_bytes >= CONGESTED_BYTES
         if lane.thread is None:
-            lane.thread = threading.Thread(target=self._run, args=(urgent,), name="gradbus-zenoh-send", daemon=True)
+            lane.thread = threading.Thread(target=self._run, args=(urgent,), name="gradbus-put", daemon=True)
             lane.thread.start()
         self._changed.notify_all()
 
