@@ -9,7 +9,7 @@ import pytest
 from fault_simulation.excuses import (
     CALM_ROUND_S,
     FOUND_AGAIN_S,
-    HEARD_S,
+    MET_S,
     SITE_ROUND_S,
     Disturbances,
     is_round_without_time,
@@ -63,9 +63,9 @@ def controller(number: int, *, replaced: bool = False, ended_s: float = 0.0, wen
 @pytest.mark.parametrize(
     ("runs", "died_s", "error", "is_excused"),
     [
-        ({1: "a", 2: "b"}, 10.0 + HEARD_S - 0.1, JobInUse("in use"), True),
-        ({1: "a", 2: "a"}, 10.0 + HEARD_S - 0.1, JobInUse("in use"), False),  # of one run the first one must give way
-        ({1: "a", 2: "b"}, 10.0 + HEARD_S + 0.1, JobInUse("in use"), False),  # it has heard of the one in its place
+        ({1: "a", 2: "b"}, 10.0 + MET_S - 0.1, JobInUse("in use"), True),
+        ({1: "a", 2: "a"}, 10.0 + MET_S - 0.1, JobInUse("in use"), False),  # of one run the first one must give way
+        ({1: "a", 2: "b"}, 10.0 + MET_S + 0.1, JobInUse("in use"), False),  # it has heard of the one in its place
         ({2: "b"}, 10.0, JobInUse("in use"), False),  # it has begun no run
         ({1: "a", 2: "b"}, 10.0, ControllerReplaced("replaced", 1, 1, ""), False),
     ],

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 SITE_ROUND_S = 24.0  # deadline of a site's round: 0.8 of that of the level above
 CALM_ROUND_S = 5.0  # in so long a time without faults a round of a site is done
 FOUND_AGAIN_S = 3.0  # after a pause or a partition, until all have found each other again
-HEARD_S = FOUND_AGAIN_S + 1.5  # until one has received two messages with a status, and its sender has lost none
+MET_S = FOUND_AGAIN_S + 1.5  # until one has received two statuses of another one, which sends them every 0.5 s
 
 
 class Disturbances:
@@ -79,6 +79,6 @@ def unheard_controller(
         if not first.replaced or first.dead or first.name not in runs:
             continue
         is_other_run = all(runs.get(one.name) != runs[first.name] for one in later)
-        if is_other_run and all(one.ended_s - first.went_on_s < HEARD_S for one in later):
+        if is_other_run and all(one.ended_s - first.went_on_s < MET_S for one in later):
             return first
     return None
