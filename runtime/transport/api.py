@@ -32,7 +32,8 @@ Rules of a matched pair of one outlet and one inlet, which ``tests/runtime/trans
     again what was lost. After a reconnect within the lease the inlet names the first number that it lacks, and the
     outlet goes on from there. A gap is never handed over: samples behind it wait until it is filled. An outlet keeps
     :data:`~.channels.WINDOW_BYTES` for an inlet beyond what the inlet's own bound holds; then a write waits, as for a
-    full inlet. Only an inlet that is not reliable, or keeps the last sample, does without what it lacks.
+    full inlet. Only an inlet that is not reliable, or keeps the last sample, does without what it lacks, and one whose
+    outlet keeps the last sample.
 
 The hot path is two calls: :meth:`Outlet.write`, and :meth:`Inlet.take` with :meth:`Inlet.decode`. Nothing is made per
 sample beside the pair that ``take`` returns. A sample goes in as the fields before its octets and the octets in parts,

@@ -7,7 +7,9 @@ are written here.
 from __future__ import annotations
 
 import contextlib
+import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
@@ -28,6 +30,7 @@ BEACON_TOPIC = "train/beacon"
 TICK_S, IDLE_TICK_S = 0.05, 0.2  # the former while an answer is awaited
 BEACON_S = 2.0  # repeated for nodes that lost it or that followed a forged one
 LIST_S = 0.4  # interval of checks of the allow list; a change takes effect after two equal checks
+MAX_UNSENT = 1024  # messages that wait for room, as many as there are pending handshakes; then the oldest is dropped
 
 log = get_logger("bus")
 
@@ -84,6 +87,8 @@ class JoinTransport:
         self._on_refused = on_refused
         self._looked_s = self._ticked_s = time.monotonic()
         self._is_polling = False
+        self._beacon_s = -math.inf
+        self._unsent: deque[bytes] = deque(maxlen=MAX_UNSENT)
         self._writer = transport.outlet(JOIN)
         party.own = transport.own
         if isinstance(party, Admission):
@@ -116,18 +121,25 @@ class JoinTransport:
             raise FrameError("other key", party.misconfiguration)
 
     def _send(self, messages: Iterable[bytes]) -> None:
-        for data in messages:
-            self._writer.write((), (data,))
+        """Send messages in their order. What finds no room is sent at the next tick, with all behind it: a node that
+        has sent a Hello waits for the answer, and for longer each time."""
+        self._unsent.extend(messages)
+        while self._unsent:
+            data = self._unsent.popleft()
+            if not self._writer.write((), (data,)):
+                self._unsent.appendleft(data)
+                break
         if self._is_busy and not self._is_polling:
             self._is_polling = True
             self._thread.add_periodic(Periodic(self._poll, TICK_S))
 
     @property
     def _is_busy(self) -> bool:
-        return self._party.is_busy or (self._list_watcher is not None and self._list_watcher.is_changing)
+        is_changing = self._list_watcher is not None and self._list_watcher.is_changing
+        return bool(self._unsent) or self._party.is_busy or is_changing
 
     def _poll(self) -> bool:
-        """Advance the protocol more often while an answer is pending or the allow list is changing."""
+        """Advance the protocol more often while something is unsent, an answer is pending or the allow list changes."""
         self._advance()
         self._is_polling = self._is_busy
         return self._is_polling
@@ -153,8 +165,8 @@ class JoinTransport:
         self._send(self._party.tick(now_s))
 
     def _send_beacon(self, admission: Admission, now_s: float) -> None:
-        self._beacon_s = now_s
-        self._beacon.write((), (admission.beacon,))
+        if self._beacon.write((), (admission.beacon,)):  # else at the next tick
+            self._beacon_s = now_s
 
     def _look_at_list(self, admission: Admission, now_s: float) -> None:
         try:

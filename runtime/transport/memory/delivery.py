@@ -6,7 +6,8 @@ filled. It acknowledges with the first number that it lacks, once for all that h
 what is not acknowledged, and sends that again, at longer intervals at first, until some of it is. After a reconnect
 the inlet names the first number that it lacks, and the outlet sends all from there.
 
-An inlet of a channel that keeps the last sample, and one that is not reliable, waits for no gap: it skips it.
+An inlet of a channel that keeps the last sample, and one that is not reliable, waits for no gap: it skips it. So does
+one whose outlet keeps the last sample: what is missing may be replaced there.
 """
 
 from __future__ import annotations

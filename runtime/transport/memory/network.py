@@ -228,6 +228,7 @@ class MemoryNetwork:
         if pair.was_known and pair.writer_knows:
             kept = pair.writer.kept
             if pair.writer.channel.retained:  # it asks for what the writer retains, though it has had it before
+                pair.epoch += 1  # an acknowledgement of that is on its way, and says nothing of what is wanted now
                 pair.begin_at(min(pair.wanted, kept.first_retained))
                 self.delivery.ask(pair)
             elif self.chance(0.5):

@@ -114,7 +114,8 @@ class EndpointPair:
     Attributes:
         writer_knows, reader_knows: whether that side has matched the other one.
         handle: by which the reader knows the writer; a new one at each match. reader_handle: the other way round.
-        epoch: raised when the writer loses the reader: what is on its way then is lost.
+        epoch: raised when the writer loses the reader, and when the reader asks for retained samples again: what is on
+            its way then is lost, in both directions.
         acknowledged: the reader has all samples up to this number, as far as the writer knows.
         attempts: to send the oldest of the others again. resends: the next one is due.
         wanted: the number of the next sample that the reader hands over. early: those behind it, by number.
@@ -167,8 +168,9 @@ class EndpointPair:
 
     @property
     def skips_gaps(self) -> bool:
-        """Return whether the reader does without samples that a later one overtakes."""
-        return self.reader.channel.keep_last or not self.is_reliable
+        """Return whether the reader does without samples that a later one overtakes: it wants the last one only, or the
+        writer keeps no other, which may have become the last one before the others arrived."""
+        return self.reader.channel.keep_last or self.writer.channel.keep_last or not self.is_reliable
 
     @property
     def lacks_samples(self) -> bool:

@@ -66,10 +66,12 @@ def scene() -> Iterator[MemoryScene]:
     made.close()
 
 
-def joined(scene: MemoryScene, channel: Channel = VOLATILE) -> tuple[MemoryOutlet, MemoryInlet]:
-    """An outlet on one machine, and an inlet on another."""
+def joined(
+    scene: MemoryScene, channel: Channel = VOLATILE, of_inlet: Channel | None = None
+) -> tuple[MemoryOutlet, MemoryInlet]:
+    """An outlet on one machine, and an inlet on another. ``of_inlet``: its channel, if it is another."""
     transports = [MemoryTransport(scene.network, MemoryNode(f"node-{number}", number), "one") for number in range(2)]
-    outlet, inlet = transports[0].outlet(channel.opened()), transports[1].inlet(channel.opened())
+    outlet, inlet = transports[0].outlet(channel.opened()), transports[1].inlet((of_inlet or channel).opened())
     scene.until(lambda: outlet.peers() and inlet.peers(), "they find each other")
     return outlet, inlet
 
@@ -156,6 +158,31 @@ def test_an_inlet_that_lost_its_outlet_gets_what_is_retained_though_its_request_
         scene.until(lambda outlet=outlet: outlet.is_acknowledged, "it is received again")
         outlet.close()
         inlet.close()
+
+
+def test_an_acknowledgement_from_before_an_inlet_asks_for_what_is_retained_stops_nothing(scene: MemoryScene) -> None:
+    outlet, inlet = joined(scene, RETAINED)
+    scene.network.base_s = 0.5
+    assert write(outlet, 0) == [True]
+    scene.until(lambda: inlet.queue, "the sample is there, and its acknowledgement is on its way")
+    scene.network.lose_one_side(inlet.node, outlet.node, 0.0)
+    scene.until(lambda: not inlet.peers(), "the outlet is lost")
+    scene.until(inlet.peers, "it is found again")
+    assert write(outlet, 1) == [True]
+    scene.until(lambda: outlet.is_acknowledged, "what was written since is received")
+    assert take(inlet)[-1] == 1
+
+
+def test_an_inlet_waits_for_no_sample_that_its_outlet_has_replaced(scene: MemoryScene) -> None:
+    outlet, inlet = joined(scene, Channel("newest", retained=True, keep_last=True), Channel("newest", retained=True))
+    assert write(outlet, 0) == [True]
+    scene.until(lambda: outlet.is_acknowledged, "the first sample is received")
+    scene.network.loss = 1.0 - 1e-12
+    assert write(outlet, 1) == [True]
+    scene.network.loss = 0.0
+    assert write(outlet, 2) == [True]
+    scene.until(lambda: outlet.is_acknowledged, "the newest sample is received")
+    assert take(inlet) == [0, 2]
 
 
 def test_what_a_killed_process_had_closed_is_not_sent_again(scene: MemoryScene) -> None:

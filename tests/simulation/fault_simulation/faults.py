@@ -75,6 +75,11 @@ class Fault:
     other: str = ""
     machines: tuple[int, int] = (0, 0)
 
+    @property
+    def lasts_s(self) -> float:
+        """Return for how long it may keep its actors from others: a clock that jumps does not."""
+        return 0.0 if self.action == "clock" else self.seconds
+
     def __str__(self) -> str:
         seconds = f"{self.seconds:.2f} s"
         effect = {

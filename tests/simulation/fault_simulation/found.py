@@ -170,4 +170,19 @@ FOUND = (
         14798986774, "admission",
         (Fault(Moment("note", 1, "client-2", "welcomed", "after"), "kill", "client-2", 0.09),),
     ),
+    Found(
+        "Over the network in memory, one side loses a process and finds it again while an acknowledgement is on its "
+        "way: nothing more arrived on that channel. All waited for one hello, and a server dropped healthy workers.",
+        14799003818, "servers_stale",
+        (Fault(Moment("step", 5378, "server-0"), "lease", "server-0", 0.0, "worker-1"),),
+    ),
+    Found(
+        "Over the network in memory, the first beacon for a newcomer is lost, and the next one takes its place before "
+        "it is sent again: the newcomer waited for the first one, and never found the controller.",
+        14799007214, "admission",
+        (
+            Fault(Moment("step", 178, CONTROLLER), "power", CONTROLLER, 0.92),
+            Fault(Moment("note", 1, "client-1", "receipt", "after"), "revoke", "client-1", 0.5),
+        ),
+    ),
 )  # fmt: skip

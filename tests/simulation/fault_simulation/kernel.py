@@ -63,7 +63,7 @@ class VirtualProcess:
         is_stranger: it has a key that is not on the allow list.
         replaced: another start has taken its place while it was paused: what it does is no longer part of the run.
         parked: callbacks that wait while it is paused. blocked_s: how long a write would have held its thread.
-        slow_until_s: it takes nothing from its readers until then.
+        slow_until_s: it takes nothing from its readers until then. went_on_s: when its last pause was over.
     """
 
     def __init__(self, world: World, role: str, start: int, *, machine: int, pid: int) -> None:
@@ -81,7 +81,7 @@ class VirtualProcess:
         self.watchers: list[tuple[Callable[[str], None], contextvars.Context]] = []
         self.parked: list[Any] = []
         self.dead = self.killed = self.paused = self.replaced = self.is_stranger = False
-        self.blocked_s = self.slow_until_s = 0.0
+        self.blocked_s = self.slow_until_s = self.went_on_s = 0.0
         self.started_s = now_s()
         self.ended_s = 0.0
         self.result: Any = None

@@ -21,6 +21,7 @@ import torch
 
 from fault_simulation.admission import Identities, draw_admission_plan
 from fault_simulation.disk import Disk
+from fault_simulation.excuses import FOUND_AGAIN_S, Disturbances, is_round_without_time, unheard_controller
 from fault_simulation.faults import CONTROLLER, MACHINES, Fault, draw_plan
 from fault_simulation.findings import BOUNDS, ENDS, EXCEPTIONS, LOGS, MEAN, REPLACED, TASKS, Finding
 from fault_simulation.flavours import CALM, FLAVOURS, Circumstances, draw_circumstances
@@ -44,11 +45,11 @@ COMPUTE_S = 5e-4  # mean cost of a computation that is no training
 KERNEL_REPORTS_S = (1e-3, 0.04)  # from the end of a process until the kernel reports it
 FULL_S = 5.0  # from a sync that found the disk full until the actor has ended with that error
 LATE_REFUSAL_S = 1.0  # from the end of a client that was refused, though it is on the list again, until its next start
-RECONNECT_S = 3.0  # after a partition or a pause, until all have found each other again
 NEVER_LOGGED = ("strike", "history ends", "message not handled", "readers or writers not deleted")
 LAST_MODEL_LOST = "last model not received"
 MEAN_TOLERANCE = 1e-5  # changes are of some 1e-3, and masked sums on a grid
 CHECK_EVERY = 64  # callbacks
+STOPPED_S = (0.2, 3.0)  # from an error that says to stop another controller first until that is done
 HEARD_S = 6.0  # from the first command of another start until the one that it has replaced must have heard of it
 
 
@@ -108,6 +109,7 @@ class World:
         self.findings: list[Finding] = []
         self.notes: list[str] = []
         self.calm_s = START_S
+        self.disturbances = Disturbances()
         self.excused_s: dict[str, float] = defaultdict(float)  # until when a role may have missed something
         self.virtual_s = 0.0
         self.client_ids: dict[str, int] = {role: number_of(role) for role in self.roles[1:]}
@@ -172,6 +174,11 @@ class World:
             return
         if event == LAST_MODEL_LOST and self.calm_s + LAST_MODEL_S < now_s():
             self.finding(LOGS, f"{process.name} logged {event}, with no fault since it waits: {shown}")
+        if self.tree is not None and is_round_without_time(
+            self.disturbances, event, facts, now_s=now_s(), lease_s=self.network.lease_s
+        ):
+            self.notes.append(f"{process.name} had no time for a round of a site: {str(facts['error'])[:100]}")
+            return
         is_error = method in ("error", "critical") and event not in self.rules.may_log
         if error or is_error or event in NEVER_LOGGED:
             self.finding(LOGS, f"{process.name} logged {method}: {event} {shown} {error}")
@@ -242,6 +249,7 @@ class World:
         self.happened.append(fault)
         self.trace.add(f"FAULT {fault}")
         self.calm_s = max(self.calm_s, now_s() + abs(fault.seconds))
+        self.disturbances.add(now_s(), now_s() + fault.lasts_s)
         if fault.action in ("cut", "revoke", "stranger", "twin"):
             self._inject_around(fault)
             return
@@ -297,7 +305,7 @@ class World:
 
     def _excuse(self, roles: Collection[str], seconds: float) -> None:
         for role in roles:
-            self.excused_s[role] = max(self.excused_s[role], now_s() + seconds + RECONNECT_S)
+            self.excused_s[role] = max(self.excused_s[role], now_s() + seconds + FOUND_AGAIN_S)
 
     def _lose_one_side(self, process: VirtualProcess, fault: Fault) -> None:
         other = self._now.get(fault.other)
@@ -346,7 +354,7 @@ class World:
         self._end(process)
 
     def _resume(self, process: VirtualProcess) -> None:
-        process.paused = False
+        process.paused, process.went_on_s = False, now_s()
         if not process.dead:
             self.trace.add(f"{process.name} goes on")
             self.loop.resume(process)
@@ -487,7 +495,13 @@ class World:
 
     def _again_after_s(self, process: VirtualProcess, error: Exception) -> float | None:
         """Return after how long an actor is started again that has ended with this error; None: it is not."""
-        return None
+        runs = {one.name: facts["run"] for one, event, facts in self.journal if event == "started" and "run" in facts}
+        first = unheard_controller(self.processes, runs, process, error)
+        if first is None:
+            return None
+        self.notes.append(f"{first.name} is stopped by hand, as {process.name} asks for: {str(error)[:100]}")
+        self._end_replaced(first, 0.0)
+        return self.rng.uniform(*STOPPED_S)
 
     async def _controller(self, process: VirtualProcess) -> list[int]:
         drawn, sites = self.circumstances, self.rules.sites
