@@ -41,8 +41,8 @@ class ZenohPlace:
 
     Attributes:
         own: what the transport calls itself. node: whose time passes in waits, for the schedule.
-        members: the transports that belong to the job, see :class:`~gradbus.runtime.transport.api.JobMembers`; None: all
-            do, or it is not known.
+        members: the transports that belong to the job, see :class:`~gradbus.runtime.transport.api.JobMembers`; None:
+            all do, or it is not known.
         rejected: counts of dropped messages, by reason.
     """
 
