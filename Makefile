@@ -161,30 +161,18 @@ links:  ## lay out the packages in build/tree as they are installed, for mypy an
 
 typecheck: $(STAMP) links  ## strict types
 	cd build/tree && ../../$(BIN)/mypy --config-file ../../pyproject.toml --cache-dir ../mypy --python-executable ../../$(PY) \
-		--exclude '/_(front|torch)/' -p gradbus -p conformance -p fuzz -p soak -p fault_simulation -m call_profile -m golden_runs -m mnist_example -m nightly -m pauses -m public_names -m torch_build -m trap_gains -m walks -m weight
+		--exclude '/_(front|torch)/' -p gradbus -p conformance -p fuzz -p soak -p fault_simulation -m call_profile -m distributions -m golden_runs -m mnist_example -m nightly -m pauses -m public_names -m torch_build -m trap_gains -m walks -m weight
 
 # Stale build/lib and *.egg-info would carry removed files into the wheel. The build tools come from .venv: nothing is fetched here.
-wheel: $(STAMP)  ## build the sdist and the wheel into dist/
-	@rm -rf build/lib build/bdist.* dist *.egg-info && mkdir -p build
-	@$(PY) -m build --no-isolation >build/wheel.log 2>&1 || { cat build/wheel.log; exit 1; }
-	@rm -rf *.egg-info
+wheel: $(STAMP)  ## build the sdists and the wheels of gradbus-core and gradbus into dist/
+	@rm -rf build/distributions dist && mkdir -p build
+	@for folder in $$($(TOOL) distributions build/distributions); do \
+		$(PY) -m build --no-isolation --outdir dist $$folder >build/wheel.log 2>&1 || { cat build/wheel.log; exit 1; }; done
 	@ls -l dist
 
-smoke: wheel  ## install the wheel into a fresh environment and use it from an empty folder
-	@rm -rf build/smoke && mkdir -p build/smoke/empty
-	@if [ -n "$(UV_NOW)" ]; then \
-		$(UV_ENV) $(UV_NOW) venv -q --python $(PY) build/smoke/venv && \
-		$(UV_ENV) $(UV_NOW) pip install -q --python build/smoke/venv/bin/python -c $(PINS) dist/*.whl; \
-	else \
-		$(PY) -m venv build/smoke/venv && \
-		build/smoke/venv/bin/python -m pip install -q --disable-pip-version-check --no-deps dist/*.whl && \
-		$(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
-			"$$(build/smoke/venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/dependencies.pth"; \
-	fi
-	cd build/smoke/empty && ../venv/bin/python -I ../../../tests/wheel_smoke.py $(ARGS)
-	@rm -rf build/smoke
+smoke: wheel  ## install gradbus-core, then gradbus, into a fresh environment, and use each from an empty folder
+	@$(UV_ENV) PY='$(PY)' UV='$(UV_NOW)' PINS='$(PINS)' bash tests/tools/smoke.sh $(ARGS)
 
-# With pip alone the wheel's dependencies are borrowed from .venv (a .pth line adds the folder, not the editable install in it).
 UV_NOW = $(if $(NO_UV),,$(or $(UV),$(wildcard $(BIN)/uv)))
 
 # Ratios against a reference in the same run. The parts of the suite are ARGS="--part bus"; what PART names holds figures to limits, but for quick

@@ -1,9 +1,10 @@
-"""JSON from files that others may have written: within a size, and with one kind of error."""
+"""JSON from files that others may have written: within a size, and with one kind of error. JSON for other programs."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -58,3 +59,16 @@ def read_text(path: Path, max_bytes: int) -> str:
             if len(data) > max_bytes:
                 raise ValueError(f"more than {max_bytes} bytes")
     return data.decode("utf-8")
+
+
+def json_text(values: Any, *, indent: int | None = None) -> str:
+    """JSON that every program can read: it has no NaN and no infinity, so null stands for them."""
+    return json.dumps(_finite(values), indent=indent, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _finite(entry) for key, entry in value.items()}
+    return [_finite(entry) for entry in value] if isinstance(value, list | tuple) else value

@@ -1,10 +1,13 @@
 """Packages that gradbus needs and that are missing or broken: one sentence that says which, and how to install it.
 
-Nothing is imported here that may itself be missing.
+gradbus is installed as two distributions: ``gradbus-core``, which needs no torch, and ``gradbus``, which has the rest
+and requires the other one. In a checkout, ``gradbus`` is all of it. Nothing is imported here that may itself be
+missing.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import re
@@ -21,15 +24,31 @@ _INSTEAD = {
     "members of the job",
     "eclipse_zenoh": "Or leave bus.connect and bus.listen out, on all members of the job: then the bus uses DDS",
 }
+_DISTRIBUTIONS = ("gradbus", "gradbus-core")
+_ONLY_IN_GRADBUS = "gradbus.models"  # which no core has
+_TORCH = ("torch", "torchvision")
 _OF_DEVELOPERS = ("dev", "integrations")  # extras of which nobody who lacks one package wants all
 _EXTRA = re.compile(r"""\bextra == ["']([^"']+)["']""")
 _FOLDER = re.compile(r"[/\\](?:site|dist)-packages[/\\]([A-Za-z0-9_]+)")
 
 
+def own_version() -> str:
+    """Return the version of gradbus; 0: it is not installed, and run from the tree by a tool."""
+    for name in _DISTRIBUTIONS:
+        with contextlib.suppress(PackageNotFoundError):
+            return version(name)
+    return "0"
+
+
+def is_core_alone() -> bool:
+    """Return whether ``gradbus-core`` is installed without ``gradbus``: nothing here trains, and there is no torch."""
+    return importlib.util.find_spec(_ONLY_IN_GRADBUS) is None
+
+
 def requirements() -> dict[str, str]:
     """Return what gradbus is built on, as it asks for it: ``{"torch": "torch>=2.6"}``, extras too. By project name."""
     asked = [line.partition(";")[0].strip() for line in _lines()]
-    return {_project(line): line for line in reversed(asked) if _project(line) != "gradbus"}
+    return {_project(line): line for line in reversed(asked) if not _project(line).startswith("gradbus")}
 
 
 def extra_with(project: str) -> str:
@@ -50,7 +69,8 @@ def how_to_install(project: str, *, again: bool = False) -> str:
     if again or extra in ("", *_OF_DEVELOPERS):
         return f"Install it{' anew' * again}: {install_line(project, again=again)}"
     projects = [other for other in reversed(requirements()) if extra_with(other) == extra]
-    return f"Install it, which is what the extra gradbus[{extra}] does: {install_line(*projects)}"
+    owner = _DISTRIBUTIONS[is_core_alone()]
+    return f"Install it, which is what the extra {owner}[{extra}] does: {install_line(*projects)}"
 
 
 def install_line(*projects: str, again: bool = False) -> str:
@@ -87,6 +107,12 @@ def explain(error: BaseException) -> str:
     """A sentence about a package that is missing or cannot be loaded, where that is what went wrong; else empty."""
     if type(error) is ImportError and error.__suppress_context__ and error.__context__ is not None:
         error = error.__context__  # import_module has put its own error in place of this one
+    if _asks_for_the_rest(error):
+        wanted = install_line(f"gradbus=={own_version()}")
+        return (
+            "this needs the package gradbus; only gradbus-core is installed here. Install it from the same source: "
+            f"{wanted}"
+        )
     projects = {_MODULES.get(project, project): project for project in requirements()}
     if isinstance(error, ModuleNotFoundError) and error.name is not None:
         project = projects.get(error.name.partition(".")[0])
@@ -116,6 +142,16 @@ def import_module(name: str) -> ModuleType:
         raise
 
 
+def _asks_for_the_rest(error: BaseException) -> bool:
+    """Return whether the import of a module that only ``gradbus`` has, or of torch, failed in the core alone."""
+    if not isinstance(error, ImportError) or error.name is None or not is_core_alone():
+        return False
+    if isinstance(error, ModuleNotFoundError):
+        return error.name in _TORCH or error.name.partition(".")[0] == "gradbus"
+    # ``from gradbus.runtime import checkpoint`` names the package; an error of any other module is an error of ours.
+    return error.name.partition(".")[0] == "gradbus" and hasattr(sys.modules.get(error.name), "__path__")
+
+
 def fault_of(module: str) -> str:
     """Import a module. Returns what :func:`explain` says where that fails; empty: it works."""
     try:
@@ -137,10 +173,11 @@ def _loading(trace: TracebackType | None) -> str:
 
 
 def _lines() -> list[str]:
-    try:
-        return requires("gradbus") or []
-    except PackageNotFoundError:  # run from the tree by a tool
-        return []
+    found = []
+    for name in _DISTRIBUTIONS:
+        with contextlib.suppress(PackageNotFoundError):  # one of them, or both where a tool runs from the tree
+            found += requires(name) or []
+    return found
 
 
 def _project(line: str) -> str:

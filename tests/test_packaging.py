@@ -205,6 +205,17 @@ def test_the_lock_has_the_pinned_versions_each_with_hashes_and_names_no_registry
         assert any(re.fullmatch(r"--hash=sha256:[0-9a-f]{64}", word) for word in entry), entry[0]
 
 
+def test_the_classifiers_name_the_versions_of_python_that_tests_are_run_with() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    lowest = project["requires-python"].removeprefix(">=")
+    of_ci = re.findall(r"PYTHON=(3\.\d+)", (ROOT / ".ci" / "run").read_text(encoding="utf-8"))
+    nightly = re.findall(
+        r"^\| python-(3\.\d+) \|", (ROOT / "docs" / "nightly.md").read_text(encoding="utf-8"), re.MULTILINE
+    )
+    of_project = [re.fullmatch(r"Programming Language :: Python :: (3\.\d+)", line) for line in project["classifiers"]]
+    assert {found[1] for found in of_project if found is not None} == {lowest, *of_ci, *nightly}
+
+
 def make_targets() -> set[str]:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     return set(re.findall(r"^([a-z][a-z-]*):(?!=)", makefile, flags=re.MULTILINE))

@@ -1,8 +1,12 @@
-"""Uses the installed wheel as a newcomer does: `make smoke` runs it in a fresh environment, from an empty folder."""
+"""Uses the installed wheels as a newcomer does: `make smoke` runs it in a fresh environment, from an empty folder.
+
+Its argument says what is installed: core, core-on-dds, gradbus, or core-again, after gradbus was removed.
+"""
 
 import importlib
 import importlib.metadata
 import importlib.resources
+import importlib.util
 import json
 import os
 import subprocess
@@ -11,36 +15,114 @@ import sysconfig
 import tempfile
 import warnings
 from pathlib import Path
+from types import ModuleType
 
 ROOT = Path(__file__).resolve().parents[1]
 SITE = Path(sysconfig.get_path("purelib")).resolve()
 COMMAND = Path(sysconfig.get_path("scripts"), "gradbus")
 PACKAGES = ("actors", "codecs", "commands", "models", "runtime")
+LARGE = ("torch", "torchvision", "cyclonedds", "matplotlib")
 DEMO = ["demo", "--data", "glyphs", "--rounds", "2", "--samples", "300", "--no-live"]
 DEMO_TIMEOUT_S = 240
 SUMMARY = "runs/*/summary.json"  # below the folder that the demo was started from
 
 
+def files_of(distribution: str) -> list[str]:
+    return [str(file) for file in importlib.metadata.files(distribution) or []]
+
+
 def check_files() -> None:
-    files = [str(file) for file in importlib.metadata.files("gradbus") or []]
-    strangers = [
-        name for name in files if not name.startswith(("gradbus/", "gradbus-")) and not name.endswith("/gradbus")
-    ]
-    assert files, "the wheel recorded no files"
-    assert not strangers, f"the wheel holds more than gradbus: {strangers}"
+    core, rest = files_of("gradbus-core"), files_of("gradbus")
+    files = [*core, *rest]
+    assert core, "the wheel of gradbus-core recorded no files"
+    assert rest, "the wheel of gradbus recorded no files"
+    assert not set(core) & set(rest), f"both wheels hold {set(core) & set(rest)}"
+    missing = [name for name in files if not SITE.joinpath(name).exists()]
+    assert not missing, f"one wheel has removed files of the other: {missing}"
+    ours = ("gradbus/", "gradbus-", "gradbus_core-")
+    strangers = [name for name in files if not name.startswith(ours) and not name.endswith("/gradbus")]
+    assert not strangers, f"the wheels hold more than gradbus: {strangers}"
     private = [name for name in files if "/_" in name.replace("/__", "/") or "/tests/" in name or "/test_" in name]
-    assert not private, f"the wheel holds tests, or folders that are mapped to another name: {private}"
+    assert not private, f"the wheels hold tests, or folders that are mapped to another name: {private}"
     tools = [name for name in files if name.split("/")[-2] in ("tools", "soak", "fuzz", "conformance")]
-    assert not tools, f"the wheel holds programs of tests/tools: {tools}"
+    assert not tools, f"the wheels hold programs of tests/tools: {tools}"
     experiments = [name for name in files if name.startswith("gradbus/experiments")]
-    assert not experiments, f"the wheel holds what belongs to a checkout: {experiments}"
+    assert not experiments, f"the wheels hold what belongs to a checkout: {experiments}"
     for package in PACKAGES:
         assert f"gradbus/{package}/__init__.py" in files, f"gradbus.{package} is missing"
         for source in (ROOT / package).rglob("*.py"):
             name = f"gradbus/{source.relative_to(ROOT)}".replace("/runtime/_front/", "/").replace(
                 "/runtime/_torch/", "/torch/"
             )
-            assert name in files, f"{name} is missing from the wheel"
+            assert name in files, f"{name} is in no wheel"
+
+
+def check_files_of_core() -> None:
+    files = files_of("gradbus-core")
+    missing = [name for name in files if not SITE.joinpath(name).exists()]
+    assert files, "the wheel of gradbus-core recorded no files"
+    assert not missing, f"files of gradbus-core are missing: {missing}"
+    assert importlib.util.find_spec("gradbus.models") is None, "there is more than gradbus-core"
+
+
+def check_dependencies() -> None:
+    borrowed = SITE.joinpath("dependencies.pth").exists()  # those of an environment that has everything
+    assert borrowed or importlib.util.find_spec("torch") is None, "gradbus-core has installed torch"
+
+
+def check_closures() -> None:
+    """What a relay, a Flower node, the doctor and the observer of a job load."""
+    modules = (
+        "runtime.bus.bus", "runtime.security.sealed", "runtime.security.identity.membership", "commands.cli.main",
+        "commands.run.status", "commands.run.flower", "commands.doctor.report", "actors.flower.hub",
+        "actors.flower.node",
+    )  # fmt: skip
+    names = ", ".join(f"gradbus.{name}" for name in modules)
+    code = f"import sys, {names}; print([name for name in {LARGE} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-I", "-c", code], check=True, stdout=subprocess.PIPE, text=True, timeout=60)
+    assert done.stdout == "[]\n", f"they load {done.stdout}"
+
+
+def run(*words: str) -> subprocess.CompletedProcess[str]:
+    """Run ``gradbus`` in a folder and a home of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        return subprocess.run(
+            [COMMAND, *words],
+            cwd=folder,
+            env=os.environ | {"HOME": folder, "COLUMNS": "200"},
+            timeout=120,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+
+
+def check_commands_of_core() -> None:
+    listed = run("--help").stdout
+    for words in (["--version"], *([name, "--help"] for name in ("keys", "status", "doctor", "flower"))):
+        done = run(*words)
+        assert done.returncode == 0, f"gradbus {' '.join(words)}: {done.stdout}"
+    if " relay " in listed:
+        assert run("relay", "--help").returncode == 0
+    made, shown = run("keys", "new", "job.key"), run("keys", "show")
+    assert "a new job key" in made.stdout, made.stdout
+    assert "key of this user" in shown.stdout, shown.stdout
+
+
+def check_what_core_does_not_have() -> None:
+    done = run("demo")
+    told = "gradbus demo: this needs the package gradbus; only gradbus-core is installed here. Install it "
+    assert done.returncode == 14, done.stdout
+    assert done.stdout.startswith(told), done.stdout
+    assert done.stdout.count("\n") == 1, done.stdout
+
+
+def check_doctor() -> None:
+    """It measures two processes on a bus."""
+    done = run("doctor")
+    assert done.returncode == 0, done.stdout
+    assert f"gradbus-core {importlib.metadata.version('gradbus-core')}" in done.stdout, done.stdout
+    assert "round trip" in done.stdout, done.stdout
 
 
 def check_import() -> None:
@@ -50,12 +132,25 @@ def check_import() -> None:
     import gradbus.codecs
 
     for module in (gradbus, gradbus.codecs):
-        file = Path(str(module.__file__)).resolve()
-        assert file.is_relative_to(SITE), f"{module.__name__} comes from {file}, not from {SITE}"
+        check_place(module)
     assert standard_codecs.lookup("utf-8").name == "utf-8"
     version = importlib.metadata.version("gradbus")
-    assert getattr(gradbus, "__version__", version) == version
+    assert gradbus.__version__ == version == importlib.metadata.version("gradbus-core")
     print(f"gradbus {version} from {SITE}")
+
+
+def check_import_of_core() -> None:
+    import gradbus
+    import gradbus.runtime.logs
+
+    for module in (gradbus, gradbus.runtime.logs):
+        check_place(module)
+    assert gradbus.__version__ == importlib.metadata.version("gradbus-core")
+
+
+def check_place(module: ModuleType) -> None:
+    file = Path(str(module.__file__)).resolve()
+    assert file.is_relative_to(SITE), f"{module.__name__} comes from {file}, not from {SITE}"
 
 
 def check_data() -> None:
@@ -123,8 +218,17 @@ def check_demo() -> None:
         print(f"demo: accuracy {summary['accuracy']:.3f} after {summary['rounds']} rounds")
 
 
-if __name__ == "__main__":
-    for check in (
+CORE = (
+    check_files_of_core,
+    check_import_of_core,
+    check_closures,
+    check_commands_of_core,
+    check_what_core_does_not_have,
+)
+PARTS = {
+    "core": (check_dependencies, *CORE),
+    "core-on-dds": (check_dependencies, check_doctor),
+    "gradbus": (
         check_files,
         check_import,
         check_data,
@@ -132,6 +236,12 @@ if __name__ == "__main__":
         check_codecs,
         check_command_line,
         check_demo,
-    ):
+    ),
+    "core-again": CORE,
+}
+
+
+if __name__ == "__main__":
+    for check in PARTS[sys.argv[1]]:
         check()
         print(f"{check.__name__}: ok", flush=True)

@@ -163,8 +163,8 @@ def status(
     """
     from gradbus.commands.buses import check
     from gradbus.commands.run.status import settings_of
-    from gradbus.commands.rundir.directory import json_text
     from gradbus.runtime import logs
+    from gradbus.runtime.json_text import json_text
 
     logs.configure(level="error")
     options: dict[str, Any] = {

@@ -467,6 +467,12 @@ def run(
     ranks share the cores of the machine, unless task.threads sets the number of threads of each; --bind, behind CONFIG,
     says whether each gets cores of its own.
     """
+
+    def load() -> None:  # gradbus-core alone does not have it
+        import gradbus.commands.launch.command  # noqa: F401 - a package that is missing is one line
+
+    if missing := guard("run", load):
+        raise typer.Exit(missing)
     from gradbus.commands.launch.script import is_script, launch_script
 
     if is_script(arguments):

@@ -33,8 +33,8 @@ def schema(
     kind: Annotated[FileKind, typer.Argument(help="The command that reads the file.", show_default=False)],
 ) -> None:
     """Print a JSON schema of a configuration file, with which an editor completes and checks it."""
-    from gradbus.commands.rundir.directory import json_text
     from gradbus.commands.settings_reference import json_schema
+    from gradbus.runtime.json_text import json_text
 
     print_text(json_text(json_schema(kind), indent=2) + "\n")
 

@@ -15,7 +15,7 @@ from gradbus.commands.rundir.versions import versions
 from gradbus.runtime import fast_paths
 from gradbus.runtime.config.bus import BusSettings
 from gradbus.runtime.cores import usable_cpus
-from gradbus.runtime.needs import fault_of
+from gradbus.runtime.needs import fault_of, is_core_alone
 from gradbus.runtime.transport.examination import Examination
 
 _JUMBO_MTU = 9000
@@ -40,10 +40,11 @@ class Finding:
 
 
 def packages(settings: BusSettings) -> list[Finding]:
-    """Return findings about torch and the library of the transport where they cannot be loaded. Raises ConfigError: the
-    settings of the transport are wrong."""
-    library = ("eclipse-zenoh", "zenoh") if uses_links(settings) else ("cyclonedds", "cyclonedds.domain")
-    faults = {name: fault_of(module) for name, module in (("torch", "torch"), library)}
+    """Return findings about torch, which ``gradbus-core`` alone does not need, and the library of the transport where
+    they cannot be loaded. Raises ConfigError: the settings of the transport are wrong."""
+    needed = {} if is_core_alone() else {"torch": "torch"}
+    name, module = ("eclipse-zenoh", "zenoh") if uses_links(settings) else ("cyclonedds", "cyclonedds.domain")
+    faults = {name: fault_of(module) for name, module in {**needed, name: module}.items()}
     return [Finding(name, "cannot be used", Severity.BAD, fault) for name, fault in faults.items() if fault]
 
 

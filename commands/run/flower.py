@@ -70,8 +70,9 @@ def open_app(path: Path) -> FlowerApp:
     if find_spec("flwr") is None:
         raise ConfigError(
             "gradbus flower needs the package flwr, which is not installed here. It asks for older packages than "
-            "gradbus does, so give it an environment of its own, with the extra gradbus[flower]: in a checkout, "
-            "make setup-flower, then .venv-flower/bin/gradbus; see docs/flower.md"
+            "gradbus does, so give it an environment of its own, with the extra gradbus[flower], or "
+            "gradbus-core[flower] for an app without torch: in a checkout, make setup-flower, then "
+            ".venv-flower/bin/gradbus; see docs/flower.md"
         )
     from gradbus.actors.flower.apps import read_app, without_telemetry
 

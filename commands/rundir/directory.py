@@ -9,8 +9,6 @@ from __future__ import annotations
 import contextlib
 import csv
 import io
-import json
-import math
 import os
 import platform
 import secrets
@@ -39,7 +37,7 @@ from gradbus.runtime.foreign_files import (
     own_lines,
     text_inside,
 )
-from gradbus.runtime.json_text import parse_json
+from gradbus.runtime.json_text import json_text, parse_json
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.private_folder import keep_private, make_private
 
@@ -491,16 +489,3 @@ def replaced(path: Path) -> Iterator[Path]:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-
-
-def json_text(values: Any, *, indent: int | None = None) -> str:
-    """JSON that every program can read: it has no NaN and no infinity, so null stands for them."""
-    return json.dumps(_finite(values), indent=indent, allow_nan=False)
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {key: _finite(entry) for key, entry in value.items()}
-    return [_finite(entry) for entry in value] if isinstance(value, list | tuple) else value

@@ -8,6 +8,7 @@ import platform
 from importlib.metadata import PackageNotFoundError, version
 
 from gradbus.runtime.cores import usable_cores
+from gradbus.runtime.needs import is_core_alone
 
 PACKAGES = ("gradbus", "torch", "cyclonedds", "numpy")
 
@@ -31,7 +32,8 @@ def _cpu() -> str:
 def versions(*more: str) -> dict[str, str]:
     """The versions of Python and of the packages that decide the numbers, and of ``more`` packages."""
     found = {"python": platform.python_version()}
-    for name in (*PACKAGES, *more):
+    own, *others = PACKAGES
+    for name in (f"{own}-core" if is_core_alone() else own, *others, *more):
         try:
             found[name] = version(name)
         except PackageNotFoundError:

@@ -25,10 +25,10 @@ from gradbus.commands.buses import check, open_bus
 from gradbus.commands.configured_task import ConfiguredTask
 from gradbus.commands.files import ControllerFile, load
 from gradbus.commands.lifecycle import guard, say
-from gradbus.commands.rundir.directory import json_text
 from gradbus.metrics import JobCollector, Totals
 from gradbus.runtime import logs
 from gradbus.runtime.errors import ConfigError
+from gradbus.runtime.json_text import json_text
 
 log = logs.get_logger("service")
 

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple, cast
 
 import gradbus
 from gradbus.commands.lab.namespaces import NoNamespaces
-from gradbus.commands.rundir.directory import json_text
 from gradbus.commands.simulate.command import work_of, written
 from gradbus.commands.simulate.comparison import ComparisonRow, compare
 from gradbus.commands.simulate.settings import SimulationSettings
@@ -22,7 +21,7 @@ from gradbus.experiments.bench.training import Training
 from gradbus.experiments.figures.plan import AnyRun, FederatedRun, LadderRun, ParallelRun, SimulationRun, ThinLinkRun
 from gradbus.models import mnist_mlp
 from gradbus.runtime.errors import GradbusError
-from gradbus.runtime.json_text import parse_json
+from gradbus.runtime.json_text import json_text, parse_json
 from gradbus.runtime.network.network_config import NetworkConfig
 
 _TIMEOUT_S = 3600.0  # on a very busy machine; an idle one takes a minute

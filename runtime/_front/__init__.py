@@ -14,10 +14,10 @@ On an event loop, :func:`gradbus.connect` loads the others on a thread; :func:`g
 from __future__ import annotations
 
 import sys
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 from gradbus.moved import install_finder
+from gradbus.runtime.needs import own_version
 
 if TYPE_CHECKING:
     from gradbus import actors, codecs, models, runtime
@@ -160,10 +160,7 @@ _PACKAGES = ("actors", "codecs", "models", "runtime")
 
 install_finder()
 
-try:
-    __version__ = version("gradbus")
-except PackageNotFoundError:  # not installed: run from the tree by a tool
-    __version__ = "0"
+__version__ = own_version()
 
 __all__ = [
     "BarrierTimeout",

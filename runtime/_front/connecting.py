@@ -72,7 +72,7 @@ async def connect(  # noqa: PLR0913 - settings by keyword, for programs that hav
             ``none`` protects nothing; a :class:`Security` says more, as ``identity`` needs.
         load_actors: whether to load, on a thread, what Controller, Client and Worker need, so that the event loop does
             not wait where they are first used. False saves a program that sends and receives messages only some
-            seconds, and the memory of torch.
+            seconds, and the memory of torch. ``gradbus-core`` alone has none of them.
 
     Raises:
         ConfigError: a setting is wrong, or data would leave the machine without protection. BusError: DDS cannot be

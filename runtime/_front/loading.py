@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from gradbus.runtime.network.network_config import NetworkConfig
 
+from gradbus.runtime.needs import is_core_alone
+
 _BUS = (
     "gradbus.connecting",
     "gradbus.runtime.bus.bus",
@@ -44,6 +46,8 @@ _loaded: set[Callable[[], None]] = set()  # what was loaded to its end: sys.modu
 def preload(*, freeze: bool = True, network: NetworkConfig | None = None) -> None:
     """Load what a bus, its actors and the first optimizer of torch need, which takes seconds.
 
+    With ``gradbus-core`` alone, which has neither actors nor torch, it is what a bus needs.
+
     Call it before your event loop starts, and after your own imports. Without it ``gradbus.connect`` loads the same on
     a thread; what Python's lock is held for, above all the start of torch's libraries, then delays the loop.
 
@@ -58,7 +62,8 @@ def preload(*, freeze: bool = True, network: NetworkConfig | None = None) -> Non
     load_bus()
     load_transport(network)
     load_actors()
-    load(_FIRST_ROUND)
+    if not is_core_alone():
+        load(_FIRST_ROUND)
     if freeze:
         gc.collect()
         gc.freeze()
@@ -81,11 +86,13 @@ def load_transport(network: NetworkConfig | None = None) -> None:
 
 
 def load_actors() -> None:
-    """Import what Controller, Client, Worker and their settings need. Raises ImportError: as :func:`load`."""
-    load(_ACTORS)
-    from gradbus.runtime.choices import load_tables
+    """Import what Controller, Client, Worker and their settings need; nothing with ``gradbus-core`` alone, which has no
+    actors. Raises ImportError: as :func:`load`."""
+    if not is_core_alone():
+        load(_ACTORS)
+        from gradbus.runtime.choices import load_tables
 
-    load_tables()
+        load_tables()
     _loaded.add(load_actors)
 
 

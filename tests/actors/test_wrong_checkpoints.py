@@ -28,12 +28,12 @@ from gradbus.actors.federated.controller.report import RoundReport
 from gradbus.actors.federated.controller.saved_run import SavedRun
 from gradbus.actors.federated.controller.state import RunState
 from gradbus.actors.federated.model.flat_model import FlatModel
-from gradbus.commands.rundir.directory import json_text
 from gradbus.commands.rundir.whole_run import totals
 from gradbus.runtime.checkpoint import CheckpointStore
 from gradbus.runtime.choices import STRATEGIES
 from gradbus.runtime.config.federated import FederatedConfig
 from gradbus.runtime.errors import CheckpointError
+from gradbus.runtime.json_text import json_text
 
 MUTATIONS = 200  # of each kind of checkpoint
 NAMES = "".join(map(chr, range(32)))

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from gradbus.actors import EpochReport, RoundReport
-from gradbus.commands.rundir.directory import json_text
 from gradbus.runtime.checkpoint import Checkpoint, CheckpointStore
 from gradbus.runtime.config.federated import FederatedConfig
+from gradbus.runtime.json_text import json_text
 from gradbus.runtime.testing.journal import weights_name
 
 SPARSE_BYTES = 40 << 30

@@ -37,7 +37,7 @@ set_up() {
     ;;
   flower) # asks for older versions of some packages than constraints.txt has: the others are pinned
     new_venv --allow-existing ""
-    grep -E '^(cyclonedds|msgpack|numpy|pillow|safetensors|scipy|structlog|torch|torchvision|zstandard)==' constraints.txt >"$folder/constraints.txt"
+    grep -E '^(cyclonedds|eclipse-zenoh|msgpack|numpy|pillow|safetensors|scipy|structlog|torch|torchvision|zstandard)==' constraints.txt >"$folder/constraints.txt"
     install -c "$folder/constraints.txt" -e '.[flower]' "$3" scikit-learn
     ;;
   flower-other) # stands on the environment of the newest, OTHER: another flwr with what it asks for, which comes first, and gradbus, for its command

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from weight import lines_by_folder, net_lines, wheel_folders
+from weight import lines_by_folder, main, net_lines, wheel_folders
 
 PROJECT = {
     "tool": {
@@ -27,7 +27,16 @@ def test_lines_of_a_folder_are_those_of_its_python_files_without_those_of_folder
     (tmp_path / "actors" / "page.html").write_text("c\n")
     (tmp_path / "actors" / "trees" / "two.py").write_text("d\n")
 
-    assert lines_by_folder(tmp_path, ["actors", "actors/trees"]) == {"actors": 3, "actors/trees": 1}
+    assert lines_by_folder(tmp_path, tmp_path.rglob("*.*")) == {"actors": 3, "actors/trees": 1}
+
+
+def test_both_wheels_are_printed_and_hold_each_line_once(capsys: pytest.CaptureFixture[str]) -> None:
+    main([])
+    first, *rows, totals, both = (line.split() for line in capsys.readouterr().out.splitlines())
+    assert first == ["gradbus-core", "gradbus"]
+    sums = [sum(int(row[column].replace(",", "")) for row in rows) for column in (0, 1)]
+    assert [f"{lines:,}" for lines in sums] == totals[:2]
+    assert both[0] == f"{sum(sums):,}"
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
-"""Lines of Python that a wheel holds, by folder, and how many of them are no growth of what was built since a release.
+"""Lines of Python in the wheels, by folder, and how many of them are no growth of what was built since a release.
 
-    PYTHONPATH=tests/tools .venv/bin/python -P -m weight                  # lines by folder
+    PYTHONPATH=tests/tools .venv/bin/python -P -m weight                  # lines by folder: gradbus-core, gradbus
     PYTHONPATH=tests/tools .venv/bin/python -P -m weight --added FROM..TO # less what these commits added to them, net
 
 ``--added`` names a range of commits and may be given several times. A line counts as the file has it: blank lines,
@@ -12,35 +12,29 @@ from __future__ import annotations
 import argparse
 import re
 import subprocess
-import tomllib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from distributions import ROOT, distributions, folder_of, read_pyproject
+
 _MOVED = re.compile(r"\{[^}]* => ([^}]*)\}")
 
 
 def wheel_folders(project: Mapping[str, object]) -> set[str]:
-    """Return the folders whose files a wheel holds, from the root of the repository. ``project``: pyproject.toml."""
+    """Return the folders whose files the wheels hold, from the root of the repository. ``project``: pyproject.toml."""
     setuptools = project["tool"]["setuptools"]  # type: ignore[index]
     mapped: dict[str, str] = setuptools["package-dir"]
-    return {_folder_of(package, mapped) for package in setuptools["packages"]}
+    return {folder_of(package, mapped) for package in setuptools["packages"]}
 
 
-def _folder_of(package: str, mapped: Mapping[str, str]) -> str:
-    parts = package.split(".")
-    for end in range(len(parts), 0, -1):
-        if (folder := mapped.get(".".join(parts[:end]))) is not None:
-            return "/".join([folder, *parts[end:]])
-    raise ValueError(f"pyproject.toml has package {package!r}, and no folder for it in package-dir")
-
-
-def lines_by_folder(root: Path, folders: Iterable[str]) -> Counter[str]:
-    """Return the lines of Python of each folder, without those of folders in it."""
-    return Counter(
-        {name: sum(path.read_bytes().count(b"\n") for path in (root / name).glob("*.py")) for name in sorted(folders)}
-    )
+def lines_by_folder(root: Path, files: Iterable[Path]) -> Counter[str]:
+    """Return the lines of Python of these files by the folder that each is in, from ``root``."""
+    found: Counter[str] = Counter()
+    for file in files:
+        if file.suffix == ".py":
+            found[file.parent.relative_to(root).as_posix()] += file.read_bytes().count(b"\n")
+    return found
 
 
 def net_lines(numstat: str, folders: Iterable[str]) -> int:
@@ -72,18 +66,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--added", metavar="FROM..TO", action="append", default=[], help="commits that added lines")
     chosen = parser.parse_args(arguments)
-    folders = wheel_folders(tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8")))
-    found = lines_by_folder(ROOT, folders)
-    for name, lines in found.items():
-        print(f"{lines:8,}  {name}")
-    print(f"{found.total():8,}  lines of Python in the wheel")
-    rest = found.total()
+    pyproject = read_pyproject()
+    wheels = {one.name: lines_by_folder(ROOT, one.files.values()) for one in distributions(pyproject)}
+    print("".join(f"{name:>13}" for name in wheels))
+    for folder in sorted(set().union(*wheels.values())):
+        print("".join(f"{lines[folder]:13,}" for lines in wheels.values()), f" {folder}")
+    print("".join(f"{lines.total():13,}" for lines in wheels.values()), " lines of Python in the wheel")
+    rest = sum(lines.total() for lines in wheels.values())
+    print(f"{rest:13,}  in both")
+    folders = wheel_folders(pyproject)
     for commits in chosen.added:
         net = net_lines(_difference(commits), folders)
         rest -= net
-        print(f"{net:8,}  net, of {commits}")
+        print(f"{net:13,}  net, of {commits}")
     if chosen.added:
-        print(f"{rest:8,}  without these")
+        print(f"{rest:13,}  without these")
 
 
 if __name__ == "__main__":

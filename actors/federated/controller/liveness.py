@@ -16,8 +16,6 @@ from typing import TYPE_CHECKING
 
 from gradbus.actors.federated.controller.clients import ClientRegistry
 from gradbus.actors.federated.controller.replaced_controller import replaced
-from gradbus.actors.federated.controller.report import Progress
-from gradbus.actors.federated.controller.rounds import Round
 from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.errors import BusError, ControllerReplaced, GradbusError, JobInUse, WriteTimeout
 from gradbus.runtime.logs import get_logger, process_name
@@ -29,6 +27,8 @@ from gradbus.runtime.wire.messages import Control, Identity, Message, TrainCmd, 
 
 if TYPE_CHECKING:  # these load torch, which the hub of an app without it is spared
     from gradbus.actors.federated.controller.current_round import CurrentRound
+    from gradbus.actors.federated.controller.report import Progress
+    from gradbus.actors.federated.controller.rounds import Round
     from gradbus.actors.federated.controller.run_membership import RunMembership
     from gradbus.actors.federated.controller.state import RunContext
 

@@ -19,10 +19,10 @@ from gradbus.commands.report import style
 from gradbus.commands.report.build import page_of
 from gradbus.commands.report.page import render
 from gradbus.commands.rundir import whole_run
-from gradbus.commands.rundir.directory import json_text
 from gradbus.commands.rundir.reading import MAX_WINDOWS, read_run
 from gradbus.commands.rundir.thinned import Thinned
 from gradbus.commands.rundir.whole_run import MAX_KEPT, MAX_LISTED, MAX_WHOLE, WholeRun, totals
+from gradbus.runtime.json_text import json_text
 
 ROUNDS = 10_000
 PEAK = 6_789  # the round with the largest loss, and the longest

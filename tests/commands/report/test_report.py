@@ -19,8 +19,9 @@ from gradbus.actors.federated.controller.report import ClientTimeline, RoundRepo
 from gradbus.commands.amounts import duration
 from gradbus.commands.report.build import page_of
 from gradbus.commands.report.page import byte_column, render, row_table, time_column
-from gradbus.commands.rundir.directory import ControllerDirectory, json_text
+from gradbus.commands.rundir.directory import ControllerDirectory
 from gradbus.commands.rundir.reading import RunFiles, read_run
+from gradbus.runtime.json_text import json_text
 
 FEDERATED_FIGURES = ["learning", "client-training", "round-times", "timeline-1", "timeline-2", "bytes", "norms"]
 PARALLEL_FIGURES = ["learning", "step-parts", "windows", "step-spans", "bytes"]

@@ -25,7 +25,6 @@ from gradbus.actors.parameter_server.assignment import assign
 from gradbus.actors.parameter_server.saved_state import saved_state as state_of_servers
 from gradbus.commands.files import ClientFile, ControllerFile, WorkerFile, load
 from gradbus.commands.history.reader import read_history
-from gradbus.commands.rundir.directory import json_text
 from gradbus.commands.rundir.reading import read_run
 from gradbus.models import mnist_files as idx
 from gradbus.runtime.checkpoint import Checkpoint, CheckpointStore, load_weights
@@ -34,7 +33,7 @@ from gradbus.runtime.config import settings
 from gradbus.runtime.config.federated import FederatedConfig
 from gradbus.runtime.config.settings import Settings
 from gradbus.runtime.errors import CheckpointError, ConfigError
-from gradbus.runtime.json_text import parse_json
+from gradbus.runtime.json_text import json_text, parse_json
 from gradbus.runtime.profiling.chrome_trace import Clock, chrome_trace
 from gradbus.runtime.profiling.summary import ProfileSummary, read_summary
 from gradbus.runtime.saved_state import SavedState, StateNames
