@@ -31,6 +31,10 @@ DDS_ONLY_IN = {
     for name in ("participant", "libddsc", "discovery", "domains", "native_topics", "idl_types")
 }
 DDS_FOLDER = "runtime/transport/dds"
+ZENOH_WITHOUT_IO = {
+    f"runtime/transport/zenoh/{name}.py"
+    for name in ("inlet", "keys", "messages", "outlet", "place", "session_api", "transport")
+}
 DDS_PACKAGE = "gradbus.runtime.transport.dds"
 # Who imports the transport on DDS although it is not of it: file, and why.
 KNOWS_DDS = {
@@ -220,6 +224,24 @@ def dds_stays_behind_the_bus(path: PurePosixPath, source: str) -> list[str]:
     if str(path) in DDS_ONLY_IN:
         return []
     return [f"line {line}: {name}" for line, name, _ in imports(path, source) if name.split(".")[0] == "cyclonedds"]
+
+
+def zenoh_stays_behind_the_door(path: PurePosixPath, source: str) -> list[str]:
+    """Benchmarks may measure Zenoh alone, as a reference."""
+    if str(path.parent) in ("runtime/transport/zenoh", "experiments/bench"):
+        return []
+    return [f"line {line}: {name}" for line, name, _ in imports(path, source) if name.split(".")[0] == "zenoh"]
+
+
+def what_is_said_on_zenoh_needs_no_library(path: PurePosixPath, source: str) -> list[str]:
+    """So it runs over a simulated relay in virtual time: time is its schedule's, and so are threads."""
+    if str(path) not in ZENOH_WITHOUT_IO:
+        return []
+    return [
+        f"line {line}: {name}"
+        for line, name, _ in imports(path, source)
+        if name.split(".")[0] in ("zenoh", "threading", "time", "queue", "socket", "asyncio")
+    ]
 
 
 def imports_of_the_transport_on_dds(path: PurePosixPath, source: str) -> list[str]:
@@ -478,6 +500,8 @@ RULES: list[Rule] = [
     arrows_go_down,
     folders_of_runtime_keep_their_order,
     dds_stays_behind_the_bus,
+    zenoh_stays_behind_the_door,
+    what_is_said_on_zenoh_needs_no_library,
     who_is_not_of_the_transport_knows_it_by_its_protocols,
     words_of_dds_stay_behind_the_door,
     how_far_a_bus_reaches_is_asked,
@@ -709,6 +733,8 @@ BAD = [
     (folders_of_runtime_keep_their_order, "runtime/new/file.py", ""),
     (dds_stays_behind_the_bus, "runtime/bus/bus.py", "from cyclonedds.domain import DomainParticipant"),
     (dds_stays_behind_the_bus, "commands/doctor.py", "def f():\n    import cyclonedds"),
+    (zenoh_stays_behind_the_door, "commands/relay.py", "def f():\n    from zenoh.handlers import Callback"),
+    (what_is_said_on_zenoh_needs_no_library, "runtime/transport/zenoh/outlet.py", "import threading"),
     (
         who_is_not_of_the_transport_knows_it_by_its_protocols,
         "runtime/bus/bus.py",
@@ -812,6 +838,8 @@ GOOD = [
         "from .task import Task",
     ),
     (dds_stays_behind_the_bus, "runtime/transport/dds/participant.py", "import cyclonedds"),
+    (zenoh_stays_behind_the_door, "runtime/transport/zenoh/zenoh_session.py", "import zenoh"),
+    (what_is_said_on_zenoh_needs_no_library, "runtime/transport/zenoh/zenoh_session.py", "import zenoh, threading"),
     *(
         (
             who_is_not_of_the_transport_knows_it_by_its_protocols,

@@ -62,7 +62,7 @@ async def connect(  # noqa: PLR0913 - settings by keyword, for programs that hav
             ``tls/relay.example.org:443``: then the bus uses Zenoh, not DDS, and needs no open port here.
         listen: endpoints on which this process accepts the links of others, and forwards between them.
         tls: False: endpoints may be ``tcp/HOST:PORT``, without TLS, also beyond this machine.
-        tls_ca, tls_certificate, tls_key: files in PEM, see docs/security.md: of the authority, and of this process.
+        tls_ca, tls_certificate, tls_key: files in PEM of the authority, and of this process; see docs/wan.md.
         tls_clients: those that dial ``listen`` must show a certificate of ``tls_ca``.
         fast: force (True) or forbid (False) the path around the binding; None: use it if its self-test passes.
         faults: for tests: rules of what goes wrong with what is sent, see :mod:`gradbus.runtime.testing.faults`;

@@ -25,6 +25,7 @@ class FlagWaiter:
 
     Attributes:
         on_news: called, with the lock, when a wait would end; a driver that does not wait sets it.
+        is_waiting: a thread is in a wait, and looks when the schedule notifies.
     """
 
     def __init__(self, schedule: NetworkSchedule, node: Any = None, look: Callable[[], object] | None = None) -> None:
@@ -39,6 +40,7 @@ class FlagWaiter:
         self._look = look
         self._attached: dict[int, ChangeFlag] = {}
         self._is_woken = False
+        self.is_waiting = False
         self._made_in = forks.generation
         self.on_news: Callable[[], None] = schedule.notify
 
@@ -59,10 +61,13 @@ class FlagWaiter:
         with self._schedule.lock:
             numbers = self._numbers()
             if not numbers and timeout_s > 0.0:
+                self.is_waiting = True
                 try:
                     self._schedule.wait(self._node, lambda: bool(self._numbers()), timeout_s)
                 except BusError as error:
                     raise OSError(str(error)) from error
+                finally:
+                    self.is_waiting = False
                 numbers = self._numbers()
             self._is_woken = False
             return numbers

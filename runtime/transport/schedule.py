@@ -51,11 +51,13 @@ class ThreadSchedule:
     """Does so in real time. Its thread starts with the first call, and ends with :meth:`close`, or when a function
     raises: then all waits and writes fail."""
 
-    def __init__(self, what: str = "the network in memory", *, thread_name: str = "gradbus-memory") -> None:
+    def __init__(self, what: str, *, thread_name: str) -> None:
         """``what``: has this schedule, in words for errors."""
         self._what = what
         self._thread_name = thread_name
-        self.lock = threading.Condition(threading.RLock())
+        lock = threading.RLock()
+        self.lock = threading.Condition(lock)  # of those that wait for what happens
+        self._clock = threading.Condition(lock)  # of the thread, which waits for the next call
         self._calls: list[Call] = []
         self._numbers = itertools.count()
         self._thread: threading.Thread | None = None
@@ -73,11 +75,13 @@ class ThreadSchedule:
         with self.lock:
             if self._is_closed:
                 return
-            heapq.heappush(self._calls, (when_s, next(self._numbers), function, arguments))
+            call = (when_s, next(self._numbers), function, arguments)
+            heapq.heappush(self._calls, call)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name=self._thread_name, daemon=True)
                 self._thread.start()
-            self.lock.notify_all()
+            elif self._calls[0] is call:  # else it waits for an earlier one
+                self._clock.notify()
 
     def wait(self, node: Any, is_over: Callable[[], bool], timeout_s: float) -> bool:
         """See :meth:`NetworkSchedule.wait`."""
@@ -99,6 +103,7 @@ class ThreadSchedule:
         with self.lock:
             self._is_closed = True
             self._calls.clear()
+            self._clock.notify()
             self.lock.notify_all()
         if self._thread is not None:
             self._thread.join(10.0)
@@ -108,7 +113,7 @@ class ThreadSchedule:
             while not self._is_closed:
                 due_in_s = self._calls[0][0] - time.monotonic() if self._calls else math.inf
                 if due_in_s > 0.0:
-                    self.lock.wait(None if due_in_s == math.inf else due_in_s)
+                    self._clock.wait(None if due_in_s == math.inf else due_in_s)
                     continue
                 _, _, function, arguments = heapq.heappop(self._calls)
                 try:

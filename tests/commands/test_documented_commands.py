@@ -41,6 +41,7 @@ ELSEWHERE = {
         "gradbus controller controller.json", "gradbus controller controller.json --run-dir *",
         "gradbus client client.json*", "gradbus run -n 2 *",
     ),
+    "tests/commands/test_over_links.py": ("gradbus doctor --config *",),
     "tests/commands/run/test_worker_command.py": (
         "make run-ddp", ".venv/bin/torchrun --standalone *", "gradbus worker my.json *",
     ),

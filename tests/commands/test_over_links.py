@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -113,6 +115,33 @@ def test_a_site_has_dds_inside_and_a_link_outside(fork, files: TlsFiles, domain:
 
 
 @pytest.mark.slow
+def test_the_commands_of_the_page_work_with_the_files_that_it_shows(fork, root: Path, tmp_path: Path) -> None:
+    """On one machine, with a name that it has, and another port."""
+    page = (root / "docs/wan.md").read_text(encoding="utf-8").replace("fed.example.org", "localhost")
+    page = page.replace("8443", str(free_port())).replace("0.0.0.0", HOST)
+    make, use = (block for block in re.findall(r"```sh\n(.*?)```", page, re.DOTALL))
+    buses = [json.loads(block)["bus"] for block in re.findall(r"```json\n(.*?)```", page, re.DOTALL)]
+    task = {"data": "glyphs", "data_options": {"train": 1000, "test": 100}, "num_clients": 1}
+    federated = {"rounds": 1, "clients": {"num": 1}, "training": {"subset_size": 100}}
+    write(tmp_path / "controller.json", buses[0], task=task, federated=federated, run_dir="run")
+    write(tmp_path / "client.json", buses[1], task=task)
+    for line in make.splitlines():
+        made = fork(*shlex.split(line)[1:])
+        assert (made.communicate(timeout=60), made.returncode)[1] == 0, line
+    (tmp_path / "ca.pem").write_bytes((tmp_path / "tls/ca.pem").read_bytes())  # "copy it to each client"
+    listener, dialler, controller, client = (shlex.split(line)[1:] for line in use.splitlines())
+    out, _ = fork(*listener).communicate(timeout=90)
+    assert "free, TLS" in out, out
+    out, _ = fork(*dialler).communicate(timeout=90)
+    assert "connection refused" in out, out  # the controller does not listen yet
+    running = fork(*client)
+    out, err = fork(*controller, "--no-live").communicate(timeout=90)
+    assert "done: 1 rounds" in out, (out, err)
+    out, err = running.communicate(timeout=30)
+    assert running.returncode == 0, (out, err)
+
+
+@pytest.mark.slow
 def test_ranks_of_a_data_parallel_run_meet_through_a_relay(
     start, files: TlsFiles, relay: LinkConfig, tmp_path: Path
 ) -> None:
@@ -138,16 +167,14 @@ def test_the_doctor_measures_the_way_through_a_relay(start, files: TlsFiles, rel
     process = start("doctor", "--config", write(tmp_path / "client.json", bus))
     out, err = process.communicate(timeout=90)
     text = " ".join(out.split())
-    assert process.returncode == 0, (out, err)
-    for words in (
-        "because bus.connect is set",
-        "Zenoh answers, ",
-        "valid until",
-        "round trip, 64 B",
-        "all well",
-        f"from {key_file}",
-    ):
-        assert words in text, text
+    for words in ("because bus.connect is set", "Zenoh answers, ", "valid until", f"from {key_file}"):
+        assert words in text, (text, err)
+    if process.returncode == 0:
+        assert "round trip, 64 B" in text
+        assert "all well" in text
+    else:  # it finds that a busy machine is not well
+        assert process.returncode == ExitCode.BUS, (text, err)
+        assert "the machine is overloaded" in text, text
     assert "UDP ports" not in text
 
 

@@ -53,6 +53,8 @@ def test_every_thread_that_the_runtime_starts_is_named(root: Path, page: str) ->
         "gradbus-trial",
         "gradbus-unmap",
         "gradbus-load",
+        "gradbus-zenoh",
+        "gradbus-put",
         "gradbus-{name}",
     }
     for name in started - {"gradbus-{name}"}:

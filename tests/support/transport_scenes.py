@@ -296,7 +296,7 @@ class ZenohScene(RealTimeScene):
         self.opened.callback(made.close)
         return made
 
-    def remote(self, lease_s: float = LONG_LEASE_S, *, loss: float = 0.0) -> Remote:
+    def remote(self, lease_s: float = LONG_LEASE_S, *, loss: float = 0.0) -> ZenohNode:
         return self.opened.enter_context(ZenohNode(self._port, self.job_name("one"), lease_s, loss=loss))
 
 
@@ -373,4 +373,4 @@ def in_steps() -> MemoryScene:
 
 def with_threads(patience_s: float = PATIENCE_S) -> MemoryScene:
     """Return the network in memory in real time."""
-    return MemoryScene(ThreadSchedule(), patience_s)
+    return MemoryScene(ThreadSchedule("the network in memory", thread_name="test-schedule"), patience_s)

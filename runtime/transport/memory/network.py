@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 from gradbus.runtime.transport.api import PEER_ID_BYTES, PeerId
@@ -53,7 +54,8 @@ class MemoryNetwork:
 
     def __init__(self, seed: int | str = 0, schedule: NetworkSchedule | None = None) -> None:
         """``schedule``: when things happen; None: in real time, on a thread that :meth:`close` ends."""
-        self.schedule: NetworkSchedule = ThreadSchedule() if schedule is None else schedule
+        in_real_time = partial(ThreadSchedule, "the network in memory", thread_name="gradbus-memory")
+        self.schedule: NetworkSchedule = in_real_time() if schedule is None else schedule
         self._rng = random.Random(seed)
         self.on_delivered: Callable[[EndpointPair, Any], None] = _nothing
         self.lease_s = 10.0

@@ -36,7 +36,7 @@ from gradbus.runtime.transport.zenoh.messages import (
     parse_probe,
     parse_start,
 )
-from gradbus.runtime.transport.zenoh.place import MAX_PEERS, Place, ZenohEndpoint
+from gradbus.runtime.transport.zenoh.place import MAX_PEERS, ZenohEndpoint, ZenohPlace
 
 ACK_DELAY_S = 0.005  # from a sample until its answer at most
 ACK_EVERY = 8  # samples, or half of the credit, are answered at once
@@ -53,7 +53,7 @@ class OutletState:
         handle: by which others know it while the match lasts.
         epoch: of its last START; 0: there was none. wanted: the first sample that is lacking.
         early: messages behind a gap, by number. queued: samples that were not taken yet.
-        told, granted: the last answer. asked: samples up to this one were asked for. answer_is_due: soon.
+        told, granted: the last answer. asked: samples up to this one are here or were asked for. answer_is_due: soon.
         is_there: its token is, or our own link is down.
     """
 
@@ -86,7 +86,7 @@ class OutletState:
 class ZenohInlet(ZenohEndpoint):
     """Receives the samples of one channel."""
 
-    def __init__(self, place: Place, channel: Channel) -> None:
+    def __init__(self, place: ZenohPlace, channel: Channel) -> None:
         super().__init__(place, channel, side="in", other_side="out")
         self.arrivals = ChangeFlag()
         self._layout = LAYOUTS[channel.sample_type]
@@ -229,6 +229,7 @@ class ZenohInlet(ZenohEndpoint):
             outlet.early_bytes += len(message)
         if number - 1 > outlet.asked:
             self._answer(outlet, max(outlet.wanted, outlet.asked + 1), number - 1)
+        outlet.asked = max(outlet.asked, number)
 
     def _hand_over(self, outlet: OutletState) -> None:
         """Hand over what was behind a gap that is filled."""

@@ -32,14 +32,14 @@ class BadMessage(ValueError):
     """The bytes are no message. The text says why in a few words, by which such messages are counted."""
 
 
-class Start(NamedTuple):
+class MatchStart(NamedTuple):
     """A match begins, or goes on under another epoch."""
 
     epoch: int
     first: int
 
 
-class Probe(NamedTuple):
+class LossProbe(NamedTuple):
     """All samples of the outlet up to ``last`` were sent to this inlet."""
 
     epoch: int
@@ -82,12 +82,12 @@ def set_number(message: bytearray, number: int) -> None:
     _SAMPLE.pack_into(message, 0, SAMPLE, number)
 
 
-def pack_start(start: Start) -> bytes:
+def pack_start(start: MatchStart) -> bytes:
     """Return the bytes of a START."""
     return _PAIR.pack(START, *start)
 
 
-def pack_probe(probe: Probe) -> bytes:
+def pack_probe(probe: LossProbe) -> bytes:
     """Return the bytes of a PROBE."""
     return _PAIR.pack(PROBE, *probe)
 
@@ -111,16 +111,16 @@ def number_of(message: bytes) -> int:
     return _numbers(_SAMPLE.unpack_from(message)[1:])[0]
 
 
-def parse_start(message: bytes) -> Start:
+def parse_start(message: bytes) -> MatchStart:
     """Return the content of a START. Raises BadMessage."""
-    return Start(*_numbers(_unpacked(_PAIR, message)))
+    return MatchStart(*_numbers(_unpacked(_PAIR, message)))
 
 
-def parse_probe(message: bytes) -> Probe:
+def parse_probe(message: bytes) -> LossProbe:
     """Return the content of a PROBE. Raises BadMessage."""
     epoch, last = _unpacked(_PAIR, message)
     _numbers((epoch,))
-    return Probe(epoch, last)
+    return LossProbe(epoch, last)
 
 
 def parse_ack(message: bytes) -> Ack:

@@ -10,7 +10,8 @@ PROBE, which says what the inlet should have: after :data:`PROBE_S` in which not
 could be. It travels behind the samples, so what is still on its way is not taken for lost.
 
 An inlet whose token has gone holds up no write. What it lacks is kept for the lease, as far as the window goes: its
-process may live, and come back.
+process may live, and come back. One of a transport that is not known to belong to the job holds up writes for
+:data:`FOREIGN_S` in all.
 """
 
 from __future__ import annotations
@@ -28,17 +29,18 @@ from gradbus.runtime.transport.zenoh.messages import (
     MAX_NUMBER,
     Ack,
     BadMessage,
-    Probe,
-    Start,
+    LossProbe,
+    MatchStart,
     pack_probe,
     pack_start,
     parse_ack,
     sample_message,
     set_number,
 )
-from gradbus.runtime.transport.zenoh.place import MAX_PEERS, Place, ZenohEndpoint
+from gradbus.runtime.transport.zenoh.place import MAX_PEERS, ZenohEndpoint, ZenohPlace
 
 PROBE_S, PROBE_MAX_S = 0.2, 1.0  # from the last progress of an inlet until the first PROBE, and between later ones
+FOREIGN_S = 1.5  # a member says that it is one within milliseconds of being found, or later where its machine is busy
 _RESTART_S = 0.05  # an answer to an old START may be on its way
 
 
@@ -53,6 +55,7 @@ class InletState:
         is_there: its token is, or our own link is down. is_matched: it has answered the START.
         is_reliable: it is sent again what it lacks. has_missed: something that it lacks is not there any more.
         progressed_s: when it has last acknowledged something new. patience_s: from then until the next PROBE.
+        delayed_s: how long it was waited for.
     """
 
     id: str
@@ -72,27 +75,28 @@ class InletState:
     progressed_s: float = 0.0
     patience_s: float = PROBE_S
     round_trip_s: float = 0.0
+    delayed_s: float = 0.0
 
     @property
     def is_peer(self) -> bool:
         """Return whether it is matched now."""
         return self.is_matched and self.is_there
 
-    @property
-    def holds_up(self) -> bool:
-        """Return whether writes wait for it."""
-        return self.is_matched and self.is_there and self.is_reliable
-
     def note_progress(self, now_s: float) -> None:
         """Begin to wait for an answer afresh."""
         self.progressed_s = now_s
-        self.patience_s = max(PROBE_S, 2 * self.round_trip_s)
+        self.patience_s = self.least_patience_s
+
+    @property
+    def least_patience_s(self) -> float:
+        """Return the time after which an answer is overdue."""
+        return max(PROBE_S, 2 * self.round_trip_s)
 
 
 class ZenohOutlet(ZenohEndpoint):
     """Sends the samples of one channel."""
 
-    def __init__(self, place: Place, channel: Channel, retained_samples: int) -> None:
+    def __init__(self, place: ZenohPlace, channel: Channel, retained_samples: int) -> None:
         super().__init__(place, channel, side="out", other_side="in")
         self._layout = LAYOUTS[channel.sample_type]
         retained = 1 if channel.keep_last else retained_samples
@@ -224,7 +228,7 @@ class ZenohOutlet(ZenohEndpoint):
                 inlet.acknowledged, inlet.sent = arrived, max(inlet.sent, arrived)
                 inlet.note_progress(now_s)
             if ack.ask_last:
-                inlet.note_progress(now_s)  # it answers: what is lost again is found soon
+                inlet.patience_s = inlet.least_patience_s  # it answers; what is lost again is to be found soon
                 self._send_again(inlet, ack)
         self._send_lacking(inlet)
         self._forget_acknowledged()
@@ -301,6 +305,15 @@ class ZenohOutlet(ZenohEndpoint):
             if not one.is_reliable:
                 one.sent = number
 
+    def _awaited(self) -> list[InletState]:
+        """Return the inlets that writes wait for."""
+        return [
+            one
+            for one in self._inlets.values()
+            if one.is_peer and one.is_reliable
+            if one.delayed_s < FOREIGN_S or not self.place.is_foreign(one.owner)
+        ]
+
     def _lacks(self, inlet: InletState) -> bool:
         return inlet.is_there and (not inlet.is_matched or inlet.acknowledged < self._kept.last)
 
@@ -321,16 +334,18 @@ class ZenohOutlet(ZenohEndpoint):
         for inlet in list(self._inlets.values()):
             if self._lacks(inlet) and now_s >= inlet.progressed_s + inlet.patience_s:
                 self._probe(inlet)
+                inlet.delayed_s += now_s - inlet.progressed_s
                 inlet.progressed_s = now_s
-                inlet.patience_s = max(min(1.5 * inlet.patience_s, PROBE_MAX_S), 2 * inlet.round_trip_s)
+                longest_s = PROBE_MAX_S if inlet.is_matched else self.place.lease_s  # anybody can show tokens
+                inlet.patience_s = max(min(1.5 * inlet.patience_s, longest_s), inlet.least_patience_s)
         self._probe_later()
 
     def _probe(self, inlet: InletState) -> None:
         """Have an inlet say what it lacks, or answer the START that it has not answered yet."""
         if inlet.is_matched:
-            self._publish_to(inlet, pack_probe(Probe(inlet.epoch, min(inlet.sent, self._kept.last))))
+            self._publish_to(inlet, pack_probe(LossProbe(inlet.epoch, min(inlet.sent, self._kept.last))))
         else:
-            self._publish_to(inlet, pack_start(Start(inlet.epoch, inlet.first)))
+            self._publish_to(inlet, pack_start(MatchStart(inlet.epoch, inlet.first)))
 
     # Writing
 
@@ -378,36 +393,42 @@ class ZenohOutlet(ZenohEndpoint):
         if self._has_room():
             return True
         self._writes += 1
+        began_s = self.schedule.now_s()
         self.schedule.notify()
         try:
             self.schedule.wait(self.place.node, lambda: self.is_closed or self._has_room(), self.channel.block_s)
         finally:
             self._writes -= 1
+        waited_s = self.schedule.now_s() - began_s
+        for inlet in self._inlets.values():
+            if self._lacks(inlet):
+                inlet.delayed_s += waited_s
         self.check_open()
         return self._has_room()
 
     def _has_room(self) -> bool:
         if self.channel.keep_last:
             return True
-        inlets = self._inlets.values()
-        if self.place.session.is_congested and any(one.holds_up for one in inlets):
+        if self.place.session.is_congested and self._awaited():
             return False
         if self._kept.num_bytes + self._reserved_bytes >= WINDOW_BYTES:
             self._give_up_on_absent()
         return self._kept.num_bytes + self._reserved_bytes < WINDOW_BYTES
 
     def _give_up_on_absent(self) -> None:
-        """Keep nothing for inlets that are not there, or have not answered yet: a new match is theirs."""
-        needed = min((one.acknowledged for one in self._inlets.values() if one.holds_up), default=self._kept.last)
+        """Keep nothing for inlets that are not waited for: those that are not there, or have not answered yet. A new
+        match is theirs."""
+        awaited = self._awaited()
+        needed = min((one.acknowledged for one in awaited), default=self._kept.last)
         for one in self._inlets.values():
-            if one.acknowledged < needed and not one.holds_up:
+            if one.acknowledged < needed and one not in awaited:
                 one.has_missed = True
         self._kept.acknowledge(needed)
 
     # Acknowledgements
 
     def _has_acks(self) -> bool:
-        return all(one.acknowledged >= self._kept.last for one in self._inlets.values() if one.holds_up)
+        return all(one.acknowledged >= self._kept.last for one in self._awaited())
 
     @property
     def is_settled(self) -> bool:

@@ -1,7 +1,7 @@
 """What the endpoints of one transport share: their session and time, and what they know of the tokens of others.
 
-**Theory of operation.** Callbacks of the session only note what they are told (:meth:`Place.post`); all decisions are
-made under the lock of the schedule, by its thread or by one that waits for news anyway. Nothing waits under that lock.
+**Theory of operation.** Callbacks of the session only note what they are told (:meth:`ZenohPlace.post`). All decisions
+are made under the lock of the schedule, by its thread or by one that waits for news anyway. Nothing waits under it.
 
 A token that goes says one of two things. While our own link stands, the endpoint is gone, or its link is: it counts as
 lost at once. When our own link breaks, all tokens go, which says nothing about their endpoints: those that come back
@@ -31,16 +31,17 @@ from gradbus.runtime.transport.zenoh.session_api import Declaration, LinkSession
 
 GRACE_S = 0.05  # within which the break of a link is reported, before or after the tokens that go with it
 LINGER_S = 1.0  # an outlet that is closed stays so long at most, until its samples are acknowledged
-MAX_PEERS = 65_536  # that one endpoint remembers: anybody can show tokens
+MAX_PEERS = 4096  # that one endpoint remembers: anybody can show tokens
 MAX_WAITING = 65_536  # messages that were received, and not looked at yet
 MAX_WAITING_BYTES = 4 * WINDOW_BYTES
 
 
-class Place:
+class ZenohPlace:
     """Where the endpoints of one transport are.
 
     Attributes:
         own: what the transport calls itself. node: whose time passes in waits, for the schedule.
+        members: the transports that belong to the job, see :class:`.api.JobMembers`; None: all do, or it is not known.
         rejected: counts of dropped messages, by reason.
     """
 
@@ -53,6 +54,7 @@ class Place:
         self.own = own
         self.lease_s = lease_s
         self.node = node
+        self.members: frozenset[PeerId] | None = None
         self.rejected: Counter[str] = Counter()
         self.endpoints: dict[str, ZenohEndpoint] = {}
         self.waiters: list[FlagWaiter] = []
@@ -73,7 +75,9 @@ class Place:
                 return
             self._posted.append((num_bytes, function, arguments))
             self._posted_bytes += num_bytes
-            if not self._drain_is_due:
+            if any(waiter.is_waiting for waiter in self.waiters):
+                self.schedule.notify()  # one thread to wake, which needs what comes of it
+            elif not self._drain_is_due:
                 self._drain_is_due = True
                 self.schedule.at(self.schedule.now_s(), self.drain)
 
@@ -108,6 +112,10 @@ class Place:
         for endpoint in list(self.endpoints.values()):
             endpoint.use_room()
         self.schedule.notify()
+
+    def is_foreign(self, owner: PeerId) -> bool:
+        """Return whether a transport is known not to belong to the job, or has not said so yet."""
+        return self.members is not None and owner != self.own and owner not in self.members
 
     def link_broke_since(self, when_s: float) -> bool:
         """Return whether the link of this transport has broken since then, or is broken."""
@@ -154,7 +162,7 @@ class ZenohEndpoint(ABC):
         id: see :mod:`.keys`.
     """
 
-    def __init__(self, place: Place, channel: Channel, *, side: str, other_side: str) -> None:
+    def __init__(self, place: ZenohPlace, channel: Channel, *, side: str, other_side: str) -> None:
         """``side``: what it is, as :meth:`.ChannelKeys.token` calls it."""
         self.place = place
         self.channel = channel

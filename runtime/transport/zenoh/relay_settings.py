@@ -11,7 +11,11 @@ from __future__ import annotations
 from typing import Any
 
 DROP_AFTER_S = 0.1  # a batch of 64 KiB leaves in this time over a link of 5 Mbit/s
-DROP_LARGE_AFTER_S = 1.0  # the same for a message of many batches
+# Of a message of many batches, each that has found room doubles the time for the next, up to this sum. It is what one
+# link that is stalled costs the others once; each further message for it costs the time above.
+DROP_LARGE_AFTER_S = 2.0
+# For each peer: with 64 KiB each, as much as the largest frame. So that gets over a link of any rate, if need be alone.
+QUEUE_BATCHES = 16
 
 RELAY_SETTINGS: dict[str, Any] = {
     "qos/network": [
@@ -23,6 +27,7 @@ RELAY_SETTINGS: dict[str, Any] = {
             "flows": ["egress"],
         }
     ],
+    "transport/link/tx/queue/size/data": QUEUE_BATCHES,
     "transport/link/tx/queue/congestion_control/drop": {
         "wait_before_drop": round(1e6 * DROP_AFTER_S),
         "max_wait_before_drop_fragments": round(1e6 * DROP_LARGE_AFTER_S),

@@ -16,7 +16,7 @@ from gradbus.runtime.transport.flags import FlagWaiter
 from gradbus.runtime.transport.schedule import NetworkSchedule, ThreadSchedule
 from gradbus.runtime.transport.zenoh.inlet import ZenohInlet
 from gradbus.runtime.transport.zenoh.outlet import ZenohOutlet
-from gradbus.runtime.transport.zenoh.place import Place, ZenohEndpoint
+from gradbus.runtime.transport.zenoh.place import ZenohEndpoint, ZenohPlace
 from gradbus.runtime.transport.zenoh.session_api import LinkSession
 
 
@@ -48,7 +48,8 @@ class ZenohTransport:
         self.access_policy = AccessPolicy()
         self._session = session
         self._schedule = schedule or ThreadSchedule("the transport on Zenoh", thread_name="gradbus-zenoh")
-        self._place = Place(session, self._schedule, job, self.own, lease_s, node)
+        self._place = ZenohPlace(session, self._schedule, job, self.own, lease_s, node)
+        self._members: JobMembers | None = None
         self._is_open = True
         self._made_in = forks.generation
 
@@ -58,16 +59,17 @@ class ZenohTransport:
         return self._place.rejected
 
     def start(self, thread: IoThread, members: JobMembers | None = None) -> None:
-        """Count what is rejected on the thread. No protocol runs there: what others say is handled as it comes.
-
-        Who does not belong to the job holds up no outlet for long: see the bound of :meth:`.ZenohOutlet.write`.
-        """
+        """Count what is rejected on the thread. No protocol runs there: what others say is handled as it comes."""
         with self._schedule.lock:
+            self._members = members
             thread.rejected.update(self._place.rejected)
             self._place.rejected = thread.rejected
 
     def look_around(self) -> bool:
-        """Do nothing: there is no discovery to look at."""
+        """Take note of who belongs to the job. See :meth:`.api.Transport.look_around`."""
+        known = None if self._members is None else self._members.known()  # not with the lock: it has one of its own
+        with self._schedule.lock:
+            self._place.members = None if known is None else frozenset(known)
         return True
 
     def waiter(self) -> FlagWaiter:

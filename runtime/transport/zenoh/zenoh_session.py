@@ -1,10 +1,11 @@
 """A session of the library of Zenoh, as outlets and inlets use it (:mod:`.session_api`).
 
 **Theory of operation.** A put of Zenoh waits while the queue of its priority is full, which can take as long as the
-link is stalled. So a thread (``gradbus-zenoh-send``) makes those of large messages, and outlets stop when too much
-waits for it. A small message, before which none waits, is put at once by whoever publishes it, which saves two changes
-of threads; where the queue of its priority is full, Zenoh drops it after a millisecond, and it is sent again as what is
-lost on the way.
+link is stalled. So threads (``gradbus-put``), one for urgent messages and one for others, make those of large
+messages, and outlets stop when too much waits for them. A small message, before which none waits, is put at once by
+whoever publishes it, which saves two changes of threads; where the queue of its priority is full, Zenoh drops it after
+a millisecond, and it is sent again as what is lost on the way. A router puts nothing at once: as it passes messages on,
+it waits longer for each of its links (:mod:`.relay_settings`).
 
 Zenoh calls back on threads of its own, which hold up the link as long as they are away.
 """
@@ -28,7 +29,7 @@ from gradbus.runtime.transport.zenoh.session_api import Declaration
 SMALL_BYTES = 8 << 10  # put at once
 CONGESTED_BYTES = WINDOW_BYTES // 4  # wait to be put: outlets stop
 MAX_WAITING_BYTES = 2 * WINDOW_BYTES
-CLOSE_S = 2.0  # for what waits, and for a put that does not end
+CLOSE_S = 1.0  # for what waits, and for a put that does not end
 _MESSAGE_BYTES = 256  # of a message beside its content, so that small ones take a bounded memory, too
 
 _URGENT, _DATA = zenoh.Priority.INTERACTIVE_HIGH, zenoh.Priority.DATA
@@ -46,13 +47,11 @@ class ZenohSession:
         self._links: set[str] = set()
         self._link_changed: Callable[[bool], None] | None = None
         self._room_made: Callable[[], None] | None = None
-        self._waiting: tuple[deque[tuple[str, Any]], ...] = (deque(), deque())  # urgent ones, others
+        self._changed = threading.Condition()
+        self._lanes = {urgent: _Lane() for urgent in (True, False)}
         self._waiting_bytes = 0
-        self._putting: bool | None = None  # the thread is: an urgent message or another
         self._is_closed = False
         self._is_congested = False
-        self._changed = threading.Condition()
-        self._thread: threading.Thread | None = None
         self._listener: Declaration | None = None
 
     # Links
@@ -92,21 +91,20 @@ class ZenohSession:
         with self._changed:
             if self._is_closed or self._waiting_bytes >= MAX_WAITING_BYTES:
                 return False
-            is_next = not self._waiting[0] and self._putting is not True
-            if not urgent:
-                is_next = self._putting is None and not any(self._waiting)
-            if not is_next or len(message) > SMALL_BYTES:
+            lane = self._lanes[urgent]
+            if self._is_router or lane.is_busy or len(message) > SMALL_BYTES:
                 self._put_later(key, message, urgent)
                 return True
         return self._put(key, message, urgent=urgent, may_drop=True)
 
     def _put_later(self, key: str, message: bytes | bytearray, urgent: bool) -> None:
-        self._waiting[0 if urgent else 1].append((key, message))
+        lane = self._lanes[urgent]
+        lane.waiting.append((key, message))
         self._waiting_bytes += len(message) + _MESSAGE_BYTES
         self._is_congested = self._is_congested or self._waiting_bytes >= CONGESTED_BYTES
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="gradbus-zenoh-send", daemon=True)
-            self._thread.start()
+        if lane.thread is None:
+            lane.thread = threading.Thread(target=self._run, args=(urgent,), name="gradbus-put", daemon=True)
+            lane.thread.start()
         self._changed.notify_all()
 
     def _put(self, key: str, message: bytes | bytearray, *, urgent: bool, may_drop: bool) -> bool:
@@ -125,24 +123,23 @@ class ZenohSession:
             return False
         return True
 
-    def _run(self) -> None:
-        urgent, others = self._waiting
+    def _run(self, urgent: bool) -> None:
+        lane = self._lanes[urgent]
         while True:
             with self._changed:
-                self._putting = None
-                self._changed.wait_for(lambda: self._is_closed or urgent or others)
-                if not (urgent or others):
+                lane.is_putting = False
+                self._changed.wait_for(lambda: self._is_closed or lane.waiting)
+                if not lane.waiting:
                     return
-                is_urgent = bool(urgent)
-                key, message = (urgent or others).popleft()
-                self._putting = is_urgent
-            self._put(key, message, urgent=is_urgent, may_drop=False)
+                key, message = lane.waiting.popleft()
+                lane.is_putting = True
+            self._put(key, message, urgent=urgent, may_drop=False)
             with self._changed:
                 self._waiting_bytes -= len(message) + _MESSAGE_BYTES
                 has_room = self._is_congested and 2 * self._waiting_bytes < CONGESTED_BYTES
                 if has_room:
                     self._is_congested = False
-            del message
+            del message  # it may be large, and the next one late
             if has_room and self._room_made is not None:
                 self._room_made()
 
@@ -176,13 +173,34 @@ class ZenohSession:
             if self._is_closed:
                 return
             self._is_closed = True
-            thread = self._thread
+            threads = [one.thread for one in self._lanes.values() if one.thread is not None]
             self._changed.notify_all()
-        if thread is not None:
+        for thread in threads:
             thread.join(CLOSE_S)
-        self._session.close()
-        if thread is not None:
+        try:
+            self._session.close()
+        except zenoh.ZError as error:  # the relay does not read any more; the link ends with the process at the latest
+            log.debug("session not closed in time", reason=str(error))
+        for thread in threads:
             thread.join(CLOSE_S)
+
+
+class _Lane:
+    """The messages of one urgency that wait to be put, in order.
+
+    Attributes:
+        is_putting: its thread is in a put.
+    """
+
+    def __init__(self) -> None:
+        self.waiting: deque[tuple[str, bytes | bytearray]] = deque()
+        self.is_putting = False
+        self.thread: threading.Thread | None = None
+
+    @property
+    def is_busy(self) -> bool:
+        """Return whether a message that is put now would overtake another."""
+        return self.is_putting or bool(self.waiting)
 
 
 class _Declared:

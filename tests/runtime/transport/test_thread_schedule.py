@@ -15,7 +15,7 @@ PATIENCE_S = 30.0
 
 @pytest.fixture
 def schedule() -> Iterator[ThreadSchedule]:
-    made = ThreadSchedule()
+    made = ThreadSchedule("the network in memory", thread_name="test-schedule")
     yield made
     made.close()
 
@@ -46,7 +46,7 @@ def test_waits_fail_once_a_function_has_raised(schedule: ThreadSchedule) -> None
 
 
 def test_nothing_is_called_after_the_end() -> None:
-    schedule, called = ThreadSchedule(), list[int]()
+    schedule, called = ThreadSchedule("the network in memory", thread_name="test-schedule"), list[int]()
     schedule.at(schedule.now_s() + 0.01, called.append, 1)
     schedule.close()
     schedule.at(schedule.now_s(), called.append, 2)

@@ -4,6 +4,7 @@ virtual time."""
 from __future__ import annotations
 
 import random
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +17,7 @@ from gradbus.runtime.transport.api import PeerId
 from gradbus.runtime.transport.channels import WINDOW_BYTES
 from gradbus.runtime.transport.zenoh.inlet import LEAST_CREDIT, ZenohInlet
 from gradbus.runtime.transport.zenoh.keys import ChannelKeys, endpoint_id
-from gradbus.runtime.transport.zenoh.messages import Ack, Probe, Start, pack_ack, pack_probe, pack_start
+from gradbus.runtime.transport.zenoh.messages import Ack, LossProbe, MatchStart, pack_ack, pack_probe, pack_start
 from gradbus.runtime.transport.zenoh.outlet import ZenohOutlet
 
 VOLATILE = Channel("volatile")
@@ -90,6 +91,20 @@ def test_whatever_becomes_of_links_within_the_lease_each_sample_arrives_once_and
         )
         assert found[number] == list(range(written[number]))
         scene.until(lambda pair=pair: pair.outlet.is_acknowledged, "all is acknowledged")  # type: ignore[misc]
+
+
+def test_what_is_lost_again_and_again_is_found_while_others_arrive(scene: SteppedZenohScene) -> None:
+    joined = Joined(scene, loss=0.15)
+    found: list[int] = []
+    behind = 0
+    for number in range(2000):
+        assert write(joined.outlet, number) == [True]
+        scene.pass_time(0.01)
+        found += take(joined.inlet)
+        behind = max(behind, number - len(found))
+    found += joined.arrive(2000 - len(found))
+    assert found == list(range(2000))
+    assert behind < 1000  # samples, of 10 ms each
 
 
 def test_a_channel_that_is_idle_costs_nothing(scene: SteppedZenohScene) -> None:
@@ -212,8 +227,8 @@ def test_hostile_messages_are_dropped_and_counted_and_all_others_arrive(scene: S
         *(pack_ack(Ack(epoch, 1 << 40, 1 << 40, 1, 1 << 40)) for epoch in range(1, 4)),
         pack_ack(Ack(99, 1, 1)),
         pack_ack(Ack(0, 0, 0)),
-        pack_start(Start(1 << 40, 1 << 40)),
-        pack_probe(Probe(1 << 40, 1 << 40)),
+        pack_start(MatchStart(1 << 40, 1 << 40)),
+        pack_probe(LossProbe(1 << 40, 1 << 40)),
         *(rng.randbytes(rng.randrange(80)) for _ in range(50)),
     ]
     for number in range(30):
@@ -246,3 +261,41 @@ def test_an_inlet_that_never_answers_holds_up_no_write(scene: SteppedZenohScene)
         found += take(joined.inlet)
     assert found == list(range(3 * WINDOW))
     assert len(joined.outlet.peers()) == 1
+
+
+class Members:
+    """Knows who belongs to the job."""
+
+    knows_all = True
+
+    def __init__(self, *known: PeerId) -> None:
+        self._known = known
+
+    def known(self) -> tuple[PeerId, ...]:
+        return self._known
+
+
+class NoThread:
+    """Counts what a transport rejects, and has no thread."""
+
+    def __init__(self) -> None:
+        self.rejected: Counter[str] = Counter()
+
+
+@pytest.mark.parametrize("has_members", [True, False])
+def test_an_inlet_of_no_member_holds_up_writes_for_a_moment_only(scene: SteppedZenohScene, has_members: bool) -> None:
+    joined, stranger = Joined(scene), scene.join("one")
+    silent = stranger.transport.inlet(VOLATILE.opened())
+    scene.until(lambda: len(joined.outlet.peers()) == 2 and silent.peers(), "the stranger matches")
+    transport: Any = joined.source.transport
+    transport.start(NoThread(), Members(joined.target.transport.own) if has_members else None)
+    transport.look_around()
+    stranger.cut_off()
+    found: list[int] = []
+    accepted, began_s = 0, scene.now_s()
+    while accepted < 3 * WINDOW and scene.now_s() < began_s + LEASE_S:
+        accepted += write(joined.outlet, accepted, size=CHUNK_BYTES)[0]
+        scene.pass_time(0.01)
+        found += take(joined.inlet)
+    assert (accepted == 3 * WINDOW) == has_members
+    assert found == list(range(accepted))

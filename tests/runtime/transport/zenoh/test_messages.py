@@ -18,8 +18,8 @@ from gradbus.runtime.transport.zenoh.messages import (
     START,
     Ack,
     BadMessage,
-    Probe,
-    Start,
+    LossProbe,
+    MatchStart,
     kind_of,
     number_of,
     pack_ack,
@@ -44,9 +44,12 @@ def test_a_sample_has_its_number_and_its_parts() -> None:
 
 @given(NUMBERS, NUMBERS)
 def test_start_and_probe_come_back(epoch: int, number: int) -> None:
-    assert parse_start(pack_start(Start(epoch, number))) == (epoch, number)
-    assert parse_probe(pack_probe(Probe(epoch, number))) == (epoch, number)
-    assert (kind_of(pack_start(Start(epoch, number))), kind_of(pack_probe(Probe(epoch, number)))) == (START, PROBE)
+    assert parse_start(pack_start(MatchStart(epoch, number))) == (epoch, number)
+    assert parse_probe(pack_probe(LossProbe(epoch, number))) == (epoch, number)
+    assert (kind_of(pack_start(MatchStart(epoch, number))), kind_of(pack_probe(LossProbe(epoch, number)))) == (
+        START,
+        PROBE,
+    )
 
 
 @given(st.builds(Ack, NUMBERS, NUMBERS, NUMBERS, NUMBERS, NUMBERS, st.integers(0, 2**HERE_BITS - 1), st.booleans()))
@@ -68,13 +71,13 @@ def test_an_answer_asks_for_what_lacks_in_its_range() -> None:
         (kind_of, b"\xff" * 64, "message of another kind"),
         (number_of, bytes([SAMPLE]) + bytes(HEADER_BYTES - 1), "number out of range"),
         (number_of, bytes([SAMPLE]) + b"\xff" * (HEADER_BYTES - 1), "number out of range"),
-        (parse_start, pack_start(Start(1, 1)) + b"x", "message of another size"),
-        (parse_start, pack_start(Start(0, 1)), "number out of range"),
-        (parse_start, pack_start(Start(1, 0)), "number out of range"),
-        (parse_probe, pack_probe(Probe(0, 1)), "number out of range"),
-        (parse_probe, pack_probe(Probe(1, 1))[:-1], "message of another size"),
+        (parse_start, pack_start(MatchStart(1, 1)) + b"x", "message of another size"),
+        (parse_start, pack_start(MatchStart(0, 1)), "number out of range"),
+        (parse_start, pack_start(MatchStart(1, 0)), "number out of range"),
+        (parse_probe, pack_probe(LossProbe(0, 1)), "number out of range"),
+        (parse_probe, pack_probe(LossProbe(1, 1))[:-1], "message of another size"),
         (parse_ack, b"", "message of another kind"),
-        (parse_ack, pack_start(Start(1, 1)), "message of another kind"),
+        (parse_ack, pack_start(MatchStart(1, 1)), "message of another kind"),
         (parse_ack, pack_ack(ACK)[:-1], "message of another size"),
         (parse_ack, pack_ack(Ack(1, 0, 1)), "number out of range"),
     ],
