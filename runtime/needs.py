@@ -13,7 +13,7 @@ import shutil
 import sys
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
-from types import TracebackType
+from types import ModuleType, TracebackType
 
 _MODULES = {"mlflow_skinny": "mlflow", "pillow": "PIL", "eclipse_zenoh": "zenoh"}  # whose module has another name
 _INSTEAD = {
@@ -85,6 +85,8 @@ def _is_made_by_uv() -> bool:
 
 def explain(error: BaseException) -> str:
     """A sentence about a package that is missing or cannot be loaded, where that is what went wrong; else empty."""
+    if type(error) is ImportError and error.__suppress_context__ and error.__context__ is not None:
+        error = error.__context__  # import_module has put its own error in place of this one
     projects = {_MODULES.get(project, project): project for project in requirements()}
     if isinstance(error, ModuleNotFoundError) and error.name is not None:
         project = projects.get(error.name.partition(".")[0])
@@ -97,6 +99,21 @@ def explain(error: BaseException) -> str:
         return ""
     what = " ".join(f"{type(error).__name__}: {error}".split())[:300]
     return f"the package {_named(project)} cannot be loaded: {what}. {how_to_install(project, again=True)}"
+
+
+def import_module(name: str) -> ModuleType:
+    """Import a module of gradbus.
+
+    Raises:
+        ImportError: in one sentence, as :func:`explain` has it, where a package that the module needs is missing or
+            broken; otherwise as Python raises it.
+    """
+    try:
+        return importlib.import_module(name)
+    except Exception as error:
+        if text := explain(error):
+            raise ImportError(f"gradbus: {text}") from None
+        raise
 
 
 def fault_of(module: str) -> str:

@@ -174,11 +174,6 @@ def choices_of(config: FederatedConfig, clients: int, fraction: float | None) ->
     return check_combination(FederatedConfig(**changed))
 
 
-def settings_of(config: FederatedConfig, clients: int, fraction: float | None) -> FederatedConfig:
-    """Return the settings of :func:`choices_of`. Raises ConfigError as that does."""
-    return choices_of(config, clients, fraction).config
-
-
 def check_first_round(choices: CheckedChoices, task: FederatedTask) -> None:
     """Raises ConfigError: the updates of a round, which wait until all are announced, have no room."""
     config = choices.config

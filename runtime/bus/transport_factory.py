@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib
 import itertools
 import re
 import sys
@@ -23,6 +22,7 @@ from typing import TYPE_CHECKING, TypeVar
 from gradbus.runtime.errors import BusError, ConfigError, NotReachable
 from gradbus.runtime.fast_paths import LOOPBACK
 from gradbus.runtime.logs import get_logger
+from gradbus.runtime.needs import import_module
 from gradbus.runtime.network.links import LinkConfig
 from gradbus.runtime.network.network_config import NetworkConfig, Profile
 from gradbus.runtime.network.peers import check_peers
@@ -182,12 +182,12 @@ def _opener(job: str, domain: int, network: NetworkConfig, fast: bool | None) ->
     """Return what opens the transport that the settings choose, without protection."""
 
     def on_datagrams() -> Transport:
-        library = importlib.import_module(transport_module(network))
+        library = import_module(transport_module(network))
         made: Transport = library.Participant(domain_id=domain, partition=job, network=network, fast=fast)
         return made
 
     def on_links() -> Transport:
-        made: Transport = importlib.import_module(transport_module(network)).open_on_links(job, domain, network)
+        made: Transport = import_module(transport_module(network)).open_on_links(job, domain, network)
         return made
 
     return on_datagrams if network.links is None else on_links

@@ -147,11 +147,6 @@ class NetworkConfig:
         """Return the most bytes of a datagram in force."""
         return DATAGRAM_BYTES[self.profile] if self.datagram_bytes is None else self.datagram_bytes
 
-    @property
-    def leaves_machine(self) -> bool:
-        """Return whether data of this bus can reach another machine."""
-        return self.links.is_exposed if self.links is not None else self.interface != LOOPBACK
-
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)

@@ -12,7 +12,7 @@ from gradbus.runtime.security.peers import MAX_SOURCES, Release
 from gradbus.runtime.security.streams import OutboundEnvelope
 from gradbus.runtime.transport import api
 from gradbus.runtime.transport.api import IoThread, PeerId, Transport
-from gradbus.runtime.transport.channels import Channel
+from gradbus.runtime.transport.channels import Channel, is_inbox_name
 
 
 class SharedKeyMembership(JobMembership):
@@ -61,4 +61,5 @@ class SharedKeyMembership(JobMembership):
         return peer.authenticated
 
     def retain(self, topic: str, samples: int) -> None:
-        self.cipher.encryptor(topic).retain(samples)
+        if not is_inbox_name(topic):  # its stream may be made again, and no announcement says what is retained there
+            self.cipher.encryptor(topic).retain(samples)

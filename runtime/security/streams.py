@@ -2,14 +2,19 @@
 
 Every stream has a key of its own and counts its envelopes from 1: no nonce is ever used twice, and nothing has to be
 remembered over a restart. After 2**32 envelopes a stream continues with the key of its next generation.
+
+A controller has a stream for each process of clients that it ever addresses, which may be any number, so the streams to
+inboxes are not kept. All those of a session draw their counters from one count, which is: whenever a stream is made
+again, and by whichever thread, its counters are those that no envelope of the session to an inbox has had.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
-from collections import deque
-from collections.abc import Sequence
+from collections import OrderedDict, deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -25,12 +30,14 @@ from gradbus.runtime.errors import FrameError
 from gradbus.runtime.security import envelope
 from gradbus.runtime.security.envelope import HEADER_BYTES, OVERHEAD_BYTES, EnvelopeHeader
 from gradbus.runtime.security.job_key import derive
+from gradbus.runtime.transport.channels import is_inbox_name
 
 GENERATION_BITS = 32  # a stream key encrypts fewer than 2**32 envelopes
 WINDOW = 4096
 _WINDOW_MASK = (1 << WINDOW) - 1
 _LAST_GENERATION = 1  # without a replay window: the epoch of such a key ends after 2**32 envelopes, or soon after
 _SMALL_BYTES = 4096
+MAX_INBOX_STREAMS = 1024  # with their keys, of about 4 KiB each: as many inboxes as a bus has outlets to
 # Memory of NumPy begins at a multiple of 16. With this padding the payload of a collective lies at such a multiple,
 # too, as it does in an envelope that is decrypted in place.
 _PAD_BYTES = 4
@@ -170,9 +177,17 @@ class StreamEncryptor:
     """
 
     def __init__(
-        self, keys: EncryptionKeys, session: bytes, topic: str, *, start: int = 1, began_s: float | None = None
+        self,
+        keys: EncryptionKeys,
+        session: bytes,
+        topic: str,
+        *,
+        start: int = 1,
+        began_s: float | None = None,
+        counter: Iterator[int] | None = None,
     ) -> None:
-        """``start``: first counter. ``began_s``: start of the session on the monotonic clock; None: now."""
+        """``start``: first counter. ``began_s``: start of the session on the monotonic clock; None: now. ``counter``:
+        gives the counters, of this stream and of others; None: one of its own."""
         self.context = envelope.associated(keys.job, topic)
         self.last = 0
         self.retained: deque[int] | None = None
@@ -181,7 +196,8 @@ class StreamEncryptor:
         self._session = session
         self._topic = topic
         self._made_in = forks.generation
-        self._counter = itertools.count(start)  # its next() is one step for the interpreter: no thread gets another's
+        # The next() of a count is one step for the interpreter: no thread gets the number of another one.
+        self._counter = itertools.count(start) if counter is None else counter
         self._key = (-1, b"", StreamKey(bytes(32)))
 
     def envelope(self, plain: tuple[Any, ...]) -> OutboundEnvelope:
@@ -225,14 +241,17 @@ class StreamEncryptor:
 class OutboundStreams:
     """Encrypts all topics of one session. Thread-safe."""
 
-    def __init__(self, keys: EncryptionKeys, session: bytes) -> None:
-        """``session``: random id of this start of this process."""
+    def __init__(self, keys: EncryptionKeys, session: bytes, *, most_inboxes: int = MAX_INBOX_STREAMS) -> None:
+        """``session``: random id of this start of this process. ``most_inboxes``: streams to inboxes that are kept."""
         self.job = keys.job
         self.session = session
         self._keys = keys
         self._made_in = forks.generation
         self._began_s = time.monotonic()
         self._encryptors: dict[str, StreamEncryptor] = {}
+        self._inboxes: OrderedDict[str, StreamEncryptor] = OrderedDict()  # the least recently used first
+        self._inbox_counter = itertools.count(1)
+        self._most_inboxes = most_inboxes
 
     @property
     def key(self) -> SharedKey:
@@ -243,9 +262,24 @@ class OutboundStreams:
         """Return the encryptor of a topic; all callers share it and its counter."""
         forks.check(self._made_in, f"the session that seals topic {topic!r}")
         known = self._encryptors.get(topic)
+        if known is None and is_inbox_name(topic):
+            return self._inbox_encryptor(topic)
         if known is None:  # setdefault is one step: of two threads both get the encryptor of the first
             made = StreamEncryptor(self._keys, self.session, topic, began_s=self._began_s)
             known = self._encryptors.setdefault(topic, made)
+        return known
+
+    def _inbox_encryptor(self, topic: str) -> StreamEncryptor:
+        """Return an encryptor of an inbox. Each step here is one for the interpreter. Two threads at once may have two
+        encryptors of the same inbox, and one that is no longer kept may still be in use: they have the same key, and
+        no two counters that are alike."""
+        known = self._inboxes.pop(topic, None)
+        if known is None:
+            known = StreamEncryptor(self._keys, self.session, topic, began_s=self._began_s, counter=self._inbox_counter)
+        self._inboxes[topic] = known
+        if len(self._inboxes) > self._most_inboxes:
+            with contextlib.suppress(KeyError):  # other threads have made room
+                self._inboxes.popitem(last=False)
         return known
 
     def envelope(self, topic: str, plain: Sequence[Any]) -> OutboundEnvelope:
@@ -258,13 +292,13 @@ class OutboundStreams:
 
     @property
     def last(self) -> dict[str, int]:
-        """The counter of the newest envelope of each topic."""
+        """The counter of the newest envelope of each topic, inboxes left out."""
         encryptors = self._encryptors.copy()  # makes no object for each item: other threads may add one
         return {topic: encryptor.last for topic, encryptor in encryptors.items()}
 
     @property
     def retained(self) -> dict[str, int]:
-        """The oldest counter that the transport may still have, of each topic that it retains."""
+        """The oldest counter that the transport may still have, of each topic that it retains, inboxes left out."""
         encryptors = self._encryptors.copy()
         oldest = {topic: encryptor.oldest for topic, encryptor in encryptors.items()}
         return {topic: counter for topic, counter in oldest.items() if counter is not None}

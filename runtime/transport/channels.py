@@ -163,10 +163,14 @@ def inbox_channel(incarnation: int) -> Channel:
     return replace(_GROUPS, name=f"{_INBOX}{incarnation:016x}", retained=True)
 
 
+def is_inbox_name(name: str) -> bool:
+    """Return whether the channel of this name is the inbox of one process of clients."""
+    return len(name) == len(_INBOX) + 16 and name.startswith(_INBOX)
+
+
 def traffic_name(channel: Channel) -> str:
     """Return the name under which traffic on a channel counts: all inboxes have one."""
-    is_inbox = len(channel.name) == len(_INBOX) + 16 and channel.name.startswith(_INBOX)
-    return INBOXES if is_inbox else channel.name
+    return INBOXES if is_inbox_name(channel.name) else channel.name
 
 
 def is_control(channel: Channel) -> bool:

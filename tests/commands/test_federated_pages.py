@@ -19,7 +19,7 @@ from torch import nn
 
 import gradbus
 from gradbus.actors.federated.controller.combinations import check_combination
-from gradbus.actors.virtual.simulation import settings_of
+from gradbus.actors.virtual.simulation import choices_of
 from gradbus.commands.files import ClientFile, ControllerFile, WorkerFile, load
 from gradbus.models import ClassificationTask, Dataset, DataSplit
 from gradbus.runtime.choices import STRATEGIES
@@ -87,7 +87,7 @@ def tiny_task() -> ClassificationTask:
 
 def simulated(config: gradbus.FederatedConfig, clients: int, folder: Path) -> gradbus.SimulationResult:
     """A run of two rounds."""
-    config = settings_of(config, clients, None).replaced("rounds", 2).replaced("eval_every", 0)
+    config = choices_of(config, clients, None).config.replaced("rounds", 2).replaced("eval_every", 0)
     options = gradbus.SimulationOptions(domain=new_domain(), processes=1, state_dir=folder / "clients")
     return gradbus.simulate(tiny_task(), clients, config=config, options=options)
 

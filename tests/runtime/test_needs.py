@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from gradbus.runtime import needs
-from gradbus.runtime.needs import explain, extra_with, how_to_install, install_line, requirements
+from gradbus.runtime.needs import explain, extra_with, how_to_install, import_module, install_line, requirements
 
+PARTICIPANT = "gradbus.runtime.transport.dds.participant"
 CONTROLLER = "import sys; sys.argv = ['gradbus', {arguments}]; from gradbus.__main__ import main; main()"
 
 
@@ -129,6 +130,17 @@ def test_a_missing_transport_is_said_with_the_other_one(
     text = explain(ModuleNotFoundError(f"No module named {module!r}", name=f"{module}.domain"))
     assert text.startswith(f"the package {project} is not installed here. Install it: ")
     assert f". {other}" in text
+
+
+def test_an_error_that_was_put_in_place_of_a_missing_package_is_explained_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "cyclonedds", None)
+    monkeypatch.delitem(sys.modules, PARTICIPANT, raising=False)
+    with pytest.raises(ImportError) as raised:
+        import_module(PARTICIPANT)
+    assert str(raised.value) == f"gradbus: {explain(raised.value)}"
+    assert explain(raised.value).startswith("the package cyclonedds is not installed here. Install it: ")
 
 
 def test_other_errors_are_not_explained_away() -> None:

@@ -49,6 +49,8 @@ def test_a_planted_fault_is_found_and_its_seed_shows_it_again(name: str) -> None
     ("name", "flavour", "invariant"),
     [
         ("the model is published before it is committed", "fp32", "a model is committed first"),
+        ("the end of the run ends the wait for its last receipt", "fp32", "clients know what counts"),
+        ("the end of the run ends the wait for its last receipt", "secure", "clients know what counts"),
         (
             "the masks of a client that dropped out stay in the sum",
             "secure",

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import Callable
 from typing import Any
 
 from gradbus.runtime.bus.bus import Bus
+from gradbus.runtime.bus.inbox_outlets import InboxOutlets
 from gradbus.runtime.bus.receiver import Receiver
 from gradbus.runtime.bus.subscription import Subscription
 from gradbus.runtime.security.peers import CHALLENGE_TOPIC
@@ -79,6 +81,19 @@ def receiver_of(bus: Bus) -> Receiver:
 def writer_of(bus: Bus, kind: type[Any]) -> Any:
     """The bus's writer of the topic."""
     return bus._writers[kind]  # noqa: SLF001 - as above
+
+
+def bound_inboxes(bus: Bus, most: int) -> None:
+    """Have the bus address so many processes of clients at the same time at most, before it addresses any."""
+    assert bus.open_inboxes == 0
+    bus._inboxes = InboxOutlets(bus._open_inbox, bus._close_outlets, most=most)  # noqa: SLF001 - no user sets the bound
+
+
+def inboxes_in_transport(bus: Bus) -> set[str]:
+    """Names of the channels to single processes that the transport of the bus holds open, in whatever way."""
+    transport = participant_of(bus)
+    names = transport.topics.names if hasattr(transport, "topics") else [one.channel.name for one in transport.outlets]
+    return {name for name in names if re.fullmatch(r"train/control/[0-9a-f]{16}", name)}
 
 
 async def payload_from(inbox: Subscription, key: FrameKey, max_bytes: int) -> memoryview:

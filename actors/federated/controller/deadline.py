@@ -38,8 +38,7 @@ def work_of(epochs: int, steps: int, subset_size: int) -> AskedWork:
 class RoundDeadline:
     """``times_median`` times the median of the last rounds, at most ``most_s``."""
 
-    def __init__(self, times_median: float | None, most_s: float) -> None:
-        """``times_median``: None: always ``most_s`` seconds."""
+    def __init__(self, times_median: float, most_s: float) -> None:
         self._times_median = times_median
         self._most_s = most_s
         self._last: deque[tuple[float, AskedWork | None]] = deque(maxlen=LAST_ROUNDS)
@@ -52,7 +51,7 @@ class RoundDeadline:
     def seconds(self, work: AskedWork | None, attempt: int = 1) -> float:
         """Return the deadline of the next round, after its command. Another ``attempt`` at a round has all the time:
         the first may have been cut too short."""
-        if self._times_median is None or attempt > 1 or work is None:
+        if attempt > 1 or work is None:
             return self._most_s
         # Less work is not scaled down: a part of a round does not depend on it.
         known = [

@@ -230,7 +230,8 @@ def _give_up(contribution: RoundsAlone, reason: str) -> None:
 async def _until_heard(bus: Bus, newest: ControllerStart) -> None:
     """Wait for a Controller on this bus, but for none that ``newest`` has replaced."""
     is_named = False
-    with bus.subscribe(ToClients) as inbox:
+    # Control: one of PROTOCOL 3 or older, which refuses the site with a sentence when that joins.
+    with bus.subscribe(ToClients, Control) as inbox:
         while True:
             message = await inbox.get()
             if not (isinstance(message, Control) and message.sender == CONTROLLER and isinstance(message.body, Status)):

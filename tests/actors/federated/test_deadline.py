@@ -26,7 +26,7 @@ class Deadline(RoundDeadline):
         return super().seconds(work, attempt)
 
 
-def after(*rounds_s: float, times: float | None = 2.0, work: AskedWork | None = ONE) -> Deadline:
+def after(*rounds_s: float, times: float = 2.0, work: AskedWork | None = ONE) -> Deadline:
     deadline = Deadline(times, 300.0)
     for seconds in rounds_s:
         deadline.note_round(seconds, work)
@@ -75,10 +75,6 @@ def test_the_work_of_a_round_is_the_most_that_its_order_asks_of_a_client() -> No
 def test_the_first_rounds_have_the_fixed_deadline() -> None:
     assert after(*[10.0] * (FIRST_ROUNDS - 1)).seconds() == 300.0
     assert after(*[10.0] * FIRST_ROUNDS).seconds() == 20.0
-
-
-def test_without_the_setting_it_is_fixed() -> None:
-    assert after(*[10.0] * 9, times=None).seconds() == 300.0
 
 
 def test_it_follows_the_median_of_the_last_five_rounds() -> None:

@@ -11,7 +11,7 @@ import pytest
 from gradbus.actors.federated.controller.combinations import check_choices
 from gradbus.actors.federated.controller.early_stop import EarlyStop
 from gradbus.actors.federated.controller.report import RoundReport
-from gradbus.actors.virtual.simulation import settings_of
+from gradbus.actors.virtual.simulation import choices_of
 from gradbus.runtime.callbacks import Callbacks
 from gradbus.runtime.config.federated import EarlyStopSettings, FederatedConfig
 from gradbus.runtime.errors import ConfigError
@@ -159,5 +159,5 @@ def test_a_setting_without_the_one_that_gives_it_an_effect_is_refused_unless_tha
     default = type(getattr(FederatedConfig(), group)).model_fields[name].default
     FederatedConfig(**{group: {name: default}})  # type: ignore[arg-type]  # asks for nothing
     written = FederatedConfig(**{group: {key: off, **given}})  # type: ignore[arg-type]
-    assert settings_of(written, 3, None).replaced("clients.num", None) == written
+    assert choices_of(written, 3, None).config.replaced("clients.num", None) == written
     assert FederatedConfig(**written.model_dump(mode="json")) == written

@@ -14,7 +14,7 @@ from gradbus.actors.aggregation.sum_summary import SumSummary
 from gradbus.actors.aggregation.updates import Facts
 from gradbus.actors.federated.controller.combinations import check_combination
 from gradbus.actors.federated.controller.rounds import Outcome, Round, RoundRules
-from gradbus.actors.virtual.simulation import settings_of
+from gradbus.actors.virtual.simulation import choices_of
 from gradbus.runtime.errors import ConfigError
 
 SECURE: dict[str, Any] = {"secure_aggregation": {"enabled": True}, "clients": {"num": 10, "min": 3}}
@@ -52,7 +52,7 @@ def test_a_setting_that_does_not_go_with_it_is_refused(settings: dict[str, Any],
 
 def test_virtual_clients_are_refused() -> None:
     with pytest.raises(ConfigError, match="one process speaks for all virtual clients"):
-        settings_of(gradbus.FederatedConfig(**SECURE), 10, None)
+        choices_of(gradbus.FederatedConfig(**SECURE), 10, None)
 
 
 def test_a_round_ends_at_no_time_with_fewer_updates_than_it_is_required_to_have() -> None:

@@ -8,11 +8,6 @@ from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.network.network_config import NetworkConfig
 
 
-def test_only_the_loopback_interface_keeps_data_on_the_machine() -> None:
-    assert not NetworkConfig().leaves_machine
-    assert NetworkConfig(profile="network", interface="eth0").leaves_machine
-
-
 def test_the_profile_decides_lease_and_datagrams_unless_they_are_given() -> None:
     assert (NetworkConfig().effective_lease_s, NetworkConfig().effective_datagram_bytes) == (60.0, 65_500)
     real = NetworkConfig(profile="network")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import hmac
+import threading
 from collections import Counter
 
 import pytest
@@ -16,7 +18,8 @@ from gradbus.runtime.security import envelope
 from gradbus.runtime.security.encryption import PskKeys, SessionCipher
 from gradbus.runtime.security.envelope import HEADER_BYTES, OVERHEAD_BYTES, TAG_BYTES, EnvelopeHeader
 from gradbus.runtime.security.job_key import new_job_key
-from gradbus.runtime.security.streams import WINDOW, ReplayWindow, StreamEncryptor
+from gradbus.runtime.security.streams import WINDOW, OutboundStreams, ReplayWindow, StreamEncryptor
+from gradbus.runtime.transport.channels import Inbox, channel_of
 
 KEY = new_job_key()
 JOB, TOPIC = "mnist", "train/control"
@@ -215,3 +218,74 @@ def test_any_header_is_refused_before_memory_is_taken_for_it(header: EnvelopeHea
     data = envelope.pack(fitting) + body + bytes(TAG_BYTES)
     assert reason(seal.decryptor(TOPIC, ignores_own=False), data) == "tag"
     assert len(seal.peers) == 1
+
+
+def inbox(incarnation: int) -> str:
+    return channel_of(Inbox(incarnation)).name
+
+
+def pair_of(topic: str, made: bytes) -> tuple[str, int, int]:
+    """What the key of an envelope is derived from, beside the secret and the session, and its nonce."""
+    counter = envelope.parse(memoryview(made)).counter
+    return topic, counter >> 32, counter
+
+
+def test_no_key_meets_a_nonce_twice_however_often_the_stream_to_an_inbox_is_made_again() -> None:
+    keys, there = PskKeys(JOB, KEY), make()
+    ours = OutboundStreams(keys, bytes(range(16)), most_inboxes=3)
+    readers = {topic: there.decryptor(topic, ignores_own=False) for topic in map(inbox, range(10))}
+    pairs = []
+    for number in range(200):
+        topic = inbox(number * 7 % 10 if number % 3 else 0)  # one is addressed again and again, the others in turns
+        made = bytes(ours.encryptor(topic).seal((b"x",)))
+        pairs.append(pair_of(topic, made))
+        assert bytes(readers[topic].open(made).data) == b"x"
+    assert len(set(pairs)) == len(pairs)
+
+
+def test_no_key_meets_a_nonce_twice_where_threads_address_the_same_inboxes_and_none_is_kept() -> None:
+    ours = OutboundStreams(PskKeys(JOB, KEY), bytes(range(16)), most_inboxes=1)
+    pairs: list[tuple[str, int, int]] = []
+    start = threading.Barrier(4)
+
+    def address() -> None:
+        start.wait(timeout=60)
+        for number in range(300):
+            topic = inbox(number % 3)
+            pairs.append(pair_of(topic, bytes(ours.encryptor(topic).seal((b"x",)))))
+
+    threads = [threading.Thread(target=address) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert len(pairs) == 4 * 300
+    assert len(set(pairs)) == len(pairs)
+
+
+def test_an_encryptor_that_is_no_longer_kept_goes_on_with_counters_of_its_own() -> None:
+    ours = OutboundStreams(PskKeys(JOB, KEY), bytes(range(16)), most_inboxes=1)
+    held = ours.encryptor(inbox(1))  # by a thread that has no turn meanwhile
+    ours.encryptor(inbox(2))
+    again = ours.encryptor(inbox(1))
+    assert again is not held
+    pairs = [pair_of(inbox(1), bytes(one.seal((b"x",)))) for one in (again, held, again, held)]
+    assert len(set(pairs)) == 4
+
+
+def test_of_the_streams_to_inboxes_no_more_are_kept_than_there_may_be() -> None:
+    ours = OutboundStreams(PskKeys(JOB, KEY), bytes(range(16)), most_inboxes=8)
+    gc.collect()
+    before = sum(type(one) is StreamEncryptor for one in gc.get_objects())
+    for incarnation in range(1000):
+        ours.encryptor(inbox(incarnation)).seal((b"x",))
+    gc.collect()
+    assert sum(type(one) is StreamEncryptor for one in gc.get_objects()) - before == 8
+    assert ours.last == ours.retained == {}
+
+
+def test_other_topics_keep_a_count_of_their_own() -> None:
+    ours = OutboundStreams(PskKeys(JOB, KEY), bytes(range(16)))
+    for topic in (TOPIC, inbox(1), TOPIC, inbox(2)):
+        ours.encryptor(topic).seal((b"x",))
+    assert ours.last == {TOPIC: 2}

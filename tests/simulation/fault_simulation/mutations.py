@@ -212,6 +212,11 @@ MUTATIONS = (
         found_by="tests/actors/federated/test_local_training.py::test_the_residual_of_an_update_that_was_refused_is_not_kept",
     ),
     Mutation(
+        "the end of the run ends the wait for its last receipt", "receipts", f"{SESSION}.end",
+        "self._ended_s = time.monotonic()",
+        "self._ended_s = -LAST_ANSWERS_S", "clients know what counts",
+    ),
+    Mutation(
         "an update is offered once", "receipts", "actors.federated.client.updates_out:UpdateSender.deliver",
         "async with asyncio.timeout(wait_s):",
         "async with asyncio.timeout(1e6):", "a lost request costs half a second",

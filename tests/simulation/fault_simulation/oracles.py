@@ -4,7 +4,7 @@
 * all rounds are reported, each once and in their order;
 * each actor ends, with nothing but a good result, or with a timeout where it has missed the end of the run;
 * nothing waits beyond its deadline once the last fault is over;
-* an update counts once, and its client knows that it does before it trains again;
+* an update counts once, and its client knows that it does before it trains again, and when the run is over;
 * no client gets the model of a round before the controller has noted that it is committed.
 """
 
@@ -37,6 +37,7 @@ def judge(world: World) -> None:
     counted = _counted(world)
     if flavour.learns_by_receipt:
         _clients_know_what_counts(world, counted)
+    _clients_know_at_the_end(world, counted)
     for role in world.roles if flavour.is_checked else ():
         _check_journals(world, role)
     if controller is not None and flavour.may_end_with and flavour.may_end_with in str(controller.result):
@@ -166,3 +167,46 @@ def _clients_know_what_counts(world: World, counted: set[Key]) -> None:
                     RECEIPTS,
                     f"{process.name} was refused its update of round {facts['round']}, which counts: {facts['reason']}",
                 )
+
+
+def _clients_know_at_the_end(world: World, counted: set[Key]) -> None:
+    """A client that has come to the end of the run takes no update that counts for called off, and its summary says how
+    many do. The end may overtake the last receipt, as nothing orders the channels."""
+    for role, process in world.ended.items():
+        if not role.startswith("client") or isinstance(process.result, Exception):
+            continue
+        own = [(event, facts) for one, event, facts in world.journal if one is process]
+        accepted = {
+            (facts["run"], facts["transfer"]) for event, facts in own if event == "receipt" and facts["accepted"]
+        }
+        if process.result.rounds != len(accepted):
+            text = f"{process.name} says that {process.result.rounds} updates count, {len(accepted)} had such a receipt"
+            world.finding(RECEIPTS, text)
+        run = next((facts["run"] for event, facts in reversed(own) if event == "welcomed"), "")
+        incarnation = next((facts["incarnation"] for event, facts in own if event == "started"), 0)
+        unknown = {
+            transfer
+            for transfer in _offered_to_the_last_controller(world, process)
+            if (run, world.client_ids[role], incarnation, transfer) in counted and (run, transfer) not in accepted
+        }
+        if unknown and not _was_out_of_reach_at_the_end(world, process):
+            world.finding(RECEIPTS, f"{process.name} has ended, never knew that transfers {sorted(unknown)} count")
+
+
+def _offered_to_the_last_controller(world: World, process: VirtualProcess) -> list[int]:
+    """Return the updates of a client that it can have a receipt for. Another start of the controller is asked for one,
+    too, but not by a client of secure aggregation: that goes by what it has helped to unmask."""
+    above, offered = world.above(process.role), list[int]()
+    for one, event, facts in world.journal:
+        if one is process and event == "offered":
+            offered.append(facts["transfer"])
+        elif one.role == above and event == "started" and not FLAVOURS[world.flavour].learns_by_receipt:
+            offered.clear()
+    return offered
+
+
+def _was_out_of_reach_at_the_end(world: World, process: VirtualProcess) -> bool:
+    """Return whether a receipt may not have arrived while the client waited for it."""
+    return any(
+        world.excused_s[role] > process.ended_s - MISSED_WORDS_S for role in (process.role, world.above(process.role))
+    )
