@@ -61,7 +61,7 @@ class AccessSettings(Settings):
     jobs: dict[str, tuple[str, ...]] = Field(default={})
     """Names of jobs by the name in a client's certificate, such as `{"site-1": ["mnist"], "operator": ["*"]}`. `*`
     stands for every job, or for every client. Empty: everybody whom TLS lets in may take part in every job. Names other
-    than `*` need `relay.tls_clients`."""
+    than `*` need `relay.tls_clients`. The job `mnist` with `bus.domain = 3` is `mnist@3` here."""
 
 
 class HttpSettings(Settings):

@@ -43,7 +43,7 @@ MAX_RESIDENT_MIB = 60.0
 MAX_CPU_RATIO = 1.5
 SESSIONS = 100
 RECEIVERS = CLIENTS = 8
-AHEAD = 2  # messages that are under way: a relay drops those for whom it has no room
+AHEAD = 8  # messages that are under way: a relay drops those for which it has no room for a second
 _HOST = "127.0.0.1"
 _GB = 1e9
 _TIMEOUT_S = 120.0
