@@ -40,7 +40,7 @@ if TYPE_CHECKING:  # it loads torch, which the nodes of an app without it are sp
 
 OLD_SESSION_S = 3.0  # a controller with a lower incarnation is accepted when the known one is silent for so long
 LISTENED_S = 2.0  # between two turns of this process: longer than a heartbeat is apart, with some delay
-LAST_ANSWERS_S = 1.0  # after the end of the run, while the controller waits for its clients to leave
+LAST_ANSWERS_S = 2.0  # after the end of the run; shorter than the controller waits for its clients to leave
 OVERTAKEN_S = 3.0  # a command of an earlier round that comes later than this after a newer one is not an overtaken one
 
 log = get_logger("client")

@@ -206,7 +206,7 @@ async def claim_job(
                         raise taken
 
 
-BYE_S = 2.0  # how long the end waits for clients to leave
+BYE_S = 3.0  # how long the end waits for clients to leave: longer than they wait for last answers
 LAST_MODEL_S = 30.0  # and for those of them that fetch the last model
 
 log = get_logger("controller")
