@@ -11,7 +11,7 @@ from typing import Literal
 CodecName = Literal["fp32", "loco", "q2", "q4", "q8", "s4", "sq8"]
 Network = Literal["loopback", "network"]
 FileFormat = Literal["safetensors", "torch"]
-FileKind = Literal["controller", "client", "worker", "aggregator"]
+FileKind = Literal["controller", "client", "worker", "aggregator", "relay"]
 BindMode = Literal["auto", "cores", "network", "none"]
 LoopName = Literal["uvloop", "asyncio"]
 LogStyle = Literal["auto", "console", "json"]

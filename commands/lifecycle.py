@@ -1,6 +1,7 @@
 """How a command starts, is stopped, and ends: signals, event loop, errors, exit code.
 
-The first Ctrl-C (SIGTERM, SIGHUP) cancels the command, which leaves the bus gracefully; the second exits at once.
+The first Ctrl-C (SIGTERM, SIGHUP) cancels the command, which leaves the bus gracefully, or calls what the command ends
+by; the second exits at once.
 """
 
 from __future__ import annotations
@@ -52,15 +53,24 @@ class Interrupted(Exception):
         self.signum = signum
 
 
-def run_loop(main: Callable[[], Coroutine[Any, Any, T]], loop: LoopName = "uvloop") -> T:
-    """Run ``main()`` on an event loop of its own. Raises Interrupted: a signal stopped it; else as ``main``."""
+def run_loop(
+    main: Callable[[], Coroutine[Any, Any, T]], loop: LoopName = "uvloop", *, stop: Callable[[], None] | None = None
+) -> T:
+    """Run ``main()`` on an event loop of its own.
+
+    Args:
+        stop: what the first signal calls, on the loop, instead of cancelling ``main``, which then ends by itself.
+
+    Raises:
+        Interrupted: a signal stopped it, and there is no ``stop``. Else as ``main``.
+    """
     # A quarter of a million objects of modules, torch's above all, stay until the end. Whenever the garbage collector
     # walks over them, the loop and all threads stand still for 0.1 to 0.2 s.
     gc.freeze()
     gc.set_threshold(*_THRESHOLDS)
     try:
         with asyncio.Runner(loop_factory=_loop_factory(loop)) as runner:
-            return runner.run(_supervise(main))
+            return runner.run(_supervise(main, stop))
     finally:
         signal.signal(signal.SIGINT, _leave_at_once)
 
@@ -75,7 +85,7 @@ def _loop_factory(loop: LoopName) -> Callable[[], asyncio.AbstractEventLoop] | N
     return None
 
 
-async def _supervise(main: Callable[[], Coroutine[Any, Any, T]]) -> T:
+async def _supervise(main: Callable[[], Coroutine[Any, Any, T]], stop: Callable[[], None] | None) -> T:
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None
     received: list[signal.Signals] = []
@@ -84,6 +94,9 @@ async def _supervise(main: Callable[[], Coroutine[Any, Any, T]]) -> T:
         if received:
             _abort(signum)
         received.append(signum)
+        if stop is not None:
+            stop()
+            return
         task.cancel()
         # A moment later, so that the cancellation has reached the task that waits for the computation that this ends.
         loop.call_later(0.05, stopping.set)
@@ -95,7 +108,7 @@ async def _supervise(main: Callable[[], Coroutine[Any, Any, T]]) -> T:
     try:
         return await main()
     except (asyncio.CancelledError, Exception):
-        if received:
+        if received and stop is None:
             raise Interrupted(received[0]) from None
         raise
     finally:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gradbus.commands.files import AggregatorFile, ClientFile, ControllerFile, WorkerFile
+from gradbus.commands.relay.settings import RelayFile
 from gradbus.runtime.config.settings import Settings
 
 FILES: dict[str, type[Settings]] = {
@@ -20,6 +21,7 @@ FILES: dict[str, type[Settings]] = {
     "client": ClientFile,
     "worker": WorkerFile,
     "aggregator": AggregatorFile,
+    "relay": RelayFile,
 }
 
 _PAGE = """\

@@ -12,7 +12,7 @@ import typer
 
 import gradbus
 from gradbus.commands.choices import DATA_HELP, PARTITION_HELP, CodecName, LogLevel
-from gradbus.commands.cli import data, flower, inspection, keys, settings
+from gradbus.commands.cli import data, flower, inspection, keys, relay, settings
 from gradbus.commands.cli.options import (
     Bind,
     Config,
@@ -519,6 +519,17 @@ def lab(
     queue: Annotated[str, typer.Option(help="What waits in front of a link; more is lost: 64kb.")] = "64mb",
     mtu: Annotated[int, typer.Option(help="Bytes of the largest packet.")] = 1500,
     seed: Annotated[int, typer.Option(help="Of what is lost.")] = 1,
+    nat: Annotated[
+        int | None,
+        typer.Option(
+            metavar="PORT",
+            min=1,
+            max=65_535,
+            show_default=False,
+            help="Let the hosts reach this port of the first host only, and nobody reach them, as behind address "
+            "translation. [default: all reach all]",
+        ),
+    ] = None,
 ) -> int:
     """Run commands on hosts of a network with this rate, delay and loss, all of them on this machine.
 
@@ -527,6 +538,9 @@ def lab(
     The command is started once on each host, as on as many machines: with RANK and WORLD_SIZE, with MASTER_ADDR, and
     with the settings of the bus for this network. At the end come time, bytes and the use of the links, host by host.
     Linux alone can do it, with the right to make network namespaces.
+
+    With --nat 443 the bus of the first host listens on that port, and the others dial it. Or the first host has a
+    relay: gradbus lab --nat 443 -- gradbus relay + gradbus controller A.json + gradbus client B.json --id 0
     """
     from gradbus.commands.lab import conditions
     from gradbus.commands.lab.command import run_lab
@@ -540,7 +554,7 @@ def lab(
         mtu=mtu,
         seed=seed,
     )
-    return run_lab(arguments, hosts, link)
+    return run_lab(arguments, hosts, link, nat)
 
 
 @app.command()
@@ -563,7 +577,7 @@ def simulate(
     run(read_simulation(config, overrides or ()), out)
 
 
-for _commands in (inspection, settings, keys, flower, data):
+for _commands in (inspection, settings, keys, relay, flower, data):
     _commands.add_to(app)
 
 

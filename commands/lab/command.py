@@ -14,7 +14,14 @@ from pathlib import Path
 
 from gradbus.commands.amounts import duration, percent, size
 from gradbus.commands.lab.conditions import LinkConditions
-from gradbus.commands.lab.namespaces import LinkTraffic, Network, NoNamespaces, hosts_on_a_switch, traffic
+from gradbus.commands.lab.namespaces import (
+    LinkTraffic,
+    Network,
+    NoNamespaces,
+    hosts_on_a_switch,
+    let_dial_only,
+    traffic,
+)
 from gradbus.commands.launch.launcher import Launch, Launcher
 from gradbus.commands.rundir.reading import read_run
 from gradbus.runtime.errors import ConfigError
@@ -22,6 +29,8 @@ from gradbus.runtime.security.job_key import new_job_key
 
 _INSIDE = "GRADBUS_LAB_INSIDE"  # set in a user namespace of ours, so that none is made in it again
 _MASTER_PORT = 29500
+DEFAULT_PORT = 443  # of a relay
+_KEYS = ("GRADBUS_KEY", "GRADBUS_KEY_FILE")
 # `ip netns` keeps names below /run, which is root's; here we are root of a namespace, and /run is ours alone.
 _OWN_RUN = 'mount -t tmpfs tmpfs /run && exec "$@"'
 _NO_RIGHTS = (
@@ -58,8 +67,13 @@ def split(arguments: Sequence[str], hosts: int | None) -> list[list[str]]:
     return commands
 
 
-def run_lab(arguments: Sequence[str], hosts: int | None, conditions: LinkConditions) -> int:
+def run_lab(
+    arguments: Sequence[str], hosts: int | None, conditions: LinkConditions, nat_port: int | None = None
+) -> int:
     """Run ``gradbus lab``. Returns the exit code of the first command that has failed, else 0.
+
+    Args:
+        nat_port: the only port, of the first host, that the others reach; None: all reach all.
 
     Raises:
         ConfigError: the commands are wrong, or this machine cannot make such a network; the text says what to do.
@@ -69,7 +83,10 @@ def run_lab(arguments: Sequence[str], hosts: int | None, conditions: LinkConditi
     need_rights()
     try:
         with hosts_on_a_switch(len(commands), conditions) as network:
-            return _run(network, commands)
+            if nat_port is not None:
+                for host in network.hosts[1:]:
+                    let_dial_only(host, network.hosts[0], nat_port)
+            return _run(network, commands, nat_port)
     except NoNamespaces as error:
         raise ConfigError(f"{error}. {_NO_RIGHTS}" if "not permitted" in str(error) else str(error)) from None
 
@@ -96,27 +113,52 @@ def need_rights() -> None:
     os.execvp(enter[0], [*enter, sys.executable, "-P", "-m", "gradbus", *sys.argv[1:]])
 
 
-def environment_of(network: Network, number: int, key: str) -> dict[str, str | None]:
+def environment_of(
+    network: Network, number: int, key: str, *, nat_port: int | None = None, is_relay: bool = False
+) -> dict[str, str | None]:
     """Return what a command on a host finds in its environment: its place among the hosts, and their addresses.
 
     The hosts share the processors of this machine, so LOCAL_RANK and LOCAL_WORLD_SIZE, by which ranks divide these, are
-    those of ranks on one machine. ``key``: of the job, unless the user has one.
+    those of ranks on one machine.
+
+    Args:
+        key: of the job, unless the user has one. nat_port: the only port that is reached; then the bus is on links to
+            it. is_relay: the command is that of a relay, which has no bus and no key.
     """
     host, world = network.hosts[number], len(network.hosts)
     found: dict[str, str | None] = {
         "RANK": str(number), "WORLD_SIZE": str(world), "LOCAL_RANK": str(number), "LOCAL_WORLD_SIZE": str(world),
         "MASTER_ADDR": network.hosts[0].address, "MASTER_PORT": str(_MASTER_PORT),
-        "GLOO_SOCKET_IFNAME": host.interface, "GRADBUS_BUS__NETWORK": "network",
-        "GRADBUS_BUS__INTERFACE": host.interface,
-        "GRADBUS_BUS__PEERS": json.dumps([one.address for one in network.hosts]),
-        "PYTHONUNBUFFERED": "1", _INSIDE: None,
+        "GLOO_SOCKET_IFNAME": host.interface, "PYTHONUNBUFFERED": "1", _INSIDE: None,
     }  # fmt: skip
-    if not os.environ.keys() & {"GRADBUS_KEY", "GRADBUS_KEY_FILE", "GRADBUS_BUS__KEY_FILE"}:
+    if is_relay:
+        return {**found, **_listening("RELAY", nat_port or DEFAULT_PORT), **dict.fromkeys(_KEYS)}
+    if not os.environ.keys() & {*_KEYS, "GRADBUS_BUS__KEY_FILE"}:
         found["GRADBUS_KEY"] = key
-    return found
+    if nat_port is None:
+        addresses = json.dumps([one.address for one in network.hosts])
+        bus = {"NETWORK": "network", "INTERFACE": host.interface, "PEERS": addresses}
+        return {**found, **{f"GRADBUS_BUS__{name}": value for name, value in bus.items()}}
+    if number == 0:
+        return {**found, **_listening("BUS", nat_port)}
+    endpoint = f"tcp/{network.hosts[0].address}:{nat_port}"
+    return {**found, "GRADBUS_BUS__CONNECT": json.dumps([endpoint]), "GRADBUS_BUS__TLS": "false"}
 
 
-def _run(network: Network, commands: Sequence[Sequence[str]]) -> int:
+def _listening(section: str, port: int) -> dict[str, str]:
+    """Return settings of a section that listens there, without TLS: all is on this machine, and sealed anyway."""
+    return {f"GRADBUS_{section}__LISTEN": json.dumps([f"tcp/0.0.0.0:{port}"]), f"GRADBUS_{section}__TLS": "false"}
+
+
+def is_relay(command: Sequence[str]) -> bool:
+    """Return whether a command is ``gradbus relay``, or ``python -m gradbus relay``: it never ends by itself."""
+    return any(
+        os.path.basename(program) == "gradbus" and word == "relay" and before in ("", "-m")
+        for before, program, word in zip(["", *command], command, command[1:], strict=False)
+    )
+
+
+def _run(network: Network, commands: Sequence[Sequence[str]], nat_port: int | None) -> int:
     key = new_job_key().text
     runs_before, began_s = _run_directories(), time.monotonic()
     before = [traffic(host) for host in network.hosts]
@@ -126,7 +168,10 @@ def _run(network: Network, commands: Sequence[Sequence[str]]) -> int:
             program="lab",
             name=lambda number: f"host {number}",
             command=lambda number, again: [*network.hosts[number].machine_prefix, *commands[number]],
-            environment=lambda number: environment_of(network, number, key),
+            environment=lambda number: environment_of(
+                network, number, key, nat_port=nat_port, is_relay=is_relay(commands[number])
+            ),
+            serves=lambda number: is_relay(commands[number]),
         )
     )
     code = asyncio.run(launcher.run())

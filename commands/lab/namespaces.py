@@ -240,6 +240,20 @@ def _removed_at_end(names: Sequence[str]) -> Iterator[None]:
             remover.communicate(b"end\n", timeout=_REMOVED_IN_S)
 
 
+def let_dial_only(host: Host, target: Host, port: int) -> None:
+    """Have a host reach one TCP port of one other host, and nothing else: neither others nor other ports, nor can
+    anybody dial it, as behind address translation or a firewall that lets connections out. Raises NoNamespaces.
+
+    Routes do it, which every kernel has: without one, nothing leaves the host, answers to others included.
+    """
+    allowed = ("to", target.address, "ipproto", "tcp", "dport", str(port), "lookup", "main")
+    try:
+        _ip("-n", host.name, "rule", "add", "pref", "10", *allowed)
+        _ip("-n", host.name, "rule", "add", "pref", "20", "unreachable")
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise NoNamespaces(f"no routes by port here (ip rule): {_detail(error)}") from None
+
+
 def set_link(host: Host, up: bool) -> None:
     """Cut or mend the host's network."""
     _ip("-n", host.name, "link", "set", host.interface, "up" if up else "down")

@@ -47,8 +47,9 @@ class Launch:
     these ranks have failed, each with an exit code, which is negative where a signal has killed it. ``restarts``: how
     often ranks that something has killed are started again in all. ``ends_together``: whether ranks that have
     come to the end of the run end at about the same time, so that nobody goes on without one that fails then.
-    ``has_ended``: whether the run has come to its end, as what it has written says. ``program``: the command of
-    ``gradbus``, for messages.
+    ``has_ended``: whether the run has come to its end, as what it has written says. ``serves``: whether a rank serves
+    the others and does not end by itself: it is asked to when all others have. ``program``: the command of ``gradbus``,
+    for messages.
     """
 
     world: int
@@ -59,6 +60,7 @@ class Launch:
     goes_on_without: Callable[[Mapping[int, int]], bool] = lambda ranks: False
     ends_together: bool = False
     has_ended: Callable[[], bool] = lambda: True
+    serves: Callable[[int], bool] = lambda rank: False
     restarts: int = 0
     program: str = "run"
 
@@ -245,7 +247,7 @@ class Launcher:
 
     async def _supervise(self, say: Callable[[str], None]) -> None:
         """Return when all ranks have exited; after a failure or a signal, have them exit."""
-        await self._until_over(lambda: self._signals or self._first_failure())
+        await self._until_over(lambda: self._signals or self._first_failure() or self._is_served())
         if self._missed_another():
             await self._until_over(lambda: self._signals or not self._missed_another(), _SETTLE_S)
         received, first = len(self._signals), self._first_failure()
@@ -264,6 +266,10 @@ class Launcher:
             for rank in self._ranks:
                 rank.kill()
             await self._until_over(lambda: False, _DEAD_S)
+
+    def _is_served(self) -> bool:
+        """Return whether only ranks that serve others are left."""
+        return all(self._launch.serves(rank.number) for rank in self._ranks if rank.running)
 
     def _first_failure(self) -> RankExit | None:
         """As far as is known now: the output of a process may arrive after its exit."""

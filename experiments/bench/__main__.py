@@ -36,6 +36,7 @@ from gradbus.experiments.bench import (
     loop,
     parameter_server,
     privacy,
+    relay,
     scale,
     sealing,
 )
@@ -117,6 +118,7 @@ BENCHMARKS = {
     "local": local.BENCHMARK,
     "loop": loop.BENCHMARK,
     "parameter-server": parameter_server.BENCHMARK,
+    "relay": relay.BENCHMARK,
     "sealing": sealing.BENCHMARK,
     "compression": _with_document(compression.BENCHMARK),
     "privacy": _with_document(privacy.BENCHMARK),

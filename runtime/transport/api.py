@@ -50,18 +50,14 @@ from typing import Any, Protocol, TypeAlias
 
 from gradbus.runtime.transport.access_policy import AccessPolicy
 from gradbus.runtime.transport.channels import Channel
+from gradbus.runtime.transport.peer_id import PEER_ID_BYTES as PEER_ID_BYTES
+from gradbus.runtime.transport.peer_id import PeerId as PeerId
 
 PERIOD_S = 0.002  # how often the thread of a bus calls what waits for an answer that comes soon
 
 Peer: TypeAlias = Hashable
 """The other end of a match, as one inlet or outlet sees it: equal while the match lasts, and new after a new match. It
 has no meaning of its own. Of one process, two inlets may see two peers."""
-
-PeerId: TypeAlias = bytes
-"""What a transport calls itself among those of its job, in :data:`PEER_ID_BYTES`: no two that are open have the same.
-Nothing proves it: whoever knows it can claim it."""
-
-PEER_ID_BYTES = 12
 
 Trigger: TypeAlias = Any
 """What a :class:`Waiter` of the same transport waits for. It has no meaning elsewhere."""

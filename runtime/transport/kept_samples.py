@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 LEAST_BYTES = 1 << 10  # of the window that a sample takes, so that small ones take a bounded memory, too
@@ -53,7 +54,9 @@ class KeptSamples:
     def since(self, number: int) -> Sequence[NumberedSample]:
         """Return the samples from this number on. On a channel that keeps the last one, older ones are gone."""
         both = self._lacking, self._retained  # each ends with the newest sample
-        return [one for one in max(both, key=len) if one.number >= number]
+        found = list(islice(reversed(max(both, key=len)), max(0, self.last + 1 - number)))
+        found.reverse()
+        return found
 
     def keep_since(self, number: int) -> None:
         """Keep the samples from this number on, as far as they are there: an inlet lacks them."""

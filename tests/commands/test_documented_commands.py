@@ -78,6 +78,7 @@ ELSEWHERE = {
     "tests/experiments/test_communication_table.py": ("python -m gradbus.experiments.studies.communication_table *",),
     "tests/commands/test_matrix.py": ("gradbus matrix *",),
     "tests/commands/test_lab.py": ("gradbus lab *",),
+    "tests/commands/relay/test_relay.py": ("gradbus relay *",),
     "tests/commands/test_history.py": ("gradbus check *",),
     "tests/commands/test_settings_reference.py": ("gradbus config *",),
     "tests/experiments/examples/test_embedding_program.py": ("python -m gradbus.experiments.examples.embed_aiohttp *",),

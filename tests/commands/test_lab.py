@@ -22,7 +22,7 @@ from patience import until
 from turns import have_the_machine
 
 from gradbus.commands.lab import command, conditions, switch
-from gradbus.commands.lab.command import environment_of, report, split
+from gradbus.commands.lab.command import environment_of, is_relay, report, split
 from gradbus.commands.lab.conditions import LinkConditions
 from gradbus.commands.lab.namespaces import (
     Carrier,
@@ -32,6 +32,7 @@ from gradbus.commands.lab.namespaces import (
     NoNamespaces,
     enter_namespace,
     hosts_on_a_switch,
+    let_dial_only,
 )
 from gradbus.commands.lab.switch import Switch
 from gradbus.runtime.errors import ConfigError
@@ -48,21 +49,36 @@ def network_of(count: int, link: LinkConditions, by: Carrier | None = None) -> I
         pytest.skip(str(error))
 
 
-def socket_on(host: Host, kind: socket.SocketKind) -> socket.socket:
-    """A socket in the network of a host, bound to its address; it stays there, whichever thread uses it."""
+def made_on(host: Host, make: Callable[[], socket.socket]) -> socket.socket:
+    """A socket that is made in the network of a host; it stays there, whichever thread uses it."""
     made: list[socket.socket] = []
+    failed: list[OSError] = []
 
-    def make() -> None:
+    def run() -> None:
         enter_namespace(host.name)
-        one = socket.socket(socket.AF_INET, kind)
-        one.bind((host.address, 0))
-        one.settimeout(10.0)
-        made.append(one)
+        try:
+            made.append(make())
+        except OSError as error:
+            failed.append(error)
 
-    thread = threading.Thread(target=make)
+    thread = threading.Thread(target=run)
     thread.start()
     thread.join()
+    if failed:
+        raise failed[0]
+    made[0].settimeout(10.0)
     return made[0]
+
+
+def socket_on(host: Host, kind: socket.SocketKind) -> socket.socket:
+    """A socket in the network of a host, bound to its address."""
+
+    def bound() -> socket.socket:
+        one = socket.socket(socket.AF_INET, kind)
+        one.bind((host.address, 0))
+        return one
+
+    return made_on(host, bound)
 
 
 def took(receiver: socket.socket, size: int) -> int:
@@ -388,6 +404,77 @@ def test_a_host_gets_its_place_and_a_key_unless_the_user_has_one(monkeypatch: py
     assert found["GRADBUS_KEY"] == "secret"
     monkeypatch.setenv("GRADBUS_KEY_FILE", "job.key")
     assert "GRADBUS_KEY" not in environment_of(network, 1, "secret")
+
+
+def test_hosts_behind_nat_have_a_bus_on_links_and_a_relay_has_neither_bus_nor_key(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    hosts = (Host("a", "va", "10.0.0.1"), Host("b", "vb", "10.0.0.2"))
+    network = Network(hosts, LinkConditions(), None)
+    monkeypatch.delenv("GRADBUS_KEY", raising=False)
+    monkeypatch.delenv("GRADBUS_KEY_FILE", raising=False)
+    first, second = (environment_of(network, number, "secret", nat_port=443) for number in (0, 1))
+    assert (first["GRADBUS_BUS__LISTEN"], first["GRADBUS_BUS__TLS"]) == ('["tcp/0.0.0.0:443"]', "false")
+    assert (second["GRADBUS_BUS__CONNECT"], second["GRADBUS_BUS__TLS"]) == ('["tcp/10.0.0.1:443"]', "false")
+    assert (first["GRADBUS_KEY"], second["GRADBUS_KEY"]) == ("secret", "secret")
+    assert not [name for name in (*first, *second) if name.endswith(("__PEERS", "__INTERFACE"))]
+    relay = environment_of(network, 0, "secret", nat_port=443, is_relay=True)
+    assert relay["GRADBUS_RELAY__LISTEN"] == '["tcp/0.0.0.0:443"]'
+    assert relay["GRADBUS_KEY"] is None
+    assert not [name for name in relay if name.startswith("GRADBUS_BUS__")]
+
+
+def test_a_relay_among_commands_is_known_however_it_is_started() -> None:
+    assert is_relay(["gradbus", "relay"])
+    assert is_relay(["/opt/venv/bin/gradbus", "relay", "relay.toml"])
+    assert is_relay(["python", "-P", "-m", "gradbus", "relay"])
+    assert not is_relay(["gradbus", "client", "relay"])
+    assert not is_relay(["cat", "gradbus", "relay"])
+
+
+@netns
+def test_a_host_behind_nat_reaches_one_port_and_nobody_reaches_it() -> None:
+    with network_of(3, LinkConditions()) as network:
+        first, second, third = network.hosts
+        for host in second, third:
+            let_dial_only(host, first, 443)
+
+        def listening(host: Host, port: int) -> socket.socket:
+            return made_on(host, lambda: socket.create_server((host.address, port)))
+
+        def dial(source: Host, target: Host, port: int) -> socket.socket:
+            return made_on(source, lambda: socket.create_connection((target.address, port), 0.5))
+
+        with listening(first, 443) as relay, listening(first, 80), listening(second, 443), listening(second, 80):
+            with dial(second, first, 443) as client, relay.accept()[0] as accepted:
+                accepted.sendall(b"y" * 100_000)
+                assert took(client, 100_000) == 100_000
+            for source, target, port in ((second, first, 80), (third, second, 443), (first, second, 443)):
+                with pytest.raises(OSError, match=r"timed out|unreachable"):
+                    dial(source, target, port)
+            dial(second, second, 80).close()
+
+
+@netns
+@pytest.mark.slow
+def test_a_federated_run_behind_nat_goes_through_a_relay_which_ends_with_it(
+    run_gradbus: Callable[..., tuple[int, str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    task = {"data": "glyphs", "data_options": {"train": 200, "test": 50}, "model": "gradbus.models:mnist_mlp"}
+    task["num_clients"] = 1
+    rules = {"rounds": 2, "clients": {"num": 1}}
+    Path("c.json").write_text(json.dumps({"bus": {"job": "nat"}, "task": task, "federated": rules}), encoding="utf-8")
+    Path("d.json").write_text(json.dumps({"bus": {"job": "nat"}, "task": task}), encoding="utf-8")
+    gradbus = [sys.executable, "-P", "-m", "gradbus"]
+    commands = [*gradbus, "relay", "+", *gradbus, "controller", "c.json", "+", *gradbus, "client", "d.json"]
+    code, out, err = run_gradbus("lab", "--nat", "443", "--rate", "100mbit", "--", *commands, "--id", "0")
+    if code == 2 and "namespaces" in err:
+        pytest.skip(err)
+    assert code == 0, err + out
+    assert "relay ends" in err
+    sent = {words[0]: words[4] for words in map(str.split, err.splitlines()) if words[:1] in (["0"], ["1"], ["2"])}
+    assert sent == {"0": "MB", "1": "MB", "2": "MB"}
 
 
 def test_the_report_has_the_share_of_each_link_that_was_used() -> None:

@@ -10,7 +10,7 @@ All begin with ``gradbus/<version>/<job>/<channel>/``, then:
 | ``ack/<outlet>/<inlet>`` | from an inlet to an outlet |
 
 An endpoint is named after its transport, so others know whose it is: the name of the transport
-(:data:`~gradbus.runtime.transport.api.PeerId`) in hexadecimal digits, a dot, and a number.
+(:data:`~gradbus.runtime.transport.peer_id.PeerId`) in hexadecimal digits, a dot, and a number.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from __future__ import annotations
 import re
 from urllib.parse import quote, unquote
 
-from gradbus.runtime.transport.api import PEER_ID_BYTES, PeerId
+from gradbus.runtime.transport.peer_id import PEER_ID_BYTES, PeerId
 
 VERSION = 1
 """Of the keys and of the messages below them: those of another version do not meet."""

@@ -2,7 +2,8 @@
 
 **Theory of operation.** An outlet that sees the token of an inlet sends it START, and counts it as matched once it has
 answered. The answers (ACK) say what has arrived, and up to which sample the inlet has room. A sample goes to all inlets
-in one message; one that has had no room, was cut off, or came later gets what it lacks in messages of its own. Each
+in one message, once all have room: in their queues, and on the way to them (:mod:`.flight`). One that makes no progress
+is not waited for. It gets what it lacks in messages of its own, as one does that was cut off, or came later. Each
 sample is kept until all matched inlets have acknowledged it.
 
 A message that was lost in the middle is asked for by the inlet, which sees the gap. One that was the last is found by a
@@ -17,13 +18,14 @@ process may live, and come back. One of a transport that is not known to belong 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from gradbus.runtime.transport.api import Envelope, PeerId
 from gradbus.runtime.transport.channels import WINDOW_BYTES, Channel, is_control
 from gradbus.runtime.transport.kept_samples import KeptSamples, NumberedSample
 from gradbus.runtime.transport.sample_layout import LAYOUTS
+from gradbus.runtime.transport.zenoh.flight import FlightWindow
 from gradbus.runtime.transport.zenoh.messages import (
     HEADER_BYTES,
     MAX_NUMBER,
@@ -55,7 +57,7 @@ class InletState:
         is_there: its token is, or our own link is down. is_matched: it has answered the START.
         is_reliable: it is sent again what it lacks. has_missed: something that it lacks is not there any more.
         progressed_s: when it has last acknowledged something new. patience_s: from then until the next PROBE.
-        delayed_s: how long it was waited for.
+        is_overdue: it was sent a PROBE since. delayed_s: how long it was waited for. flight: what is on its way to it.
     """
 
     id: str
@@ -75,7 +77,9 @@ class InletState:
     progressed_s: float = 0.0
     patience_s: float = PROBE_S
     round_trip_s: float = 0.0
+    is_overdue: bool = False
     delayed_s: float = 0.0
+    flight: FlightWindow = field(default_factory=FlightWindow)
 
     @property
     def is_peer(self) -> bool:
@@ -84,8 +88,18 @@ class InletState:
 
     def note_progress(self, now_s: float) -> None:
         """Begin to wait for an answer afresh."""
-        self.progressed_s = now_s
+        self.progressed_s, self.is_overdue = now_s, False
         self.patience_s = self.least_patience_s
+
+    def has_room_for(self, sample: NumberedSample) -> bool:
+        """Return whether it has room for a sample, and the way to it has."""
+        return not self.is_reliable or (sample.number <= self.granted and self.flight.has_room(sample.num_bytes))
+
+    def note_sent(self, sample: NumberedSample) -> None:
+        """Take note that it was sent a sample."""
+        self.sent = sample.number
+        if self.is_reliable:
+            self.flight.note_sent(sample.number, sample.num_bytes)
 
     @property
     def least_patience_s(self) -> float:
@@ -106,6 +120,7 @@ class ZenohOutlet(ZenohEndpoint):
         self._urgent = is_control(channel)
         self._to_all = self.keys.to_all(self.id)
         self._epoch = 0
+        self._sent = 0  # the last sample that was sent to all that keep pace
         self._probe_is_due = False
         self._refused_since_s = 0.0
         self._writes = 0  # in progress
@@ -177,6 +192,7 @@ class ZenohOutlet(ZenohEndpoint):
         inlet.is_matched = inlet.has_missed = False
         inlet.acknowledged = inlet.sent = first - 1
         inlet.granted = 0
+        inlet.flight.clear()
         self._kept.keep_since(first)
         inlet.started_s = self.schedule.now_s()
         inlet.note_progress(inlet.started_s)
@@ -226,11 +242,13 @@ class ZenohOutlet(ZenohEndpoint):
             inlet.granted = max(inlet.granted, ack.granted)
             if arrived > inlet.acknowledged:
                 inlet.acknowledged, inlet.sent = arrived, max(inlet.sent, arrived)
+                inlet.flight.note_acknowledged(arrived)
                 inlet.note_progress(now_s)
             if ack.ask_last:
+                inlet.flight.note_lost(ack.ask_first)
                 inlet.patience_s = inlet.least_patience_s  # it answers; what is lost again is to be found soon
                 self._send_again(inlet, ack)
-        self._send_lacking(inlet)
+        self._send_due()
         self._forget_acknowledged()
         self.schedule.notify()
 
@@ -247,16 +265,63 @@ class ZenohOutlet(ZenohEndpoint):
     def _publish_to(self, inlet: InletState, message: bytes | bytearray) -> bool:
         return self._publish(self.keys.to_one(inlet.id, self.id), message)
 
-    def _send_lacking(self, inlet: InletState) -> None:
-        """Send what an inlet has not been sent, as far as it has room."""
-        last = min(inlet.granted, self._kept.last)
-        if inlet.sent >= last or not inlet.is_peer:
-            return
-        for one in self._in_reach(inlet, inlet.sent + 1):
-            if one.number > last or not self._publish_to(inlet, one.sample):
+    def use_room(self) -> None:
+        """Send what waits because the link was congested."""
+        self._send_due()
+
+    def _send(self, message: bytearray) -> None:
+        """Number a sample and keep it, and send what is due."""
+        now_s = self.schedule.now_s()
+        for inlet in self._inlets.values():
+            if inlet.acknowledged >= self._kept.last:
+                inlet.note_progress(now_s)  # it has lacked nothing until now
+        set_number(message, self._kept.last + 1)
+        self._kept.append(message, len(message))
+        self._send_due()
+        self._forget_acknowledged()  # where no inlet is reliable, all is
+
+    def _send_due(self) -> None:
+        """Send what was written to all that keep pace, together, and to others what they lack."""
+        peers = [one for one in self._inlets.values() if one.is_peer]
+        for inlet in peers:
+            if inlet.sent < self._sent:
+                self._send_lacking(inlet)
+        awaited = self._awaited()
+        for one in self._kept.since(self._sent + 1) if peers else ():
+            if not self._send_together(peers, awaited, one):
                 break
-            inlet.sent = one.number
+        if not peers:
+            self._sent = self._kept.last
         self._probe_later()
+
+    def _send_together(self, peers: Sequence[InletState], awaited: Sequence[InletState], one: NumberedSample) -> bool:
+        """Send a sample to those that have had all before it. Returns False: later, as they have no room yet."""
+        lacking = [inlet for inlet in peers if inlet.sent < one.number]
+        in_step = [inlet for inlet in lacking if inlet.sent >= self._sent]
+        ready = [inlet for inlet in in_step if inlet.has_room_for(one)]
+        if lacking and not ready:
+            return False
+        if any(inlet in awaited and inlet not in ready and not inlet.is_overdue for inlet in in_step):
+            return False
+        if ready:
+            to_all = len(ready) > 1 or len(self._inlets) == 1
+            key = self._to_all if to_all else self.keys.to_one(ready[0].id, self.id)
+            if not self._publish(key, one.sample):
+                ready = [inlet for inlet in ready if not inlet.is_reliable]  # for them it is lost
+                if len(ready) < len(lacking):
+                    return False
+        for inlet in ready:
+            inlet.note_sent(one)
+        self._sent = one.number
+        return True
+
+    def _send_lacking(self, inlet: InletState) -> None:
+        """Send what an inlet lacks of what others were sent, as far as it has room."""
+        for one in self._in_reach(inlet, inlet.sent + 1):
+            is_due = one.number <= self._sent or self.channel.keep_last
+            if not (is_due and inlet.has_room_for(one) and self._publish_to(inlet, one.sample)):
+                break
+            inlet.note_sent(one)
 
     def _send_again(self, inlet: InletState, ack: Ack) -> None:
         for one in self._in_reach(inlet, max(ack.ask_first, inlet.acknowledged + 1)):
@@ -275,35 +340,6 @@ class ZenohOutlet(ZenohEndpoint):
         if first <= self._kept.last:
             self._begin(inlet, self._kept.first_retained)
         return ()
-
-    def use_room(self) -> None:
-        """Send what was dropped because the link was congested."""
-        for inlet in list(self._inlets.values()):
-            self._send_lacking(inlet)
-
-    def _send(self, message: bytearray) -> None:
-        """Number a sample, keep it, and send it to those that have had all before it, and have room."""
-        number = self._kept.last + 1
-        set_number(message, number)
-        self._kept.append(message, len(message))
-        inlets = self._inlets.values()
-        due = [one for one in inlets if one.is_peer and one.sent == number - 1 and one.granted >= number]
-        if due:
-            is_for_all = len(due) > 1 or len(inlets) == 1
-            key = self._to_all if is_for_all else self.keys.to_one(due[0].id, self.id)
-            if self._publish(key, message):
-                for one in due:
-                    one.sent = number
-            else:
-                self._skip_for_unreliable(due, number)
-        self._forget_acknowledged()  # where no inlet is reliable, all is
-        self._probe_later()
-
-    @staticmethod
-    def _skip_for_unreliable(due: Sequence[InletState], number: int) -> None:
-        for one in due:
-            if not one.is_reliable:
-                one.sent = number
 
     def _awaited(self) -> list[InletState]:
         """Return the inlets that writes wait for."""
@@ -335,10 +371,10 @@ class ZenohOutlet(ZenohEndpoint):
             if self._lacks(inlet) and now_s >= inlet.progressed_s + inlet.patience_s:
                 self._probe(inlet)
                 inlet.delayed_s += now_s - inlet.progressed_s
-                inlet.progressed_s = now_s
+                inlet.progressed_s, inlet.is_overdue = now_s, True
                 longest_s = PROBE_MAX_S if inlet.is_matched else self.place.lease_s  # anybody can show tokens
                 inlet.patience_s = max(min(1.5 * inlet.patience_s, longest_s), inlet.least_patience_s)
-        self._probe_later()
+        self._send_due()  # what waited for those that are overdue
 
     def _probe(self, inlet: InletState) -> None:
         """Have an inlet say what it lacks, or answer the START that it has not answered yet."""

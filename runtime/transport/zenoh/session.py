@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from gradbus.runtime.errors import BusError, NotReachable
 from gradbus.runtime.network.links import LinkConfig, Mode
-from gradbus.runtime.transport.zenoh.certificates import check_certificates
-from gradbus.runtime.transport.zenoh.link_probe import find_fault, why_not_listening
+from gradbus.runtime.transport.zenoh.relay_settings import RELAY_SETTINGS
 
 if TYPE_CHECKING:
     import zenoh
@@ -67,6 +66,7 @@ def session_settings(links: LinkConfig, mode: Mode) -> dict[str, Any]:
         "transport/link/tx/keep_alive": _KEEP_ALIVES,
         "transport/link/tx/queue/congestion_control/block/wait_before_close": _NEVER_US,
         "transport/link/tls": _tls(links),
+        **(RELAY_SETTINGS if mode == "router" else {}),
     }
 
 
@@ -104,10 +104,20 @@ def open_session(
             would fail as well; the text says why. ConfigError: a certificate or key is missing or wrong.
             ImportError: the package eclipse-zenoh is missing or broken.
     """
-    mode = links.mode if mode is None else mode
+    from gradbus.runtime.transport.zenoh.certificates import check_certificates  # loads cryptography
+
     check_certificates(links)
+    return open_checked_session(links, mode, more=more)
+
+
+def open_checked_session(
+    links: LinkConfig, mode: Mode | None = None, *, more: Mapping[str, Any] | None = None
+) -> zenoh.Session:
+    """Open a session whose certificates have been checked, if need be by another process; else as
+    :func:`open_session`."""
     import zenoh
 
+    mode = links.mode if mode is None else mode
     settings = {**session_settings(links, mode), **(more or {})}
     config = zenoh.Config()
     for name, value in settings.items():
@@ -120,6 +130,8 @@ def open_session(
 
 def _explained(links: LinkConfig, mode: Mode, reason: str) -> BusError:
     """Return the error for a session that was not opened. ``reason``: the text of Zenoh."""
+    from gradbus.runtime.transport.zenoh.link_probe import find_fault, why_not_listening
+
     reason = _SOURCE.sub("", reason).strip()
     if mode == "router":
         return BusError(why_not_listening(links.listens) or f"cannot listen on {', '.join(links.listen)}: {reason}")

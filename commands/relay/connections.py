@@ -1,0 +1,110 @@
+"""The TCP connections of this process, found among its descriptors, and what the kernel counts of each.
+
+Zenoh's wheel counts no bytes, and has no call that ends one session. Both can be had from the kernel: a second
+descriptor of the same connection reads its counters (TCP_INFO), and shuts it down. Without these counters (they are
+Linux's) a relay works as well, and reports no bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import socket
+import struct
+from collections.abc import Iterable
+from pathlib import Path
+
+from gradbus.commands.relay.sessions import CarriedBytes
+
+_DESCRIPTORS = Path("/proc/self/fd")
+_TCP_INFO_BYTES = 232  # of struct tcp_info; an older kernel returns less
+_ACKED_AND_RECEIVED = struct.Struct("=QQ")  # tcpi_bytes_acked, tcpi_bytes_received
+_OFFSET = 120
+
+
+class TcpConnection:
+    """A descriptor of our own of a connection that Zenoh holds, from :func:`find_connections` until :meth:`close`.
+
+    While it is open, the connection does not end by Zenoh's closing its own: it must be closed when the session is.
+    """
+
+    def __init__(self, own: socket.socket) -> None:
+        self._socket = own
+        self._last = CarriedBytes()
+
+    def traffic(self) -> CarriedBytes:
+        """Return the bytes received, and those sent and acknowledged, so far. Any thread may call it."""
+        with contextlib.suppress(OSError):  # closed meanwhile
+            info = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+            if len(info) >= _OFFSET + _ACKED_AND_RECEIVED.size:
+                acked, received = _ACKED_AND_RECEIVED.unpack_from(info, _OFFSET)
+                self._last = CarriedBytes(received_bytes=received, sent_bytes=acked)
+        return self._last
+
+    def hang_up(self) -> None:
+        """End the connection in both directions: Zenoh finds it ended, and closes the session."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Give the descriptor back. The counters keep the values that were read last."""
+        self._socket.close()
+
+
+def find_connections(addresses: Iterable[str]) -> dict[str, TcpConnection]:
+    """Return the connections of this process to these addresses, each ``HOST:PORT``, with brackets around IPv6.
+
+    Of a connection that is found twice, as there is a second descriptor of ours, one is returned. Empty where there is
+    no list of descriptors.
+    """
+    wanted, found = set(addresses), dict[str, TcpConnection]()
+    try:
+        numbers = [int(name) for name in os.listdir(_DESCRIPTORS)]
+    except OSError:
+        return found
+    for number in numbers:
+        own = _second_descriptor(number)
+        if own is None:
+            continue
+        address = _address_of(own)
+        if address in wanted and address not in found:
+            found[address] = TcpConnection(own)
+        else:
+            own.close()
+    return found
+
+
+def _second_descriptor(number: int) -> socket.socket | None:
+    """Return a descriptor of our own of the socket with this number; None: it is no socket, or gone."""
+    try:
+        own = os.dup(number)
+    except OSError:
+        return None
+    try:
+        return socket.socket(fileno=own)  # of our copy, so that nothing else can take its number meanwhile
+    except OSError:
+        os.close(own)
+        return None
+
+
+def _address_of(connected: socket.socket) -> str:
+    """Return the address of the other end; empty: it is no connection over TCP/IP."""
+    if connected.family not in (socket.AF_INET, socket.AF_INET6) or connected.type != socket.SOCK_STREAM:
+        return ""
+    try:
+        host, port = connected.getpeername()[:2]
+    except OSError:
+        return ""
+    return canonical(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
+
+
+def canonical(address: str) -> str:
+    """Return an address as the kernel and Zenoh may both write it: an IPv4 address within IPv6 as plain IPv4."""
+    host, _, port = address.rpartition(":")
+    try:
+        found = ipaddress.ip_address(host.strip("[]").partition("%")[0])
+    except ValueError:
+        return address
+    plain = getattr(found, "ipv4_mapped", None) or found
+    return f"[{plain}]:{port}" if plain.version == 6 else f"{plain}:{port}"

@@ -1,0 +1,216 @@
+"""What a relay knows of its sessions: counts and bytes by node, limits, metrics, pages, settings."""
+
+from __future__ import annotations
+
+import socket
+import urllib.error
+import urllib.request
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+from patience import until
+from prometheus_client.parser import text_string_to_metric_families
+
+from gradbus.commands.relay import metrics
+from gradbus.commands.relay.connections import canonical, find_connections
+from gradbus.commands.relay.probes import Answers, serving
+from gradbus.commands.relay.sessions import MAX_NODES, OTHER_NODES, CarriedBytes, NodeTotals, Sessions
+from gradbus.commands.relay.settings import RelayFile
+from gradbus.runtime.config.settings import check_settings
+from gradbus.runtime.errors import ConfigError
+
+
+class Counted:
+    """A connection that has carried a given number of bytes."""
+
+    def __init__(self, received_bytes: int, sent_bytes: int) -> None:
+        self.now = CarriedBytes(received_bytes, sent_bytes)
+        self.ended: list[str] = []
+
+    def traffic(self) -> CarriedBytes:
+        return self.now
+
+    def hang_up(self) -> None:
+        self.ended.append("hung up")
+
+    def close(self) -> None:
+        self.ended.append("closed")
+
+
+def finds(connections: dict[str, Counted]) -> Any:
+    def find(addresses: Iterable[str]) -> dict[str, Counted]:
+        return {address: connections[address] for address in addresses if address in connections}
+
+    return find
+
+
+def test_bytes_of_a_node_are_those_of_its_open_and_its_closed_sessions() -> None:
+    sessions = Sessions()
+    sessions.open("a1", "10.0.0.1:1", "site-1", 0.0)
+    sessions.open("a2", "10.0.0.1:2", "site-1", 1.0)
+    sessions.open("b1", "10.0.0.2:1", "site-2", 1.0)
+    connections = {"10.0.0.1:1": Counted(10, 100), "10.0.0.1:2": Counted(5, 50), "10.0.0.2:1": Counted(1, 2)}
+    found = sessions.connect(finds(connections))
+    assert [session.peer for session in found] == ["a1", "a2", "b1"]
+    closed = sessions.close("10.0.0.1:1")
+    assert closed is not None
+    assert (closed.peer, closed.traffic) == ("a1", (10, 100))
+    connections["10.0.0.1:2"].now = CarriedBytes(6, 60)
+    assert sessions.by_node() == {
+        "site-1": (1, NodeTotals(opened=2, closed=1, received_bytes=16, sent_bytes=160)),
+        "site-2": (1, NodeTotals(opened=1, received_bytes=1, sent_bytes=2)),
+    }
+    assert sessions.by_node() == sessions.by_node(), "to look must not count"
+
+
+def test_a_session_without_a_connection_is_looked_for_again_and_one_that_is_found_is_not() -> None:
+    sessions = Sessions()
+    sessions.open("a", "10.0.0.1:1", "", 0.0)
+    assert [one.connection for one in sessions.connect(finds({}))] == [None]
+    assert len(sessions.connect(finds({"10.0.0.1:1": Counted(0, 0)}))) == 1
+    assert sessions.connect(finds({})) == []
+
+
+def test_a_session_that_is_closed_twice_counts_once() -> None:
+    sessions = Sessions()
+    sessions.open("a", "10.0.0.1:1", "n", 0.0)
+    assert sessions.close("10.0.0.1:1") is not None
+    assert sessions.close("10.0.0.1:1") is None
+    assert sessions.by_node() == {"n": (0, NodeTotals(opened=1, closed=1))}
+
+
+def test_a_node_with_too_many_sessions_is_over_its_limit_and_others_are_not() -> None:
+    sessions = Sessions(max_per_node=1)
+    first = sessions.open("a", "10.0.0.1:1", "site-1", 0.0)
+    assert not sessions.is_over_limit(first)
+    assert not sessions.is_over_limit(sessions.open("b", "10.0.0.2:1", "site-2", 0.0))
+    assert sessions.is_over_limit(sessions.open("c", "10.0.0.1:2", "site-1", 0.0))
+    assert sessions.by_node()["site-1"] == (2, NodeTotals(opened=2, refused=1))
+    sessions.close("10.0.0.1:2")
+    assert not sessions.is_over_limit(first)
+
+
+def test_nodes_beyond_a_bound_are_counted_together() -> None:
+    sessions = Sessions()
+    for number in range(MAX_NODES + 3):
+        sessions.open("p", f"10.0.0.1:{number}", f"node-{number}", 0.0)
+    found = sessions.by_node()
+    assert len(found) == MAX_NODES + 1
+    assert found[OTHER_NODES] == (3, NodeTotals(opened=3))
+    sessions.close(f"10.0.0.1:{MAX_NODES + 1}")
+    assert sessions.by_node()[OTHER_NODES] == (2, NodeTotals(opened=3, closed=1))
+
+
+def test_metrics_are_what_prometheus_reads_whatever_a_node_is_called() -> None:
+    name = 'a "quoted"\\ one\nand {more}'
+    text = metrics.render(
+        {name: (2, NodeTotals(3, 1, 4, 10**15, 7)), "": (0, NodeTotals())}, max_sessions=9, is_ready=True
+    )
+    found = {
+        (sample.name, sample.labels.get("node")): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+    shown = name.replace("\n", " ")
+    assert found["gradbus_relay_ready", None] == 1
+    assert found["gradbus_relay_sessions_max", None] == 9
+    assert found["gradbus_relay_sessions", shown] == 2
+    assert found["gradbus_relay_sessions_opened_total", shown] == 3
+    assert found["gradbus_relay_sessions_closed_total", shown] == 1
+    assert found["gradbus_relay_sessions_refused_total", shown] == 4
+    assert found["gradbus_relay_received_bytes_total", shown] == 10**15
+    assert found["gradbus_relay_sent_bytes_total", shown] == 7
+    assert found["gradbus_relay_sessions", ""] == 0
+    assert found["process_cpu_seconds_total", None] > 0
+    assert found["process_resident_memory_bytes", None] > 1e6
+
+
+def get(url: str) -> tuple[int, str]:
+    try:
+        with urllib.request.urlopen(url, timeout=10) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read().decode()
+
+
+def test_pages_say_whether_the_relay_lives_and_is_ready() -> None:
+    ready = [True]
+    with serving("127.0.0.1", 0, Answers(lambda: ready[0], lambda: "counts 1\n")) as url:
+        assert get(f"{url}/live") == (200, "live\n")
+        assert get(f"{url}/ready") == (200, "ready\n")
+        assert get(f"{url}/metrics?of=all") == (200, "counts 1\n")
+        assert get(f"{url}/")[0] == 404
+        ready[0] = False
+        assert get(f"{url}/ready")[0] == 503
+        assert get(f"{url}/live") == (200, "live\n"), "a supervisor must not kill what drains"
+
+
+def test_a_port_of_the_pages_that_is_taken_is_an_error_that_names_it() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with (
+            pytest.raises(ConfigError, match=f"http: cannot listen on 127.0.0.1:{port}: .*http.port"),
+            serving("127.0.0.1", port, Answers(lambda: True, str)),
+        ):
+            pass
+
+
+def test_the_kernel_counts_the_bytes_of_a_connection_and_ends_it() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        client = socket.create_connection(server.getsockname())
+        accepted, (host, port) = server.accept()
+    with client, accepted:
+        found = find_connections([f"{host}:{port}", "127.0.0.1:1"])
+        connection = found.pop(f"{host}:{port}")
+        assert found == {}
+        client.sendall(b"x" * 1_000)
+        assert len(accepted.recv(1_000, socket.MSG_WAITALL)) == 1_000
+        accepted.sendall(b"y" * 300)
+        assert len(client.recv(300, socket.MSG_WAITALL)) == 300
+        until(lambda: connection.traffic().sent_bytes == 300)  # the acknowledgement is on its way
+        connection.hang_up()
+        assert client.recv(1) == b""
+        connection.close()
+        assert connection.traffic() == (1_000, 300), "what was read last stays"
+
+
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [
+        ("10.0.0.1:7", "10.0.0.1:7"),
+        ("[::ffff:10.0.0.1]:7", "10.0.0.1:7"),
+        ("[2001:DB8::1]:7", "[2001:db8::1]:7"),
+        ("[fe80::1%eth0]:7", "[fe80::1]:7"),
+        ("no address", "no address"),
+    ],
+)
+def test_an_address_has_one_form(written: str, read: str) -> None:
+    assert canonical(written) == read
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ({"access": {"jobs": {"site-1": ["a"]}}}, "access.jobs names 'site-1'.*relay.tls_clients=true"),
+        ({"limits": {"sessions_per_node": 2}}, "limits.sessions_per_node counts.*relay.tls_clients=true"),
+        ({"limits": {"sesions": 2}}, "unknown key 'limits.sesions', did you mean 'sessions'"),
+        ({"relay": {"drain_s": -1}}, "relay.drain_s"),
+        ({"bus": {}}, "unknown key 'bus'"),
+    ],
+)
+def test_settings_of_a_relay_that_cannot_hold_are_errors_that_say_what_to_do(values: Any, text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        check_settings(RelayFile, values, where="relay.toml")
+
+
+def test_every_client_may_be_named_without_certificates() -> None:
+    file = check_settings(RelayFile, {"access": {"jobs": {"*": ["a", "b"]}}}, where="relay.toml")
+    assert file.access.jobs == {"*": ("a", "b")}
+
+
+def test_defaults_ask_for_no_file() -> None:
+    file = check_settings(RelayFile, {}, where="settings")
+    assert file.relay.listen == ("tls/0.0.0.0:443",)
+    assert file.http.port is None

@@ -1,0 +1,73 @@
+"""What a router is told of access and limits, and what it makes of what Zenoh reports."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from gradbus.runtime.network.links import LinkConfig
+from gradbus.runtime.transport.zenoh.relay_settings import RELAY_SETTINGS
+from gradbus.runtime.transport.zenoh.router import (
+    ANY,
+    JobMember,
+    RouterLimits,
+    access_rules,
+    members_of,
+    router_settings,
+)
+from gradbus.runtime.transport.zenoh.session import session_settings
+
+SENDER = "0a" * 12
+
+
+def test_without_names_every_client_may_use_all_keys_of_gradbus_and_no_others() -> None:
+    settings = router_settings(RouterLimits(sessions=7, message_bytes=1 << 20), {})
+    rules = settings["access_control"]
+    assert (rules["enabled"], rules["default_permission"]) == (True, "deny")
+    assert [rule["key_exprs"] for rule in rules["rules"]] == [["gradbus/**"]]
+    assert rules["subjects"] == [{"id": "client-0"}]
+    assert settings["transport/unicast/max_sessions"] == 7
+    assert settings["transport/link/rx/max_message_size"] == 1 << 20
+
+
+def test_who_forwards_lets_no_client_hold_up_another() -> None:
+    links = LinkConfig(listen=("tcp/127.0.0.1:7447",))
+    assert session_settings(links, "router").items() >= RELAY_SETTINGS.items()
+    assert not session_settings(LinkConfig(connect=links.listen), "client").keys() & RELAY_SETTINGS.keys()
+
+
+def test_a_client_has_the_keys_of_its_jobs_and_a_job_is_no_pattern() -> None:
+    rules = access_rules({"site-1": ("cells", "a/b*"), "site-2": (), "admin": ("cells", ANY), ANY: ("open",)})
+    keys = {
+        (subject.get("cert_common_names") or [ANY])[0]: rule["key_exprs"]
+        for rule, subject in zip(rules["rules"], rules["subjects"], strict=True)
+    }
+    assert keys == {
+        "site-1": ["gradbus/*/cells/**", "gradbus/*/a%2Fb%2A/**"],
+        "admin": ["gradbus/**"],
+        ANY: ["gradbus/*/open/**"],
+    }
+    assert [policy["rules"] for policy in rules["policies"]] == [[rule["id"]] for rule in rules["rules"]]
+    assert all("query" not in rule["messages"] for rule in rules["rules"]), "nobody asks a router for its state"
+
+
+def test_who_takes_part_is_read_from_the_tokens_of_a_job() -> None:
+    state = json.dumps({"routers": ["r"], "peers": [], "clients": ["c2", "c1"]}).encode()
+    assert members_of(f"gradbus/1/my%20job/train%2Fcontrol/in/{SENDER}.3", state) == [
+        JobMember("c2", "my job", SENDER),
+        JobMember("c1", "my job", SENDER),
+    ]
+
+
+@pytest.mark.parametrize(
+    "state",
+    [b"", b"\xff", b"[]", b"{}", b'{"clients": 3}', b"[" * 5_000, b'{"clients": []}', b" " * (2 << 20)],
+)
+def test_a_state_that_says_nothing_gives_nobody(state: bytes) -> None:
+    assert members_of(f"gradbus/1/job/channel/in/{SENDER}.3", state) == []
+
+
+@pytest.mark.parametrize("token", ["", "gradbus", "gradbus/1/job/in/x.1", "other/1/job/channel/in/x.1"])
+def test_a_token_that_is_not_of_a_job_gives_nobody(token: str) -> None:
+    assert members_of(token, b'{"clients": ["c1"]}') == []
