@@ -2,7 +2,7 @@
 
     PYTHONPATH=tests/tools .venv/bin/python -P -m distributions build/distributions      # make wheel runs it
 
-``gradbus-core`` takes part in a job without torch: bus, transports, security, doctor, status, keys, Flower nodes.
+``gradbus-core`` takes part in a job without torch: bus, transports, security, relay, doctor, keys, Flower nodes.
 ``gradbus`` holds everything else and requires ``gradbus-core`` of the same version. Both install into the import
 package ``gradbus``, and no file is in both, so that installing or removing one leaves the other's files alone. The
 program writes a folder for each, with a ``pyproject.toml`` of its own, from which any build tool makes an sdist and a
