@@ -314,9 +314,9 @@ class ZenohOutlet(ZenohEndpoint):
         lacking = [inlet for inlet in peers if inlet.sent < one.number]
         in_step = [inlet for inlet in lacking if inlet.sent >= self._sent]
         ready = [inlet for inlet in in_step if inlet.has_room_for(one)]
-        if lacking and not ready:
-            return False
         if any(inlet in awaited and inlet not in ready and inlet.keeps_pace(now_s) for inlet in in_step):
+            return False
+        if not ready and all(inlet.sent < one.number for inlet in peers):
             return False
         if ready:
             to_all = len(ready) > 1 or len(self._inlets) == 1
@@ -420,6 +420,7 @@ class ZenohOutlet(ZenohEndpoint):
         return self._write(num_bytes, made)
 
     def _write(self, num_bytes: int, make: Callable[[], bytearray]) -> bool:
+        self.place.check_process()
         with self.schedule.lock:
             if not self._waits_for_room():
                 self._refused_since_s = self._refused_since_s or self.schedule.now_s()
