@@ -41,7 +41,8 @@ from gradbus.runtime.transport.zenoh.messages import (
 )
 from gradbus.runtime.transport.zenoh.place import MAX_PEERS, ZenohEndpoint, ZenohPlace
 
-PROBE_S, PROBE_MAX_S = 0.2, 1.0  # from the last progress of an inlet until the first PROBE, and between later ones
+PROBE_S, PROBE_MAX_S = 0.2, 4.0  # from the last progress of an inlet until the first PROBE, and between later ones
+PACE_S = 0.5  # in which an inlet without progress is waited for with what others are to get in the same message
 FOREIGN_S = 1.5  # a member says that it is one within milliseconds of being found, or later where its machine is busy
 _RESTART_S = 0.05  # an answer to an old START may be on its way
 
@@ -56,8 +57,9 @@ class InletState:
         acknowledged: it has all samples up to this one. sent: those that were sent. granted: those it has room for.
         is_there: its token is, or our own link is down. is_matched: it has answered the START.
         is_reliable: it is sent again what it lacks. has_missed: something that it lacks is not there any more.
-        progressed_s: when it has last acknowledged something new. patience_s: from then until the next PROBE.
-        is_overdue: it was sent a PROBE since. delayed_s: how long it was waited for. flight: what is on its way to it.
+        progressed_s: when it has last acknowledged something new, or came to lack something. interval_s: between two
+            such times, on average. probe_s: when the next PROBE is due, ``patience_s`` after the last one.
+        delayed_s: how long it was waited for. flight: what is on its way to it.
     """
 
     id: str
@@ -75,9 +77,10 @@ class InletState:
     has_missed: bool = False
     lost_s: float = 0.0
     progressed_s: float = 0.0
+    interval_s: float = 0.0
+    probe_s: float = 0.0
     patience_s: float = PROBE_S
     round_trip_s: float = 0.0
-    is_overdue: bool = False
     delayed_s: float = 0.0
     flight: FlightWindow = field(default_factory=FlightWindow)
 
@@ -88,8 +91,20 @@ class InletState:
 
     def note_progress(self, now_s: float) -> None:
         """Begin to wait for an answer afresh."""
-        self.progressed_s, self.is_overdue = now_s, False
+        self.progressed_s = now_s
         self.patience_s = self.least_patience_s
+        self.probe_s = now_s + self.patience_s
+
+    def note_arrival(self, number: int, now_s: float) -> None:
+        """Take note that all samples up to this one have arrived."""
+        self.acknowledged, self.sent = number, max(self.sent, number)
+        self.flight.note_acknowledged(number)
+        self.interval_s += (now_s - self.progressed_s - self.interval_s) / 4
+        self.note_progress(now_s)
+
+    def keeps_pace(self, now_s: float) -> bool:
+        """Return whether it is not much later than usual: others wait for it, so that one message serves all."""
+        return now_s < self.progressed_s + max(PACE_S, 4 * self.round_trip_s, 3 * self.interval_s)
 
     def has_room_for(self, sample: NumberedSample) -> bool:
         """Return whether it has room for a sample, and the way to it has."""
@@ -241,12 +256,11 @@ class ZenohOutlet(ZenohEndpoint):
         else:
             inlet.granted = max(inlet.granted, ack.granted)
             if arrived > inlet.acknowledged:
-                inlet.acknowledged, inlet.sent = arrived, max(inlet.sent, arrived)
-                inlet.flight.note_acknowledged(arrived)
-                inlet.note_progress(now_s)
+                inlet.note_arrival(arrived, now_s)
             if ack.ask_last:
                 inlet.flight.note_lost(ack.ask_first)
                 inlet.patience_s = inlet.least_patience_s  # it answers; what is lost again is to be found soon
+                inlet.probe_s = min(inlet.probe_s, now_s + inlet.patience_s)
                 self._send_again(inlet, ack)
         self._send_due()
         self._forget_acknowledged()
@@ -296,12 +310,13 @@ class ZenohOutlet(ZenohEndpoint):
 
     def _send_together(self, peers: Sequence[InletState], awaited: Sequence[InletState], one: NumberedSample) -> bool:
         """Send a sample to those that have had all before it. Returns False: later, as they have no room yet."""
+        now_s = self.schedule.now_s()
         lacking = [inlet for inlet in peers if inlet.sent < one.number]
         in_step = [inlet for inlet in lacking if inlet.sent >= self._sent]
         ready = [inlet for inlet in in_step if inlet.has_room_for(one)]
-        if lacking and not ready:
+        if any(inlet in awaited and inlet not in ready and inlet.keeps_pace(now_s) for inlet in in_step):
             return False
-        if any(inlet in awaited and inlet not in ready and not inlet.is_overdue for inlet in in_step):
+        if not ready and all(inlet.sent < one.number for inlet in peers):
             return False
         if ready:
             to_all = len(ready) > 1 or len(self._inlets) == 1
@@ -357,7 +372,7 @@ class ZenohOutlet(ZenohEndpoint):
         """Look again when the first of those that lack something runs out of patience."""
         if self._probe_is_due:
             return
-        due_s = min((one.progressed_s + one.patience_s for one in self._inlets.values() if self._lacks(one)), default=0)
+        due_s = min((one.probe_s for one in self._inlets.values() if self._lacks(one)), default=0)
         if due_s:
             self._probe_is_due = True
             self.schedule.at(max(due_s, self.schedule.now_s()), self._look_at_progress)
@@ -368,12 +383,12 @@ class ZenohOutlet(ZenohEndpoint):
         if self.id not in self.place.endpoints:
             return
         for inlet in list(self._inlets.values()):
-            if self._lacks(inlet) and now_s >= inlet.progressed_s + inlet.patience_s:
+            if self._lacks(inlet) and now_s >= inlet.probe_s:
                 self._probe(inlet)
-                inlet.delayed_s += now_s - inlet.progressed_s
-                inlet.progressed_s, inlet.is_overdue = now_s, True
+                inlet.delayed_s += inlet.patience_s
                 longest_s = PROBE_MAX_S if inlet.is_matched else self.place.lease_s  # anybody can show tokens
                 inlet.patience_s = max(min(1.5 * inlet.patience_s, longest_s), inlet.least_patience_s)
+                inlet.probe_s = now_s + inlet.patience_s
         self._send_due()  # what waited for those that are overdue
 
     def _probe(self, inlet: InletState) -> None:
@@ -405,6 +420,7 @@ class ZenohOutlet(ZenohEndpoint):
         return self._write(num_bytes, made)
 
     def _write(self, num_bytes: int, make: Callable[[], bytearray]) -> bool:
+        self.place.check_process()
         with self.schedule.lock:
             if not self._waits_for_room():
                 self._refused_since_s = self._refused_since_s or self.schedule.now_s()

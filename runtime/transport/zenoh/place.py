@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from gradbus.runtime import forks
 from gradbus.runtime.errors import BusClosed, BusError
 from gradbus.runtime.transport.api import PeerId
 from gradbus.runtime.transport.channels import WINDOW_BYTES, Channel
@@ -64,6 +65,7 @@ class ZenohPlace:
         self._posted_bytes = 0
         self._drain_is_due = False
         self._broke_s = -math.inf  # when the link did last
+        self._made_in = forks.generation
         session.start(self._link_changed, self._room_made)
 
     # From any thread, and from callbacks
@@ -136,12 +138,19 @@ class ZenohPlace:
             self.waiters.append(made)
         return made
 
+    def check_process(self) -> None:
+        """Raise ForkedProcess in a child by fork."""
+        forks.check(self._made_in, "the transport on Zenoh")
+
     def next_number(self) -> int:
         """Return a number that no endpoint and no peer of this place has."""
         return next(self._numbers)
 
     def close_endpoints(self, endpoints: Sequence[ZenohEndpoint]) -> None:
-        """Close them together: outlets stay until their samples have arrived, for :data:`LINGER_S` at most."""
+        """Close them together: outlets stay until their samples have arrived, for :data:`LINGER_S` at most. In a child
+        by fork it does nothing: a thread of the parent may have held the lock."""
+        if self._made_in != forks.generation:
+            return
         with self.schedule.lock:
             closing = [one for one in endpoints if not one.is_closed]
             for one in closing:

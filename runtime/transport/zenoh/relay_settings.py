@@ -10,10 +10,9 @@ from __future__ import annotations
 
 from typing import Any
 
-DROP_AFTER_S = 0.1  # a batch of 64 KiB leaves in this time over a link of 5 Mbit/s
-# Of a message of many batches, each that has found room doubles the time for the next, up to this sum. It is what one
-# link that is stalled costs the others once; each further message for it costs the time above.
-DROP_LARGE_AFTER_S = 2.0
+# How long the first batch of a message waits: 64 KiB leave in this time over a link of 1 Mbit/s. Each further one that
+# has found room doubles the time for the next, up to a sum. So much one link that is stalled costs others.
+DROP_AFTER_S, DROP_LARGE_AFTER_S = 0.5, 5.0
 # For each peer: with 64 KiB each, as much as the largest frame. So that gets over a link of any rate, if need be alone.
 QUEUE_BATCHES = 16
 

@@ -91,14 +91,13 @@ class ZenohTransport:
         return inlet
 
     def _check_open(self, channel: Channel) -> None:
-        forks.check(self._made_in, "the transport on Zenoh")
+        self._place.check_process()
         if not self._is_open:
             raise BusClosed(f"channel {channel.name!r}: its transport is closed, as its bus is")
 
     def close_endpoints(self, inlets: Sequence[ZenohInlet], outlets: Sequence[ZenohOutlet]) -> None:
         """See :meth:`.api.Transport.close_endpoints`."""
-        if self._made_in == forks.generation:
-            self._place.close_endpoints([*inlets, *outlets])
+        self._place.close_endpoints([*inlets, *outlets])
 
     def close(self) -> None:
         """See :meth:`.api.Transport.close`."""

@@ -199,6 +199,22 @@ def test_the_credit_of_an_inlet_is_shared_by_its_outlets(scene: SteppedZenohScen
     scene.until(lambda: found.extend(take(inlet)) or len(found) == 800, "all arrive")
 
 
+def test_an_inlet_that_comes_while_another_is_out_of_reach_gets_what_is_written(scene: SteppedZenohScene) -> None:
+    joined = Joined(scene, BOUNDED)
+    joined.target.cut_off()
+    assert all(write(joined.outlet, *range(2 * BOUNDED.reader_samples)))
+    late = scene.open().inlet(BOUNDED.opened())
+    scene.until(lambda: late.peers() and len(joined.outlet.peers()) == 2, "it matches")
+    began_s = scene.now_s()
+    assert write(joined.outlet, 99) == [True]
+    found: list[int] = []
+    scene.until(lambda: found.extend(take(late)) or found, "the sample arrives")
+    assert found == [99]
+    assert scene.now_s() < began_s + 1.0
+    joined.target.reconnect()
+    assert joined.arrive(2 * BOUNDED.reader_samples + 1) == [*range(2 * BOUNDED.reader_samples), 99]
+
+
 class Stranger:
     """A session of somebody who has not been invited, and says what he likes.
 
