@@ -19,7 +19,7 @@ import signal
 import subprocess
 import sys
 import threading
-from asyncio.subprocess import DEVNULL
+from asyncio.subprocess import DEVNULL, PIPE
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from importlib import import_module
@@ -77,16 +77,18 @@ class Child:
 
 
 def fork_commands() -> None:
-    """From now on this process forks what it starts with its own Python: commands of ``gradbus``, scripts, and modules
-    with ``-m``. Others it executes, as ever."""
+    """From now on this process forks what it starts with its own Python and with files for its output: commands of
+    ``gradbus``, scripts, and modules with ``-m``. Others it executes, as ever."""
     asyncio.create_subprocess_exec = _start  # type: ignore[assignment]
 
 
 async def _start(*command: str, **options: Any) -> Any:
-    if (main := _main_of(command)) is None:
+    given = [options.get(name) for name in ("stdout", "stderr")]
+    main = None if None in given or PIPE in given else _main_of(command)
+    if main is None:
         return await _execute(*command, **options)
     assert options.pop("stdin") == DEVNULL
-    given = [options.pop(name) for name in ("stdout", "stderr")]
+    del options["stdout"], options["stderr"]
     outputs = [output if isinstance(output, int) else output.fileno() for output in given]
     import_module("gradbus.commands.run.federated")  # the demo has a thread load it: a child would find it locked
     return Child(_forked(main, outputs, **options))
