@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 from channel_node import Channel, ChannelNode
 from dds_domains import new_domain
-from simulated_relay import SimulatedProcess, SimulatedRelay, SimulatedSession
+from fault_simulation.simulated_relay import SimulatedProcess, SimulatedRelay, SimulatedSession
 from zenoh_node import LoopbackReach, ZenohNode, transport_at
 
 from gradbus.runtime.network.network_config import NetworkConfig

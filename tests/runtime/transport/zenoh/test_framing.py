@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from channel_node import Channel
-from simulated_relay import SimulatedSession
+from fault_simulation.simulated_relay import SimulatedSession
 from transport_scenes import LONG_LEASE_S, SimulatedRemote, SteppedZenohScene, take, write
 
 from gradbus.runtime.transport.api import PeerId
@@ -115,6 +115,16 @@ def test_a_channel_that_is_idle_costs_nothing(scene: SteppedZenohScene) -> None:
     before = joined.source.session.published, joined.target.session.published
     scene.pass_time(3600.0)
     assert (joined.source.session.published, joined.target.session.published) == before
+
+
+def test_an_inlet_that_takes_the_place_of_one_that_was_closed_finds_the_outlet(scene: SteppedZenohScene) -> None:
+    joined = Joined(scene)
+    joined.inlet.close()
+    scene.until(lambda: not joined.outlet.peers(), "the inlet is lost")
+    joined.inlet = joined.target.transport.inlet(VOLATILE.opened())
+    scene.until(lambda: joined.outlet.peers() and joined.inlet.peers(), "they match")
+    write(joined.outlet, 7)
+    assert joined.arrive(1) == [7]
 
 
 def test_the_end_of_a_process_is_known_at_once(scene: SteppedZenohScene) -> None:

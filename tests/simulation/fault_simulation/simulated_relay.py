@@ -1,4 +1,4 @@
-"""A relay and its sessions in virtual time, for tests of what outlets and inlets on Zenoh say to each other.
+"""A relay and its sessions in virtual time, for what outlets and inlets on Zenoh say to each other.
 
 Messages of one urgency keep their order while a link stands. A seed decides how late each is, whether it is lost, and
 when links that are broken stand again.
@@ -6,11 +6,12 @@ when links that are broken stand again.
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 from gradbus.runtime.transport.schedule import NetworkSchedule
 
@@ -24,6 +25,18 @@ def matches(expression: str, key: str) -> bool:
     """Return whether an expression, in which ``*`` stands for one part, matches a key."""
     parts, of_key = expression.split("/"), key.split("/")
     return len(parts) == len(of_key) and all(one in ("*", other) for one, other in zip(parts, of_key, strict=True))
+
+
+class RelayedProcess(Protocol):
+    """A process, as its sessions see it."""
+
+    @property
+    def paused(self) -> bool:
+        """Return whether it stands still."""
+
+    @property
+    def dead(self) -> bool:
+        """Return whether it has ended."""
 
 
 @dataclass(eq=False)
@@ -65,14 +78,14 @@ class SimulatedRelay:
         base_s, jitter_s: delay from a session to the relay, and back.
     """
 
-    def __init__(self, schedule: NetworkSchedule, seed: int = 1) -> None:
+    def __init__(self, schedule: NetworkSchedule, seed: int | str = 1) -> None:
         self.schedule = schedule
         self.rng = random.Random(seed)
         self.base_s, self.jitter_s = 1e-4, 2e-3
         self.sessions: list[SimulatedSession] = []
         self.tokens: dict[str, SimulatedSession] = {}
 
-    def session(self, process: SimulatedProcess, lease_s: float, loss: float = 0.0) -> SimulatedSession:
+    def session(self, process: RelayedProcess, lease_s: float, loss: float = 0.0) -> SimulatedSession:
         """Open a session. ``loss``: share of its messages that get lost, each way."""
         made = SimulatedSession(self, process, lease_s, loss)
         self.sessions.append(made)
@@ -113,7 +126,7 @@ class SimulatedSession:
 
     is_congested = False
 
-    def __init__(self, relay: SimulatedRelay, process: SimulatedProcess, lease_s: float, loss: float) -> None:
+    def __init__(self, relay: SimulatedRelay, process: RelayedProcess, lease_s: float, loss: float) -> None:
         self.relay = relay
         self.process = process
         self.lease_s = lease_s
@@ -122,10 +135,12 @@ class SimulatedSession:
         self.is_closed = self.is_silent = self.is_refused = False
         self.subscribed: list[tuple[str, Callable[[str, bytes], None]]] = []
         self.published = 0
-        self._watches: list[tuple[str, Callable[[str, bool], None]]] = []
+        self._watches: dict[int, tuple[str, Callable[[str, bool], None]]] = {}  # by their number
+        self._watch_numbers = itertools.count()
         self._tokens: list[str] = []
         self._known: set[tuple[int, str]] = set()  # tokens that a watch was told of
         self._link = 0  # raised with each break
+        self._silence = 0  # raised with each one, and when it is over
         self._free_s: dict[tuple[bool, int], float] = {}
         self._held: deque[Step] = deque()  # while nothing passes
         self._link_changed: Callable[[bool], None] | None = None
@@ -161,10 +176,15 @@ class SimulatedSession:
         return _Declared(undeclare)
 
     def watch_tokens(self, expression: str, changed: Callable[[str, bool], None]) -> _Declared:
-        one = (expression, changed)
-        self._watches.append(one)
+        number = next(self._watch_numbers)
+        self._watches[number] = (expression, changed)
         self._send(TOKENS, self._tell_tokens)
-        return _Declared(lambda: self._watches.remove(one))
+
+        def undeclare() -> None:
+            del self._watches[number]
+            self._known = {one for one in self._known if one[0] != number}
+
+        return _Declared(undeclare)
 
     def close(self) -> None:
         if not self.is_closed:
@@ -211,7 +231,7 @@ class SimulatedSession:
 
     def note_token(self, key: str, is_there: bool) -> None:
         """Report a token to those that watch for it, once."""
-        for number, (expression, changed) in enumerate(list(self._watches)):
+        for number, (expression, changed) in list(self._watches.items()):
             if matches(expression, key) and ((number, key) in self._known) != is_there:
                 (self._known.add if is_there else self._known.discard)((number, key))
                 changed(key, is_there)
@@ -265,11 +285,12 @@ class SimulatedSession:
 
     def fall_silent(self) -> None:
         """Let nothing pass. After the lease the relay breaks the link, and so does the session."""
-        link = self._link
+        self._silence += 1
+        link, silence = self._link, self._silence
         self.is_silent = True
 
         def give_up() -> None:
-            if link == self._link and (self.is_silent or self.process.paused):
+            if link == self._link and silence == self._silence:
                 self.break_link()
 
         self.relay.at(self.lease_s, give_up)
@@ -277,6 +298,7 @@ class SimulatedSession:
     def speak_again(self) -> None:
         """Let everything pass that was held."""
         self.is_silent = False
+        self._silence += 1
         held, self._held = self._held, deque()
         for step in held:
             self.relay.at(0.0, step)
