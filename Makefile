@@ -131,8 +131,8 @@ soak: $(STAMP)  ## controller, clients and ranks for MINUTES=30, something break
 # A seed that fails prints the command that runs it again. Without a git tree that decides the first seed, it is 0.
 simulate-faults: SEEDS ?= 300
 simulate-faults: FLAVOUR ?= any
-simulate-faults: $(STAMP)  ## the shipped actors in virtual time with the faults of SEEDS=300 seeds; one of them again: SEED=7 FLAVOUR=fp32, with fewer faults: SHRINK=1; with a fault in the code, until a seed finds it: PLANT=all
-	@PYTHONPATH="$(CURDIR)/tests/simulation" $(PY) -P -m fault_simulation --flavour $(FLAVOUR) $(if $(SIZE),--size $(SIZE)) $(if $(PLANT),--plant "$(PLANT)") \
+simulate-faults: $(STAMP)  ## the shipped actors in virtual time with the faults of SEEDS=300 seeds; one of them again: SEED=7 FLAVOUR=fp32, with fewer faults: SHRINK=1; over a simulated relay: TRANSPORT=zenoh; with a fault in the code, until a seed finds it: PLANT=all
+	@PYTHONPATH="$(CURDIR)/tests/simulation" $(PY) -P -m fault_simulation --flavour $(FLAVOUR) $(if $(TRANSPORT),--transport $(TRANSPORT)) $(if $(SIZE),--size $(SIZE)) $(if $(PLANT),--plant "$(PLANT)") \
 		$(if $(SEED),--seed $(SEED) $(if $(KEEP),--keep $(KEEP)) $(if $(filter-out 0,$(SHRINK)),--shrink),--seeds $(SEEDS)) $(ARGS)
 
 # Between two edits. The tests are those that tests/pure.txt names by path: to collect all, and choose by marker, takes longer than to run these.

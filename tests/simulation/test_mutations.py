@@ -106,6 +106,7 @@ def test_there_are_mutations_of_each_subject() -> None:
         "masks",
         "servers",
         "agreement",
+        "links",
     }
     assert min(subjects.values()) >= 4
     assert len({mutation.name for mutation in MUTATIONS}) == len(MUTATIONS) >= 20

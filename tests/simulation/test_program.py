@@ -34,6 +34,26 @@ def test_a_seed_gives_the_same_digest_in_two_processes_whatever_has_run_before()
     assert {line.split()[1] for line in digests[0]} == set(DRAWN)
 
 
+def test_seeds_hold_over_a_simulated_relay_and_give_the_same_digest_in_two_processes() -> None:
+    over = ["--transport", "zenoh", "--digests", "--jobs", "1"]
+    alone = simulate_afresh(*over, "--first", "6", "--seeds", "3", hash_seed=0)
+    after = simulate_afresh(*over, "--first", "0", "--seeds", "9", hash_seed=7)
+    assert alone.returncode == after.returncode == 0, alone.stdout + after.stdout + after.stderr
+    digests = [
+        {line for line in done.stdout.splitlines() if re.fullmatch(r"\d+ \w+ [0-9a-f]{64}", line)}
+        for done in (alone, after)
+    ]
+    assert len(digests[0]) == 3
+    assert digests[0] <= digests[1]
+
+
+def test_a_fault_that_is_planted_in_the_framing_of_zenoh_is_found_over_a_simulated_relay() -> None:
+    done = simulate("--plant", "a gap is skipped", "--first", "0", "--seeds", "5")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "a sample arrives once, in order" in done.stdout
+    assert re.search(r'replay: make simulate-faults SEED=\d+ FLAVOUR=\w+ TRANSPORT=zenoh PLANT="a gap', done.stdout)
+
+
 @pytest.mark.parametrize("name", ["what has counted is not saved", "a receipt goes out before the sum"])
 def test_a_planted_fault_is_found_and_its_seed_shows_it_again(name: str) -> None:
     done = simulate("--plant", name, "--first", "0", "--seeds", "60", "--flavour", "s4")

@@ -17,7 +17,7 @@ from typing import Any
 from fault_simulation import planted_table
 from fault_simulation.flavours import flavour_of
 from fault_simulation.mutations import find, select
-from fault_simulation.seeds import Totals, check_flavour, first_seed, parse_size
+from fault_simulation.seeds import MEMORY, ZENOH, Totals, check_flavour, first_seed, parse_size
 from fault_simulation.session import prepared
 
 HERE = Path(__file__).resolve().parents[1]
@@ -31,6 +31,7 @@ def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, default=100, help="number of seeds to run")
     parser.add_argument("--first", default="tree", help="first seed: a number, tree for that of this commit, or today")
     parser.add_argument("--flavour", default="any", help="settings of the runs; any: each seed has its own")
+    parser.add_argument("--transport", choices=(MEMORY, ZENOH), default=MEMORY, help="network under the bus")
     parser.add_argument("--size", default="3x6", help="clients and rounds of each run")
     parser.add_argument("--jobs", type=int, default=2, help="processes that run seeds side by side")
     parser.add_argument("--seed", type=int, help="run this seed only, and show what happens")
@@ -55,9 +56,12 @@ def _run_one(options: argparse.Namespace) -> int:
     if options.keep:
         keep = [] if options.keep == "none" else [int(number) for number in options.keep.split(",")]
     if options.shrink:
-        world, keep = sweep.shrink(options.seed, flavour, parse_size(options.size))
+        world, keep = sweep.shrink(options.seed, flavour, parse_size(options.size), options.transport)
     else:
-        world = sweep.run(new_world(options.seed, flavour, size=parse_size(options.size), keep=keep, keep_trace=True))
+        size, transport = parse_size(options.size), options.transport
+        world = new_world(options.seed, flavour, size=size, keep=keep, transport=transport)
+        world.trace.keep_all()
+        sweep.run(world)
     if not options.shrink:
         print(*world.trace.lines, sep="\n")
     print(sweep.story(world, keep, options.plant))
@@ -88,7 +92,7 @@ def _run_share(options: argparse.Namespace) -> int:
     share, shares = map(int, options.share.split("/"))
     seeds = range(int(options.first) + share, int(options.first) + options.seeds, shares)
     totals = Totals()
-    for world, one in sweep.run_seeds(seeds, options.flavour, parse_size(options.size)):
+    for world, one in sweep.run_seeds(seeds, options.flavour, parse_size(options.size), transport=options.transport):
         totals.add(one)
         if options.digests:
             print(world.seed, world.flavour, world.trace.digest)
@@ -107,7 +111,7 @@ def _plant_share(options: argparse.Namespace) -> int:
     seeds = range(int(options.first), int(options.first) + options.seeds)
     found: list[planted_table.Outcome] = []
     for outcome, world in planting.search(
-        chosen[share::shares], seeds, options.flavour, parse_size(options.size), ROOT
+        chosen[share::shares], seeds, options.flavour, parse_size(options.size), ROOT, options.transport
     ):
         found.append(outcome)
         print(outcome, flush=True)
@@ -122,6 +126,7 @@ def _share_out(options: argparse.Namespace, first: int) -> tuple[list[Any], bool
     done, and whether all were."""
     common = [sys.executable, "-P", "-m", "fault_simulation", "--seeds", str(options.seeds), "--first", str(first)]
     common += ["--flavour", options.flavour, "--plant", options.plant, "--size", options.size]
+    common += ["--transport", options.transport]
     common += ["--digests"] if options.digests else []
     running = [
         subprocess.Popen(

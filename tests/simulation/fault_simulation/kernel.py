@@ -61,6 +61,7 @@ class VirtualProcess:
         files: open descriptors, and which file each is.
         tasks: of its coroutines, kept until the run is over: a coroutine that is collected runs its ``finally`` blocks.
         is_stranger: it has a key that is not on the allow list.
+        lost_power: its kernel has ended with it, and told nobody.
         replaced: another start has taken its place while it was paused: what it does is no longer part of the run.
         parked: callbacks that wait while it is paused. blocked_s: how long a write would have held its thread.
         slow_until_s: it takes nothing from its readers until then. went_on_s: when its last pause was over.
@@ -80,7 +81,7 @@ class VirtualProcess:
         self.participants: list[Any] = []
         self.watchers: list[tuple[Callable[[str], None], contextvars.Context]] = []
         self.parked: list[Any] = []
-        self.dead = self.killed = self.paused = self.replaced = self.is_stranger = False
+        self.dead = self.killed = self.paused = self.replaced = self.is_stranger = self.lost_power = False
         self.blocked_s = self.slow_until_s = self.went_on_s = 0.0
         self.started_s = now_s()
         self.ended_s = 0.0

@@ -1,8 +1,8 @@
 """Faults that are planted in the shipped code, to see what finds them: one line changed in each, at run time.
 
 A net of tests is as fine as the faults that it finds. Each mutation here breaks one promise of admission, commit,
-resume, receipts, trees, masks, servers or agreement, and a seed of the simulation should find it, or the test that it
-names::
+resume, receipts, trees, masks, servers, agreement or links, and a seed of the simulation should find it, or the
+test that it names::
 
     with find("an update counts twice").planted():
         ...
@@ -35,12 +35,13 @@ class Mutation:
     """Holds one planted fault.
 
     Attributes:
-        name: of the fault. subject: admission, commit, resume, receipts, commands, trees, masks, servers or
-            agreement.
+        name: of the fault. subject: admission, commit, resume, receipts, commands, trees, masks, servers,
+            agreement or links.
         place: of the function, ``module:function`` or ``module:Class.method``, without ``gradbus.``.
         shipped: lines of its source, which are there once. mutant: what stands in their place.
         promise: what it breaks: an invariant of ``gradbus check``, or a sentence.
         flavour: of the simulated runs that meet these lines; any: each seed has a flavour of its own.
+        transport: of these runs; empty: any will do.
         found_by: the test that finds it, where no simulated run meets these lines, or seldom one does wrong there.
     """
 
@@ -51,6 +52,7 @@ class Mutation:
     mutant: str
     promise: str
     flavour: str = "any"
+    transport: str = ""
     found_by: str = ""
 
     @property
@@ -124,6 +126,9 @@ ADMISSION = "runtime.security.identity.admission:Admission"
 SERVER = "actors.parameter_server.server:ParameterServer"
 SERVICE = "actors.parameter_server.service:Service"
 ELASTIC = "actors.data_parallel.elastic:ElasticWorker"
+OUTLET = "runtime.transport.zenoh.outlet:ZenohOutlet"
+INLET = "runtime.transport.zenoh.inlet:ZenohInlet"
+PLACE = "runtime.transport.zenoh.place:ZenohEndpoint"
 
 MUTATIONS = (
     Mutation(
@@ -492,6 +497,71 @@ MUTATIONS = (
         "position.epoch_batches = plan.batches_done(position.epoch_step)",
         "position.epoch_batches = plan.batches_done(position.epoch_step - 1)", "no batch is lost or taken twice",
         flavour="elastic",
+    ),
+    Mutation(
+        "what an inlet lacks is not sent again", "links", f"{OUTLET}._take_answer",
+        "self._send_again(inlet, ack)",
+        "pass", "what is lost is sent again", transport="zenoh",
+    ),
+    Mutation(
+        "a sample that was sent is not kept until it has arrived", "links", f"{OUTLET}._forget_acknowledged",
+        "lacking = [one.acknowledged for one in self._inlets.values() if one.is_reliable and not one.has_missed]",
+        "lacking = [one.sent for one in self._inlets.values() if one.is_reliable and not one.has_missed]",
+        "a sample is kept until all have acknowledged it",
+        found_by="tests/runtime/transport/zenoh/test_framing.py::test_whatever_becomes_of_links_within_the_lease_each_sample_arrives_once_and_in_order[0]",
+    ),
+    Mutation(
+        "a START that was lost is not repeated", "links", f"{OUTLET}._look_at_progress",
+        "if self._lacks(inlet) and now_s >= inlet.probe_s:",
+        "if inlet.is_matched and self._lacks(inlet) and now_s >= inlet.probe_s:",
+        "a match begins whatever is lost", transport="zenoh",
+    ),
+    Mutation(
+        "the last sample is not missed", "links", f"{OUTLET}._lacks",
+        "return inlet.is_there and (not inlet.is_matched or inlet.acknowledged < self._kept.last)",
+        "return inlet.is_there and not inlet.is_matched", "what is lost is sent again", transport="zenoh",
+    ),
+    Mutation(
+        "an inlet that knows of no match is not begun again with", "links", f"{OUTLET}._hear",
+        "self._restart(inlet)",
+        "pass", "a match that one side has forgotten begins again",
+        found_by="tests/runtime/transport/zenoh/test_framing.py::test_peers_are_lost_when_the_own_link_is_down_for_the_lease_and_no_sooner",
+    ),
+    Mutation(
+        "a sample that is here is taken again", "links", f"{INLET}._take_in",
+        "if number < outlet.wanted:",
+        "if number < outlet.wanted - 1:", "a sample arrives once", transport="zenoh",
+    ),
+    Mutation(
+        "a gap is skipped", "links", f"{INLET}._take_in",
+        "if self._skips_gaps:",
+        "if self._skips_gaps or number > outlet.wanted + 1:", "a gap is never handed over", transport="zenoh",
+    ),
+    Mutation(
+        "what was behind a gap is not handed over", "links", f"{INLET}._take_in",
+        """
+        if outlet.early:
+            self._hand_over(outlet)
+        """,
+        "", "what is lost is sent again, and no more than that", transport="zenoh",
+    ),
+    Mutation(
+        "an inlet has room for all", "links", f"{INLET}._credit",
+        "return max(outlet.granted, outlet.wanted - 1 - outlet.queued + share)",
+        "return max(outlet.granted, outlet.wanted - 1 + 4 * share)", "no inlet holds more than its bound",
+        found_by="tests/runtime/transport/zenoh/test_framing.py::test_the_credit_of_an_inlet_is_shared_by_its_outlets",
+    ),
+    Mutation(
+        "a token that went with the own link is a loss at once", "links", f"{PLACE}._miss",
+        "if self.place.link_broke_since(since_s - GRACE_S):",
+        "if False:", "a broken link within the lease loses no peer",
+        found_by="tests/runtime/transport/zenoh/test_framing.py::test_a_restart_of_the_relay_loses_no_peer",
+    ),
+    Mutation(
+        "a match does not go on where it was", "links", f"{OUTLET}.find_peer",
+        "inlet.note_progress(self.schedule.now_s())",
+        "self._begin(inlet, self._kept.last + 1)", "after a reconnect within the lease nothing is lost",
+        transport="zenoh",
     ),
 )  # fmt: skip
 

@@ -48,7 +48,7 @@ def of_python() -> list[Patch]:
 
 def of_gradbus() -> list[Patch]:
     """Return the names of gradbus that are replaced. Importing this function's modules loads gradbus."""
-    from fault_simulation import decisions, drivers, processes
+    from fault_simulation import decisions, drivers, memory, processes, relay_network
     from gradbus.actors.parameter_server.clocks import Clocks
     from gradbus.actors.parameter_server.requests import ServerRequests
     from gradbus.actors.parameter_server.service import Service
@@ -61,6 +61,7 @@ def of_gradbus() -> list[Patch]:
     from gradbus.runtime.security.identity import handshake, join_client
     from gradbus.runtime.testing import instrumentation, journal
     from gradbus.runtime.transport import peer_processes
+    from gradbus.runtime.transport.zenoh import inlet, outlet, place
 
     def decision(owner: Any, name: str, called: str, facts: decisions.Facts) -> Patch:
         return Patch(
@@ -74,6 +75,9 @@ def of_gradbus() -> list[Patch]:
         Patch(drive, "executor", drivers.virtual_executor, "computations run in line, at a virtual cost"),
         Patch(bus.Bus, "drain", drivers.drain_topic, "a thread that waits for acknowledgements would stop the time"),
         Patch(raw_endpoints.RawEndpoints, "drain", drivers.drain_endpoints, "likewise"),
+        Patch(place.ZenohPlace, "close_endpoints", relay_network.close_endpoints, "likewise"),
+        Patch(inlet, "WINDOW_BYTES", memory.WINDOW_BYTES, "a run has too few samples to fill the shipped window"),
+        Patch(outlet, "WINDOW_BYTES", memory.WINDOW_BYTES, "likewise"),
         Patch(peer_processes, "own_claim", processes.own_claim, kernel_reason),
         Patch(peer_processes, "watched", processes.WatchedProcesses(), kernel_reason),
         Patch(peer_processes, "has_ended", processes.has_ended, kernel_reason),

@@ -17,12 +17,13 @@ TEST_LIMIT_S = 300.0
 
 
 def search(
-    mutations: Iterable[Mutation], seeds: range, flavour: str, size: tuple[int, int], root: Path
+    mutations: Iterable[Mutation], seeds: range, flavour: str, size: tuple[int, int], root: Path, transport: str
 ) -> Iterator[tuple[Outcome, World | None]]:
     """Plant each fault, and run seeds until one finds it. Yields what came of it, and the run that has found it.
 
     Args:
         flavour: of the runs; any: that of the mutation. root: the repository, in which tests run.
+        transport: of the runs, unless the mutation names its own.
     """
     sweep.run_calm(size)
     for mutation in mutations:
@@ -31,12 +32,14 @@ def search(
             continue
         flavour_here = mutation.flavour if flavour == "any" else flavour
         with mutation.planted():
-            yield _search_one(mutation, seeds, flavour_here, size)
+            yield _search_one(mutation, seeds, flavour_here, size, mutation.transport or transport)
 
 
-def _search_one(mutation: Mutation, seeds: range, flavour: str, size: tuple[int, int]) -> tuple[Outcome, World | None]:
+def _search_one(
+    mutation: Mutation, seeds: range, flavour: str, size: tuple[int, int], transport: str
+) -> tuple[Outcome, World | None]:
     number = 0
-    for number, (world, _) in enumerate(sweep.run_seeds(seeds, flavour, size, mutation.name), 1):
+    for number, (world, _) in enumerate(sweep.run_seeds(seeds, flavour, size, mutation.name, transport), 1):
         if world.findings:
             invariant = world.findings[0].invariant
             return Outcome(mutation.name, flavour, number, invariant=invariant, is_found=True), world

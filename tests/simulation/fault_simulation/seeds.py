@@ -10,6 +10,7 @@ from pathlib import Path
 
 from fault_simulation.flavours import FLAVOURS
 
+MEMORY, ZENOH = "memory", "zenoh"  # transports
 SMALL = (3, 6)  # clients and rounds
 SEEDS_A_DAY = 20_000
 _TREE_SEEDS = 1 << 31  # first seeds that a tree may have
@@ -41,13 +42,19 @@ class Totals:
 
 
 def replay_command(
-    seed: int, flavour: str, size: tuple[int, int] = SMALL, keep: Collection[int] | None = None, planted: str = ""
+    seed: int,
+    flavour: str,
+    size: tuple[int, int] = SMALL,
+    keep: Collection[int] | None = None,
+    planted: str = "",
+    transport: str = MEMORY,
 ) -> str:
     """Return the command that runs one seed again."""
+    over = "" if transport == MEMORY else f" TRANSPORT={transport}"
     kept = "" if keep is None else f" KEEP={','.join(map(str, sorted(keep))) or 'none'}"
     sized = "" if size == SMALL else f" SIZE={size[0]}x{size[1]}"
     plant = f' PLANT="{planted}"' if planted else ""
-    return f"make simulate-faults SEED={seed} FLAVOUR={flavour}{sized}{kept}{plant}"
+    return f"make simulate-faults SEED={seed} FLAVOUR={flavour}{over}{sized}{kept}{plant}"
 
 
 def parse_size(text: str) -> tuple[int, int]:

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Iterator
 
 from fault_simulation.findings import SAME_MODEL, Finding
 from fault_simulation.flavours import FLAVOURS, flavour_of
-from fault_simulation.seeds import Totals, replay_command
+from fault_simulation.seeds import MEMORY, ZENOH, Totals, replay_command
 from fault_simulation.session import collect
 from fault_simulation.world import World
 from fault_simulation.worlds import new_world
@@ -47,7 +47,7 @@ def run(world: World) -> World:
 
 
 def run_seeds(
-    seeds: Iterable[int], flavour: str, size: tuple[int, int], planted: str = ""
+    seeds: Iterable[int], flavour: str, size: tuple[int, int], planted: str = "", transport: str = MEMORY
 ) -> Iterator[tuple[World, Totals]]:
     """Run seeds one after the other. Yields each world, which is over, and what to add to the totals.
 
@@ -56,8 +56,10 @@ def run_seeds(
     """
     for number, seed in enumerate(seeds, 1):
         began_s = time.process_time()
-        world = run(new_world(seed, flavour_of(seed) if flavour == "any" else flavour, size=size))
-        failed = [replay_command(seed, world.flavour, size, planted=planted)] if world.findings else []
+        drawn = flavour_of(seed) if flavour == "any" else flavour
+        world = run(new_world(seed, drawn, size=size, transport=transport))
+        again = replay_command(seed, drawn, size, planted=planted, transport=transport)
+        failed = [again] if world.findings else []
         yield (
             world,
             Totals(1, len(world.plan), world.loop.steps, world.virtual_s, time.process_time() - began_s, failed),
@@ -68,6 +70,7 @@ def run_seeds(
 
 def story(world: World, keep: Collection[int] | None = None, planted: str = "") -> str:
     """Return what a person needs to know of a run in which something does not hold. ``planted``: as in run_seeds."""
+    transport = ZENOH if world.is_relayed else MEMORY
     faults = [f"    {number}  {fault}" for number, fault in enumerate(world.drawn) if keep is None or number in keep]
     more = len(world.findings) - SHOWN_FINDINGS
     return "\n".join(
@@ -80,19 +83,19 @@ def story(world: World, keep: Collection[int] | None = None, planted: str = "") 
             *faults,
             "  the last events:",
             *(f"    {line}" for line in world.trace.last()),
-            f"  replay: {replay_command(world.seed, world.flavour, world.size, keep, planted)}",
+            f"  replay: {replay_command(world.seed, world.flavour, world.size, keep, planted, transport)}",
         ]
     )
 
 
-def shrink(seed: int, flavour: str, size: tuple[int, int]) -> tuple[World, list[int]]:
+def shrink(seed: int, flavour: str, size: tuple[int, int], transport: str = MEMORY) -> tuple[World, list[int]]:
     """Remove faults from the plan of a seed as long as something still does not hold. Returns the last run that fails,
     and the numbers of its faults.
 
     Raises:
         ValueError: all holds with all faults.
     """
-    failing = run(new_world(seed, flavour, size=size))
+    failing = run(new_world(seed, flavour, size=size, transport=transport))
     if not failing.findings:
         raise ValueError(f"seed {seed}, flavour {flavour}: all holds, so there is nothing to shrink")
     keep, smaller = list(range(len(failing.drawn))), True
@@ -100,7 +103,7 @@ def shrink(seed: int, flavour: str, size: tuple[int, int]) -> tuple[World, list[
         smaller = False
         for number in list(keep):
             fewer = [one for one in keep if one != number]
-            world = run(new_world(seed, flavour, size=size, keep=fewer))
+            world = run(new_world(seed, flavour, size=size, keep=fewer, transport=transport))
             if world.findings:
                 failing, keep, smaller = world, fewer, True
     return failing, keep

@@ -13,11 +13,14 @@ SHOWN = 50
 class Trace:
     """Everything that happens in a run, in order. Two runs are the same if their digests are."""
 
-    def __init__(self, *, keep_all: bool = False) -> None:
-        """``keep_all``: keep all lines, not the last ones only."""
-        self.lines: deque[str] = deque(maxlen=None if keep_all else 1)
+    def __init__(self) -> None:
+        self.lines: deque[str] = deque(maxlen=1)
         self._shown: deque[str] = deque(maxlen=SHOWN)
         self._digest = hashlib.sha256()
+
+    def keep_all(self) -> None:
+        """Keep all lines from now on, not the last one only."""
+        self.lines = deque(self.lines)
 
     def add(self, text: str, *, is_shown: bool = True) -> None:
         """Add an event. ``is_shown``: it is of interest for a person who looks at the last events."""

@@ -26,8 +26,10 @@ from fault_simulation.faults import CONTROLLER, MACHINES, Fault, draw_plan
 from fault_simulation.findings import BOUNDS, ENDS, EXCEPTIONS, LOGS, MEAN, REPLACED, TASKS, Finding
 from fault_simulation.flavours import CALM, FLAVOURS, Circumstances, draw_circumstances
 from fault_simulation.kernel import CLOCK, START_S, Killed, VirtualProcess, current, generator, now_s
-from fault_simulation.memory import connected, connected_with_identity, virtual_network
-from fault_simulation.seeds import SMALL
+from fault_simulation.memory import VirtualMemoryNetwork, connected, connected_with_identity, virtual_network
+from fault_simulation.relay_faults import on_links
+from fault_simulation.relay_network import RelayNetwork
+from fault_simulation.seeds import MEMORY, SMALL
 from fault_simulation.tasks import DIM, TRAINING_SEED, PacketTask, ReportingTask
 from fault_simulation.trace import Trace
 from fault_simulation.trees import RETIRED_AFTER_S, TreeOracle, above, draw_tree_plan, number_of, roles_of, run_site
@@ -38,7 +40,6 @@ from gradbus.models import NoopTask
 from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.config.federated import ClientConfig, FederatedConfig
 from gradbus.runtime.errors import CheckpointError, ControllerReplaced, JoinRefused
-from gradbus.runtime.transport.memory.network import MemoryNetwork
 
 ROUND_LIMIT_S = 65.0  # of virtual time, for each round with all faults
 COMPUTE_S = 5e-4  # mean cost of a computation that is no training
@@ -74,7 +75,7 @@ class World:
         keep: Collection[int] | None = None,
         plan: Sequence[Fault] | None = None,
         is_calm: bool = False,
-        keep_trace: bool = False,
+        transport: str = MEMORY,
     ) -> None:
         """Draw what the seed decides.
 
@@ -82,10 +83,11 @@ class World:
             size: numbers of clients and of rounds.
             keep: numbers of the faults of its plan that happen, from 0; None: all.
             plan: faults instead of those that the seed draws. is_calm: all clients count in all rounds without faults.
-            keep_trace: keep all lines of the trace.
+            transport: memory, or zenoh: over a simulated relay.
         """
         clients, rounds = size
         self.seed, self.flavour, self.size, self.rounds = seed, flavour, size, rounds
+        self.is_relayed = transport != MEMORY
         self.rules = FLAVOURS[flavour]
         self.roles = self._draw_roles(clients)
         self.rng = generator(seed, "world")
@@ -93,8 +95,10 @@ class World:
         if is_calm:
             self.circumstances = replace(self.circumstances, minimum=clients, **CALM)
         self.drawn = self._draw_plan(generator(seed, "plan")) if plan is None else tuple(plan)
+        if plan is None and self.is_relayed:
+            self.drawn = on_links(generator(seed, "links"), self.drawn)
         self.plan = [fault for number, fault in enumerate(self.drawn) if keep is None or number in keep]
-        self.trace = Trace(keep_all=keep_trace)
+        self.trace = Trace()
         self.folder = Path("run")
         self.loop = VirtualLoop(self)
         self.network = self._make_network(self.circumstances)
@@ -143,10 +147,10 @@ class World:
         """Return the roles of the run. Faults hit the first one most."""
         return roles_of(clients, self.rules.sites)
 
-    def _make_network(self, drawn: Circumstances) -> MemoryNetwork:
-        network = virtual_network(self.loop, f"{self.seed}/network", self.trace)
-        network.base_s, network.jitter_s, network.loss = drawn.base_s, drawn.jitter_s, drawn.loss
-        network.refused, network.lease_s = drawn.refused, drawn.lease_s
+    def _make_network(self, drawn: Circumstances) -> VirtualMemoryNetwork | RelayNetwork:
+        made = RelayNetwork if self.is_relayed else virtual_network
+        network = made(self.loop, f"{self.seed}/network", self.trace)
+        network.set_circumstances(drawn.base_s, drawn.jitter_s, drawn.loss, drawn.refused, drawn.lease_s)
         return network
 
     # What is reported to it
@@ -250,7 +254,7 @@ class World:
         self.trace.add(f"FAULT {fault}")
         self.calm_s = max(self.calm_s, now_s() + abs(fault.seconds))
         self.disturbances.add(now_s(), now_s() + fault.lasts_s)
-        if fault.action in ("cut", "revoke", "stranger", "twin"):
+        if fault.action in ("cut", "unlink", "relay", "reset", "revoke", "stranger", "twin"):
             self._inject_around(fault)
             return
         process = self._now.get(fault.role)
@@ -258,6 +262,7 @@ class World:
             return
         match fault.action:
             case "kill" | "power":
+                process.lost_power = fault.action == "power"
                 self._kill(process, fault.seconds)
                 for lost in self.disk.lose_power(process.role) if fault.action == "power" else ():
                     self.trace.add(f"the disk of {process.role} has lost {lost}")
@@ -279,9 +284,9 @@ class World:
 
     def _inject_around(self, fault: Fault) -> None:
         """Let a fault happen that does not need a live process."""
-        if fault.action == "cut":
+        if fault.action in ("cut", "unlink", "relay", "reset"):
             self._excuse(self.roles, fault.seconds)
-            self.network.cut(*fault.machines, fault.seconds)
+            self.network.inject(fault, self._now.get(fault.role))
             return
         assert self.identities is not None, "only a flavour with identities has such faults"
         if fault.action == "revoke":
@@ -309,6 +314,7 @@ class World:
 
     def _lose_one_side(self, process: VirtualProcess, fault: Fault) -> None:
         other = self._now.get(fault.other)
+        assert isinstance(self.network, VirtualMemoryNetwork), "a relay reports a loss to all"
         if other is not None and not other.dead and other.machine != process.machine:
             self._excuse([fault.role, fault.other], fault.seconds)
             self.network.lose_one_side(process, other, fault.seconds)
@@ -588,12 +594,8 @@ class World:
             self.finding(TASKS, f"{process.name} has ended, and left the tasks {left}")
 
     def _check_bounds(self) -> None:
-        for participant in self.network.participants:
-            for inlet in participant.inlets:
-                bound = inlet.channel.reader_samples
-                if bound and len(inlet.queue) > bound:
-                    name = f"{inlet.channel.name} of {participant.node.name}"
-                    self.finding(BOUNDS, f"{name} holds {len(inlet.queue)} samples, {bound} at most")
+        for text in self.network.overfull():
+            self.finding(BOUNDS, text)
 
     # The run
 
@@ -648,8 +650,7 @@ class World:
         with self.loop.running():  # some of these blocks await
             self._close_tasks()
         self.loop.shut()
-        self.network.pairs.clear()
-        self.network.participants.clear()
+        self.network.clear()
 
     def _close_tasks(self) -> None:
         for process in self.processes:
