@@ -250,13 +250,15 @@ class RelayNetwork:
 
     @contextlib.asynccontextmanager
     async def linger(self) -> AsyncIterator[None]:
-        """Wait at the end until the sessions of this process are closed."""
+        """Wait at the end until the sessions are closed that this process has opened meanwhile."""
         process = running()
+        before = self._sessions(process)
         yield
-        await sleep_until(lambda: all(one.is_closed for one in self._sessions(process)), CLOSED_S)
+        opened = [one for one in self._sessions(process) if one not in before]
+        await sleep_until(lambda: all(one.is_closed for one in opened), CLOSED_S)
 
-    def _sessions(self, *processes: VirtualProcess) -> list[RelayedSession]:
-        return [one for one in self.relay.sessions if isinstance(one, RelayedSession) and one.process in processes]
+    def _sessions(self, process: VirtualProcess) -> list[RelayedSession]:
+        return [one for one in self._all() if one.process is process]
 
     def _on_machine(self, machine: int) -> list[RelayedSession]:
         return [one for one in self._all() if one.process.machine == machine]
