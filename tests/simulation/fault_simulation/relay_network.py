@@ -137,21 +137,26 @@ class NetworkRelay(SimulatedRelay):
 
 
 class CheckedInlet(ZenohInlet):
-    """An inlet that checks what it hands over: each sample of an outlet once, in order, and no gap within a match."""
+    """An inlet that checks what it hands over: each sample of an outlet once, in order, and no gap within a match.
+
+    An outlet that was lost for a lease is forgotten: what it retains may come again.
+    """
 
     def __init__(self, place: ZenohPlace, channel: Channel, owner: VirtualProcess) -> None:
         super().__init__(place, channel)
         self._owner = owner
-        self._last: dict[str, tuple[int, int]] = {}  # handle of the match, number of the sample; by outlet
+        self._last: dict[str, tuple[OutletState, int, int]] = {}  # by outlet: handle of the match, number of the sample
 
     def _put(self, outlet: OutletState, message: bytes) -> None:
         number = number_of(message)
-        handle, last = self._last.get(outlet.id, (0, 0))
+        known, handle, last = self._last.get(outlet.id, (outlet, 0, 0))
+        if known is not outlet:
+            handle = last = 0
         may_skip = self._skips_gaps or handle != outlet.handle
         if number <= last or (number > last + 1 and not may_skip):
             text = f"{self._owner.name} gets sample {number} of {self.channel.name} after sample {last}"
             self._owner.world.finding(ORDER, text)
-        self._last[outlet.id] = outlet.handle, number
+        self._last[outlet.id] = outlet, outlet.handle, number
         super()._put(outlet, message)
 
     def overfull(self) -> str:
