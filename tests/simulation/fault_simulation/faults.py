@@ -15,6 +15,7 @@ from gradbus.runtime.testing.failpoints import PLACES
 
 CONTROLLER = "controller"
 MACHINES = 3
+OF_NETWORK = ("cut", "unlink", "relay", "reset")  # actions that may keep any two actors from each other
 NOTES = {
     "controller": ("commanded", "counted", "counted", "committed", "committed"),
     "client": ("offered", "decoded", "receipt"),

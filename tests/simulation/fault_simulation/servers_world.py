@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from fault_simulation.faults import OF_NETWORK
 from fault_simulation.findings import HEALTHY, SAME_MODEL
 from fault_simulation.flavours import FLAVOURS
 from fault_simulation.kernel import VirtualProcess, now_s
@@ -112,7 +113,7 @@ class ServersWorld(World):
             ):
                 return
             own = [fault for fault in self.happened if fault.role in (worker, process.role) or fault.other == worker]
-            if not own and not any(fault.action == "cut" for fault in self.happened):
+            if not own and not any(fault.action in OF_NETWORK for fault in self.happened):
                 self.finding(HEALTHY, f"{process.name} drops {worker}, to which nothing has happened")
 
     # Who starts them again

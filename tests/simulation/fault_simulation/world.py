@@ -22,7 +22,7 @@ import torch
 from fault_simulation.admission import Identities, draw_admission_plan
 from fault_simulation.disk import Disk
 from fault_simulation.excuses import FOUND_AGAIN_S, Disturbances, is_round_without_time, unheard_controller
-from fault_simulation.faults import CONTROLLER, MACHINES, Fault, draw_plan
+from fault_simulation.faults import CONTROLLER, MACHINES, OF_NETWORK, Fault, draw_plan
 from fault_simulation.findings import BOUNDS, ENDS, EXCEPTIONS, LOGS, MEAN, REPLACED, TASKS, Finding
 from fault_simulation.flavours import CALM, FLAVOURS, Circumstances, draw_circumstances
 from fault_simulation.kernel import CLOCK, START_S, Killed, VirtualProcess, current, generator, now_s
@@ -44,7 +44,7 @@ from gradbus.runtime.errors import CheckpointError, ControllerReplaced, JoinRefu
 ROUND_LIMIT_S = 65.0  # of virtual time, for each round with all faults
 COMPUTE_S = 5e-4  # mean cost of a computation that is no training
 KERNEL_REPORTS_S = (1e-3, 0.04)  # from the end of a process until the kernel reports it
-FULL_S = 5.0  # from a sync that found the disk full until the actor has ended with that error
+FULL_S = 10.0  # from a sync that found the disk full until the actor has closed its bus, and ended with that error
 LATE_REFUSAL_S = 1.0  # from the end of a client that was refused, though it is on the list again, until its next start
 NEVER_LOGGED = ("strike", "history ends", "message not handled", "readers or writers not deleted")
 LAST_MODEL_LOST = "last model not received"
@@ -254,7 +254,7 @@ class World:
         self.trace.add(f"FAULT {fault}")
         self.calm_s = max(self.calm_s, now_s() + abs(fault.seconds))
         self.disturbances.add(now_s(), now_s() + fault.lasts_s)
-        if fault.action in ("cut", "unlink", "relay", "reset", "revoke", "stranger", "twin"):
+        if fault.action in (*OF_NETWORK, "revoke", "stranger", "twin"):
             self._inject_around(fault)
             return
         process = self._now.get(fault.role)
@@ -284,7 +284,7 @@ class World:
 
     def _inject_around(self, fault: Fault) -> None:
         """Let a fault happen that does not need a live process."""
-        if fault.action in ("cut", "unlink", "relay", "reset"):
+        if fault.action in OF_NETWORK:
             self._excuse(self.roles, fault.seconds)
             self.network.inject(fault, self._now.get(fault.role))
             return
