@@ -10,7 +10,8 @@ from gradbus.commands.buses import link_reports
 from gradbus.commands.doctor.machine import Finding, Severity
 from gradbus.commands.run.status import BusFile
 from gradbus.runtime.config.bus import BusSettings
-from gradbus.runtime.config.settings import load_settings
+from gradbus.runtime.config.settings import load_settings, read_settings
+from gradbus.runtime.errors import ConfigError
 
 _NAMES = (
     "transport", "connect", "listen", "tls", "tls_ca", "tls_certificate", "tls_key", "tls_clients", "lease_s",
@@ -23,8 +24,14 @@ def with_links(settings: BusSettings, config: Path | None, options: Mapping[str,
     stronger. Where there are no links the settings are returned as they are.
 
     Raises:
-        ConfigError: something is wrong with them.
+        ConfigError: something is wrong with them, or the configuration is that of a relay.
     """
+    if config is not None and "relay" in read_settings(config):
+        raise ConfigError(
+            f"{config} is the configuration of a relay ([relay]), which 'gradbus relay' checks when it starts. The "
+            f"doctor examines members: while the relay runs, start it with --connect tls/HOST:PORT and --tls-ca FILE, "
+            f"as they dial it"
+        )
     found = load_settings(BusFile, config).bus
     update = {name: getattr(found, name) for name in _NAMES if name in found.model_fields_set} | dict(options)
     if "connect" in options:  # as one of those that dial, also with the configuration of one that listens

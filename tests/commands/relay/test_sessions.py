@@ -238,6 +238,10 @@ def test_an_address_has_one_form(written: str, read: str) -> None:
     [
         ({"access": {"jobs": {"site-1": ["a"]}}}, "access.jobs names 'site-1'.*relay.tls_clients=true"),
         ({"limits": {"sessions_per_node": 2}}, "limits.sessions_per_node counts.*relay.tls_clients=true"),
+        (
+            {"limits": {"message_bytes": 8 << 20}},
+            "limits.message_bytes.*8454144",
+        ),  # the largest frame has a header, too
         ({"limits": {"sesions": 2}}, "unknown key 'limits.sesions', did you mean 'sessions'"),
         ({"relay": {"drain_s": -1}}, "relay.drain_s"),
         ({"bus": {}}, "unknown key 'bus'"),
