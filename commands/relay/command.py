@@ -67,14 +67,15 @@ def run_relay(path: Path | None, overrides: Iterable[str], *, log_level: str, lo
 
 
 def warn_of_ends(links: LinkConfig) -> None:
-    """Log the certificates of a relay that end within :data:`WARNING_DAYS`. Raises ConfigError: one cannot be read."""
+    """Log the certificates of a relay that end within :data:`WARNING_DAYS`, or have ended. Raises ConfigError: one
+    cannot be read."""
     now = datetime.datetime.now(datetime.UTC)
     for file in certificate_files(links):
         days = (file.ends - now).days
         is_bundle = file.setting == "bus.tls_ca" and len(file.certificates) > 1  # the others may be those in use
         if days < WARNING_DAYS and not is_bundle:
             log.warning(
-                "certificate ends soon",
+                "certificate ends soon" if file.ends > now else "certificate has ended",
                 setting=file.setting.replace("bus.", "relay."),
                 file=str(file.path),
                 ends=in_utc(file.ends),

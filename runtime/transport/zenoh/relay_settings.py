@@ -18,8 +18,8 @@ DROP_AFTER_S, DROP_LARGE_AFTER_S = 0.5, 5.0
 # need be alone. Of a larger frame, the rest must leave within DROP_LARGE_AFTER_S.
 QUEUE_BATCHES = 16
 # That pass on what they have received. Each may wait for room in the queue of a peer that takes nothing, and Zenoh has
-# two: two senders to such a peer would hold up all others. A thread that waits costs some tens of KiB. This makes the
-# stall unlikely, not impossible: as many senders at the same time take all threads, for DROP_LARGE_AFTER_S at most.
+# two: two senders to such a peer would hold up all others. 14 more take 0.25 MiB. This makes the stall unlikely, not
+# impossible: as many senders at the same time take all threads, for DROP_LARGE_AFTER_S at most.
 FORWARDING_THREADS = 16
 
 RELAY_SETTINGS: dict[str, Any] = {
