@@ -27,7 +27,9 @@ class TcpProxy:
         self._bell, self._rings = socket.socketpair()
         self._others: dict[socket.socket, socket.socket] = {}
         self._lock = threading.Lock()
-        self._is_held = self._is_closed = self._breaks = False
+        self._clients: set[socket.socket] = set()
+        self._forgotten: list[socket.socket] = []  # open for the target, and silent
+        self._is_held = self._is_closed = self._breaks = self._forgets = False
         self._accepts = True
         for one in (self._bell, self._listener):
             self._selector.register(one, selectors.EVENT_READ)
@@ -51,6 +53,11 @@ class TcpProxy:
     def break_links(self, *, refuse: bool = False) -> None:
         """Close all connections. ``refuse``: and those that come, until :meth:`accept`."""
         self._change(breaks=True, accepts=not refuse)
+
+    def forget_links(self) -> None:
+        """Close all connections at the dialling end only, as a router on the way does that has lost its table: to the
+        target they stand, and nothing comes."""
+        self._change(forgets=True)
 
     def accept(self) -> None:
         """Accept connections again."""
@@ -78,6 +85,9 @@ class TcpProxy:
                     self._breaks = False
                     for one in list(self._others):
                         self._drop(one)
+                if self._forgets:
+                    self._forgets = False
+                    self._forgotten += [self._forget(client) for client in list(self._clients)]
                 for key, _ in ready:
                     one = key.fileobj
                     assert isinstance(one, socket.socket)
@@ -85,7 +95,7 @@ class TcpProxy:
                 self._watch()
         for one in list(self._others):
             self._drop(one)
-        for one in (self._listener, self._bell, self._rings):
+        for one in (*self._forgotten, self._listener, self._bell, self._rings):
             one.close()
         self._selector.close()
 
@@ -107,6 +117,7 @@ class TcpProxy:
             client.close()
             return
         self._others[client], self._others[server] = server, client
+        self._clients.add(client)
 
     def _forward(self, one: socket.socket) -> None:
         other = self._others[one]
@@ -123,10 +134,22 @@ class TcpProxy:
         if other is None:
             return
         del self._others[other]
+        self._clients -= {one, other}
         for end in (one, other):
             with contextlib.suppress(KeyError):
                 self._selector.unregister(end)
             end.close()
+
+    def _forget(self, client: socket.socket) -> socket.socket:
+        """Close the dialling end of a connection, and return its other end."""
+        server = self._others.pop(client)
+        del self._others[server]
+        self._clients.remove(client)
+        for end in (client, server):
+            with contextlib.suppress(KeyError):
+                self._selector.unregister(end)
+        client.close()
+        return server
 
     def _watch(self) -> None:
         """Look at the connections unless they are held."""
