@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 from channel_node import Channel
@@ -10,6 +11,7 @@ from simulated_relay import SimulatedSession
 from transport_scenes import LONG_LEASE_S, SteppedZenohScene, take
 
 from gradbus.runtime.transport.api import PeerId
+from gradbus.runtime.transport.channels import CHANNELS, ToController
 from gradbus.runtime.transport.zenoh.keys import ChannelKeys, endpoint_id
 
 VOLATILE = Channel("volatile")
@@ -19,12 +21,28 @@ LEASE_S = 10.0
 class Joined:
     """An outlet and an inlet, each at a process of its own."""
 
-    def __init__(self, scene: SteppedZenohScene, channel: Channel = VOLATILE, loss: float = 0.0) -> None:
+    def __init__(
+        self,
+        scene: SteppedZenohScene,
+        channel: Channel = VOLATILE,
+        loss: float = 0.0,
+        *,
+        is_reliable: bool = True,
+        is_control: bool = False,
+        answers: bool = True,
+    ) -> None:
+        """``is_reliable``: the inlet is. ``answers``: else what it says is lost, and they do not match."""
         self.scene = scene
         self.source, self.target = (scene.join("one", LEASE_S, loss=loss) for _ in range(2))
-        self.outlet: Any = self.source.transport.outlet(channel.opened())
-        self.inlet: Any = self.target.transport.inlet(channel.opened())
-        scene.until(lambda: self.outlet.peers() and self.inlet.peers(), "they match")
+        if not answers:
+            self.target.session.loss = 1.0
+        opened = channel.opened()
+        if is_control:
+            opened = replace(opened, to_message=CHANNELS[ToController].to_message)
+        self.outlet: Any = self.source.transport.outlet(opened)
+        self.inlet: Any = self.target.transport.inlet(replace(opened, reliable=is_reliable))
+        if answers:
+            scene.until(lambda: self.outlet.peers() and self.inlet.peers(), "they match")
 
     def arrive(self, count: int) -> list[int]:
         """Take until so many samples are there."""

@@ -17,6 +17,7 @@ process may live, and come back. One of a transport that is not known to belong 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -53,9 +54,10 @@ class InletState:
 
     Attributes:
         handle: by which others know it while the match lasts.
-        epoch, first: of the START that it was sent last, at ``started_s``.
+        epoch, first: of its match. started_s: when it was sent the last START.
         acknowledged: it has all samples up to this one. sent: those that were sent. granted: those it has room for.
         is_there: its token is, or our own link is down. is_matched: it has answered the START.
+        is_heard: it has answered since its token has come; else it may have forgotten the match.
         is_reliable: it is sent again what it lacks. has_missed: something that it lacks is not there any more.
         progressed_s: when it has last acknowledged something new, or came to lack something. interval_s: between two
             such times, on average. probe_s: when the next PROBE is due, ``patience_s`` after the last one.
@@ -73,6 +75,7 @@ class InletState:
     granted: int = 0
     is_there: bool = True
     is_matched: bool = False
+    is_heard: bool = False
     is_reliable: bool = True
     has_missed: bool = False
     lost_s: float = 0.0
@@ -136,7 +139,7 @@ class ZenohOutlet(ZenohEndpoint):
         self._to_all = self.keys.to_all(self.id)
         self._epoch = 0
         self._sent = 0  # the last sample that was sent to all that keep pace
-        self._probe_is_due = False
+        self._looks: list[float] = []  # when to look at progress, the earliest last
         self._refused_since_s = 0.0
         self._writes = 0  # in progress
         self._reserved_bytes = 0  # of samples that are being made
@@ -178,6 +181,7 @@ class ZenohOutlet(ZenohEndpoint):
             if inlet.is_matched:
                 inlet.handle = self.place.next_number()
                 self.note_match()
+        inlet.is_heard = False
         inlet.note_progress(self.schedule.now_s())
         self._probe(inlet)
         self._probe_later()
@@ -209,8 +213,7 @@ class ZenohOutlet(ZenohEndpoint):
         inlet.granted = 0
         inlet.flight.clear()
         self._kept.keep_since(first)
-        inlet.started_s = self.schedule.now_s()
-        inlet.note_progress(inlet.started_s)
+        inlet.note_progress(self.schedule.now_s())
         self._probe(inlet)
         self._probe_later()
 
@@ -242,12 +245,13 @@ class ZenohOutlet(ZenohEndpoint):
         if ack.wanted > kept.last + 1:
             raise BadMessage("answer to what was not sent")
         arrived = ack.wanted - 1
+        inlet.is_heard = True
         if not inlet.is_matched:
             if ack.wanted < inlet.first:
                 raise BadMessage("answer to what was not sent")
             inlet.is_matched, inlet.is_reliable, inlet.has_missed = True, ack.is_reliable, False
             inlet.handle = self.place.next_number()
-            inlet.round_trip_s = now_s - inlet.started_s
+            inlet.round_trip_s = min(now_s - inlet.started_s, PROBE_MAX_S / 2)
             inlet.sent = arrived  # of a match before this one it may have more
             inlet.note_progress(now_s)
             self.note_match()
@@ -337,6 +341,8 @@ class ZenohOutlet(ZenohEndpoint):
             if not (is_due and inlet.has_room_for(one) and self._publish_to(inlet, one.sample)):
                 break
             inlet.note_sent(one)
+        if not inlet.is_reliable:  # what was sent while it was away, and is not there any more, is lost for it
+            inlet.sent = max(inlet.sent, self._sent)
 
     def _send_again(self, inlet: InletState, ack: Ack) -> None:
         for one in self._in_reach(inlet, max(ack.ask_first, inlet.acknowledged + 1)):
@@ -366,19 +372,18 @@ class ZenohOutlet(ZenohEndpoint):
         ]
 
     def _lacks(self, inlet: InletState) -> bool:
-        return inlet.is_there and (not inlet.is_matched or inlet.acknowledged < self._kept.last)
+        knows_all = inlet.is_matched and inlet.is_heard and inlet.acknowledged >= self._kept.last
+        return inlet.is_there and not knows_all
 
     def _probe_later(self) -> None:
         """Look again when the first of those that lack something runs out of patience."""
-        if self._probe_is_due:
-            return
-        due_s = min((one.probe_s for one in self._inlets.values() if self._lacks(one)), default=0)
-        if due_s:
-            self._probe_is_due = True
+        due_s = min((one.probe_s for one in self._inlets.values() if self._lacks(one)), default=math.inf)
+        if due_s < (self._looks[-1] if self._looks else math.inf):
+            self._looks.append(due_s)
             self.schedule.at(max(due_s, self.schedule.now_s()), self._look_at_progress)
 
     def _look_at_progress(self) -> None:
-        self._probe_is_due = False
+        self._looks.pop()
         now_s = self.schedule.now_s()
         if self.id not in self.place.endpoints:
             return
@@ -396,6 +401,7 @@ class ZenohOutlet(ZenohEndpoint):
         if inlet.is_matched:
             self._publish_to(inlet, pack_probe(LossProbe(inlet.epoch, min(inlet.sent, self._kept.last))))
         else:
+            inlet.started_s = self.schedule.now_s()
             self._publish_to(inlet, pack_start(MatchStart(inlet.epoch, inlet.first)))
 
     # Writing
@@ -461,7 +467,7 @@ class ZenohOutlet(ZenohEndpoint):
     def _has_room(self) -> bool:
         if self.channel.keep_last:
             return True
-        if self.place.session.is_congested and self._awaited():
+        if self.place.session.is_congested(urgent=self._urgent) and self._awaited():
             return False
         if self._kept.num_bytes + self._reserved_bytes >= WINDOW_BYTES:
             self._give_up_on_absent()

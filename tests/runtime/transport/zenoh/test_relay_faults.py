@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 from channel_node import Channel
@@ -12,7 +13,7 @@ from transport_scenes import LONG_LEASE_S, ZenohScene, take, write
 from zenoh_node import Relay
 
 from gradbus.runtime.transport.api import Inlet, Outlet
-from gradbus.runtime.transport.channels import WINDOW_BYTES
+from gradbus.runtime.transport.channels import CHANNELS, WINDOW_BYTES, ToController
 
 RESTARTS = 50
 PATIENCE_S = 60.0
@@ -102,6 +103,23 @@ def test_a_relay_that_stands_still_loses_nothing(relay: Relay, scene: ZenohScene
     found: list[int] = []
     scene.until(lambda: found.extend(take(inlet)) or len(found) == accepted, "all arrive")
     assert found == list(range(accepted))
+
+
+def test_a_stalled_link_that_is_full_of_data_accepts_control_messages(relay: Relay, scene: ZenohScene) -> None:
+    source, target = scene.open(), scene.open()
+    control = replace(VOLATILE.opened(), name="test/control", to_message=CHANNELS[ToController].to_message)
+    outlet, urgent = source.outlet(VOLATILE.opened()), source.outlet(control)
+    inlet, urgent_inlet = target.inlet(VOLATILE.opened()), target.inlet(control)
+    scene.until(lambda: all(one.peers() for one in (outlet, urgent, inlet, urgent_inlet)), "they match")
+    relay.stop()
+    accepted = 0
+    while write(outlet, accepted, size=LARGE_BYTES) == [True]:
+        accepted += 1
+    assert write(urgent, *range(20)) == [True] * 20
+    relay.go_on()
+    found: list[int] = []
+    scene.until(lambda: found.extend(take(urgent_inlet)) or len(found) == 20, "all arrive")
+    assert found == list(range(20))
 
 
 def test_a_reader_that_stands_still_holds_up_no_other(scene: ZenohScene) -> None:
