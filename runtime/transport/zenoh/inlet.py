@@ -51,7 +51,8 @@ class OutletState:
 
     Attributes:
         handle: by which others know it while the match lasts.
-        epoch: of its last START; 0: there was none. wanted: the first sample that is lacking.
+        epoch: of its last START; 0: there was none. wanted: the first sample that is lacking. began, before: what
+            that was after the last START, and before it.
         early: messages behind a gap, by number. queued: samples that were not taken yet.
         told, granted: the last answer. asked: samples up to this one are here or were asked for. answer_is_due: soon.
         is_there: its token is, or our own link is down.
@@ -61,6 +62,8 @@ class OutletState:
     handle: int = 0
     epoch: int = 0
     wanted: int = 1
+    began: int = 1
+    before: int = 1
     early: dict[int, bytes] = field(default_factory=dict)
     early_bytes: int = 0
     queued: int = 0
@@ -76,6 +79,18 @@ class OutletState:
     def is_peer(self) -> bool:
         """Return whether it is matched now."""
         return self.is_there and self.epoch > 0
+
+    def begin(self, epoch: int, first: int) -> None:
+        """Begin a match, or go on with it. The START before this one may have been forged: if nothing has arrived since
+        then, it has moved nothing."""
+        if self.wanted == self.began:
+            self.wanted = self.before
+        self.before = self.wanted
+        self.epoch, self.granted, self.asked = epoch, 0, 0
+        if first > self.wanted:  # else it has had those before
+            self.wanted = first
+            self.drop_early(first)
+        self.began = self.wanted
 
     def drop_early(self, before: int = MAX_NUMBER) -> None:
         """Forget messages behind a gap with lower numbers."""
@@ -188,13 +203,8 @@ class ZenohInlet(ZenohEndpoint):
         if is_new:  # its token may be on its way, or gone
             outlet.lost_s = self.schedule.now_s()
             self.place.after(self.place.lease_s, self.forget_peer, peer)
-        if epoch < outlet.epoch:
-            raise BadMessage("START of a match that is over")
-        if epoch > outlet.epoch:
-            outlet.epoch, outlet.granted, outlet.asked = epoch, 0, 0
-            if first > outlet.wanted:  # else it has had those before
-                outlet.wanted = first
-                outlet.drop_early(first)
+        if epoch != outlet.epoch:  # those of one outlet keep their order
+            outlet.begin(epoch, first)
             if outlet.is_there:
                 outlet.handle = self.place.next_number()
                 self.note_match()
