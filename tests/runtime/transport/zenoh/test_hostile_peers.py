@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 from channel_node import Channel
-from joined_endpoints import LEASE_S, Joined, Members, NoThread, Stranger
+from joined_endpoints import LEASE_S, VOLATILE, Joined, Members, NoThread, Stranger
 from transport_scenes import SteppedZenohScene, take, write
 
+from gradbus.runtime.transport.channels import WINDOW_BYTES
+from gradbus.runtime.transport.zenoh.keys import endpoint_id
 from gradbus.runtime.transport.zenoh.messages import (
     MAX_NUMBER,
     START,
@@ -19,6 +21,8 @@ from gradbus.runtime.transport.zenoh.messages import (
     pack_ack,
     pack_start,
     parse_start,
+    sample_message,
+    set_number,
 )
 
 ROUND_S = 0.1
@@ -198,3 +202,56 @@ def test_an_inlet_that_says_nothing_for_long_is_found_again_with_its_next_answer
     joined.target.session.loss = 0.0
     scene.until(lambda: joined.outlet.peers() and joined.outlet.is_acknowledged, "it is found again")
     assert joined.arrive(3) == [1, 2, 3]
+
+
+@pytest.mark.parametrize("side", ["in", "out"])
+def test_a_member_that_many_tokens_have_shut_out_is_found_when_they_are_gone(
+    scene: SteppedZenohScene, monkeypatch: pytest.MonkeyPatch, side: str
+) -> None:
+    for module in ("place", "inlet", "outlet"):
+        monkeypatch.setattr(f"gradbus.runtime.transport.zenoh.{module}.MAX_PEERS", 8)
+    stranger, watched, late = Stranger(scene), scene.join("one", LEASE_S), scene.join("one", LEASE_S)
+    opened = VOLATILE.opened()
+    first = watched.transport.outlet(opened) if side == "in" else watched.transport.inlet(opened)
+    ids = [endpoint_id(stranger.owner, number) for number in range(12)]
+    tokens = [stranger.session.declare_token(stranger.keys.token(side, one)) for one in ids]
+    scene.pass_time(1.0)
+    second = late.transport.inlet(opened) if side == "in" else late.transport.outlet(opened)
+    scene.pass_time(1.0)
+    assert not first.peers()
+    for one in tokens:
+        one.undeclare()
+    scene.pass_time(LEASE_S + 2.0)
+    scene.until(lambda: first.peers() and second.peers(), "they match")
+
+
+def test_starts_without_tokens_shut_out_no_member(scene: SteppedZenohScene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gradbus.runtime.transport.zenoh.inlet.MAX_PEERS", 32)
+    stranger, watched = Stranger(scene), scene.join("one", LEASE_S)
+    inlet = watched.transport.inlet(VOLATILE.opened())
+    for number in range(100):
+        key = stranger.keys.to_one(inlet.id, endpoint_id(stranger.owner, number))  # type: ignore[attr-defined]
+        stranger.session.publish(key, pack_start(MatchStart(1, 1)), urgent=False)
+    scene.pass_time(ROUND_S)
+    outlet = scene.join("one", LEASE_S).transport.outlet(VOLATILE.opened())
+    began_s = scene.now_s()
+    scene.until(lambda: inlet.peers() and outlet.peers(), "they match")
+    assert scene.now_s() < began_s + 1.0
+
+
+def test_what_waits_behind_gaps_of_all_outlets_takes_one_window(scene: SteppedZenohScene) -> None:
+    joined, stranger = Joined(scene), Stranger(scene)
+    keys, session, inlet = stranger.keys, stranger.session, joined.inlet
+    for number in range(4):
+        outlet = endpoint_id(stranger.owner, number)
+        session.declare_token(keys.token("out", outlet))
+        scene.pass_time(ROUND_S)
+        session.publish(keys.to_one(inlet.id, outlet), pack_start(MatchStart(1, 1)), urgent=False)
+        scene.pass_time(ROUND_S)
+        for sample in range(2, 12):
+            message = sample_message(MIB, ())
+            set_number(message, sample)
+            session.publish(keys.to_one(inlet.id, outlet), message, urgent=False)
+        scene.pass_time(ROUND_S)
+    waiting = sum(one.early_bytes for one in inlet._outlets.values())  # noqa: SLF001 - what waits is no part of the contract
+    assert 0 < waiting <= WINDOW_BYTES + 2 * MIB
