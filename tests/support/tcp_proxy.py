@@ -1,4 +1,4 @@
-"""A port that passes bytes on to another one, until it is told to hold them, or to break its connections."""
+"""A port that passes bytes on to another one, at a rate, until it is told to hold them, or to break its links."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import selectors
 import socket
 import threading
+import time
 from types import TracebackType
 from typing import Self
 
@@ -19,7 +20,10 @@ class TcpProxy:
         port: where it listens.
     """
 
-    def __init__(self, target_port: int) -> None:
+    def __init__(self, target_port: int, *, downlink_bytes_s: float = 0.0) -> None:
+        """``downlink_bytes_s``: what it passes on from the target in a second; 0: all."""
+        self._downlink_bytes_s, self._rests_until_s = downlink_bytes_s, 0.0
+        self._servers: set[socket.socket] = set()
         self._target_port = target_port
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port = int(self._listener.getsockname()[1])
@@ -77,7 +81,8 @@ class TcpProxy:
 
     def _run(self) -> None:
         while True:
-            ready = self._selector.select()
+            rest_s = self._rests_until_s - time.monotonic()
+            ready = self._selector.select(rest_s if rest_s > 0.0 else None)
             with self._lock:
                 if self._is_closed:
                     break
@@ -112,17 +117,26 @@ class TcpProxy:
         try:
             if not self._accepts:
                 raise ConnectionRefusedError
-            server = socket.create_connection(("127.0.0.1", self._target_port))
+            server = self._dial()
         except OSError:
             client.close()
             return
         self._others[client], self._others[server] = server, client
         self._clients.add(client)
 
+    def _dial(self) -> socket.socket:
+        server = socket.create_connection(("127.0.0.1", self._target_port))
+        if self._downlink_bytes_s:
+            server.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, CHUNK_BYTES)
+            self._servers.add(server)
+        return server
+
     def _forward(self, one: socket.socket) -> None:
         other = self._others[one]
         try:
-            data = one.recv(CHUNK_BYTES)
+            data = one.recv(CHUNK_BYTES // 4)
+            if one in self._servers:
+                self._rests_until_s = time.monotonic() + len(data) / self._downlink_bytes_s
             if not data:
                 raise ConnectionResetError
             other.sendall(data)  # a receiver that is stopped holds up this proxy, which is its own
@@ -153,9 +167,11 @@ class TcpProxy:
 
     def _watch(self) -> None:
         """Look at the connections unless they are held."""
+        rests = time.monotonic() < self._rests_until_s
         for one in self._others:
             is_watched = one in self._selector.get_map()
-            if self._is_held and is_watched:
+            is_held = self._is_held or (rests and one in self._servers)
+            if is_held and is_watched:
                 self._selector.unregister(one)
-            elif not self._is_held and not is_watched:
+            elif not is_held and not is_watched:
                 self._selector.register(one, selectors.EVENT_READ)

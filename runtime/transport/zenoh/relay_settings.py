@@ -12,8 +12,9 @@ import os
 from typing import Any
 
 # How long the first batch of a message waits: 64 KiB leave in this time over a link of 1 Mbit/s. Each further one that
-# has found room doubles the time for the next, up to a sum. So much one link that is stalled costs others.
-DROP_AFTER_S, DROP_LARGE_AFTER_S = 0.5, 5.0
+# has found room doubles the time for the next, up to a sum. So much each large message that a slow link has no
+# room for costs others: several, until its outlet sends it no more of them together with those of others.
+DROP_AFTER_S, DROP_LARGE_AFTER_S = 0.5, 0.5
 # For each peer: with 64 KiB each, as much as a frame of 1 MiB, the default. So that gets over a link of any rate, if
 # need be alone. Of a larger frame, the rest must leave within DROP_LARGE_AFTER_S.
 QUEUE_BATCHES = 16
