@@ -77,6 +77,7 @@ def test_a_warning_of_the_accountant_is_kept_back_without_the_filters_that_all_t
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Two controllers in one process, each with a thread of its own, would restore each other's filters."""
+    epsilon_of([(1e6, 2)], 1e-5)  # loads the accountant
     with monkeypatch.context() as patched:
         patched.setattr(warnings, "catch_warnings", None)
         assert epsilon_of([(1e6, 2)], 1e-5) < 0.1
