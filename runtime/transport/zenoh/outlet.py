@@ -12,7 +12,11 @@ could be. It travels behind the samples, so what is still on its way is not take
 
 An inlet whose token has gone holds up no write. What it lacks is kept for the lease, as far as the window goes: its
 process may live, and come back. One of a transport that is not known to belong to the job holds up writes for
-:data:`FOREIGN_S` in all.
+:data:`FOREIGN_S` in all, and no sample for others.
+
+Anybody on the relay can show a token, and send answers, in the name of an inlet. So one that has answered no PROBE for
+the lease while our link stands is lost, and found again with its next answer. Answers that contradict each other begin
+the match again (:mod:`.repeats` limits how often).
 """
 
 from __future__ import annotations
