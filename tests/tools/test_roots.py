@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -64,3 +65,15 @@ def test_a_mirror_that_fails_is_said_and_leaves_no_half_of_a_root(tmp_path: Path
     assert (done.stdout.splitlines(), done.returncode) == (["no such mirror", said], 0), done.stderr
     assert debootstrap.exists()
     assert not (tmp_path / "roots" / "made").exists()
+
+
+@pytest.mark.parametrize("part", ["python-3.14", "arm64"])
+def test_without_debootstrap_or_the_rights_for_it_a_part_is_not_run_and_says_why(part: str, tmp_path: Path) -> None:
+    (tmp_path / "few").mkdir()
+    for name in ("bash", "id"):
+        found = shutil.which(name)
+        assert found is not None
+        (tmp_path / "few" / name).symlink_to(found)
+    done = run_in(tmp_path, "bash", "tests/tools/test_part.sh", part, PATH=str(tmp_path / "few"), SPREAD="", BIN="")
+    assert done.stdout.startswith(f"NOT RUN: {part}, "), done.stderr
+    assert (done.stdout.count("\n"), done.returncode) == (1, 0), done.stderr
