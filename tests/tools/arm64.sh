@@ -10,8 +10,7 @@ part=arm64 python=3.13 # of trixie
 root="$roots/trixie-arm64"
 needs_roots 5
 command -v dpkg-deb >/dev/null || not_run "there is no dpkg-deb on PATH"
-uv=$(find_uv)
-[[ -n "$uv" ]] || not_run "there is no uv on PATH, nor in .venv"
+needs_uv
 
 qemu=$(command -v qemu-aarch64-static || echo "$roots/qemu-aarch64-static")
 if [[ ! -x "$qemu" ]]; then

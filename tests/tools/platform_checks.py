@@ -183,8 +183,10 @@ def check_flower(scene: Path, elsewhere: Sequence[str]) -> str:
     run_together([[*GRADBUS, "keys", "new", str(key)]])
     with kept_endpoint() as endpoint:
         flower = [*GRADBUS, "flower"]
-        dials = ["--set", f'bus.connect=["{endpoint}"]', "--set", "bus.job=arm64", "--of", "2", "--log-style", "json"]
-        listens = ["--set", f'bus.listen=["{endpoint}"]', "--set", "bus.job=arm64", "--log-style", "json"]
+        # A board shares no memory with its controller, so neither may these.
+        common = ["--set", "bus.job=platform", "--set", "bus.shared_memory=false", "--log-style", "json"]
+        dials = ["--set", f'bus.connect=["{endpoint}"]', "--of", "2", *common]
+        listens = ["--set", f'bus.listen=["{endpoint}"]', *common]
         printed = run_together(
             [
                 [*flower, "run", str(ROOT / app), *listens],

@@ -8,8 +8,7 @@ part=python-3.14
 # shellcheck source=tests/tools/roots.sh
 . tests/tools/roots.sh
 needs_roots 20
-uv=$(find_uv)
-[[ -n "$uv" ]] || not_run "there is no uv on PATH, nor in .venv"
+needs_uv
 
 make --no-print-directory wheel
 packages="$PWD/build/packages-3.14"

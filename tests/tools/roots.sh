@@ -31,6 +31,9 @@ make_root() { # NAME SUITE PACKAGES [OPTIONS OF DEBOOTSTRAP]: makes $roots/NAME 
     not_run "debootstrap could not make the root: see $log"
   }
 }
-find_uv() { # prints a uv: of PATH or of .venv
-  command -v uv || ls "$PWD/.venv/bin/uv" 2>/dev/null || true
+needs_uv() { # sets uv: to that of PATH, or of .venv. It trusts the system's certificates only when it is told where they are.
+  # shellcheck disable=SC2034 # for the program that sources this
+  uv=$(command -v uv || command -v "$PWD/.venv/bin/uv") || not_run "there is no uv on PATH, nor in .venv"
+  export UV_HTTP_TIMEOUT="${UV_HTTP_TIMEOUT:-300}"
+  if [[ -z "${SSL_CERT_FILE:-}" && -e /etc/ssl/certs/ca-certificates.crt ]]; then export SSL_CERT_FILE=/etc/ssl/certs/ca-certificates.crt; fi
 }
