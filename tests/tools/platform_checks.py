@@ -24,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -214,17 +214,18 @@ def main() -> None:
     here = f"{platform.system()} {platform.machine()}, Python {platform.python_version()}"
     assert platform.python_version().startswith(options.python), f"expected Python {options.python}, this is {here}"
     assert platform.machine() == (options.machine or platform.machine()), f"expected {options.machine}, this is {here}"
+    checks: dict[str, Callable[[], str]] = {
+        "imports": check_imports,
+        "session": check_session,
+        "round": check_round,
+        "flower": lambda: check_flower(options.scene, options.elsewhere),
+    }
     for name in options.checks:
         if name in ("receive", "send"):
             asyncio.run(exchange(options.endpoint, name))
             continue
         began_s = time.monotonic()
-        said = {
-            "imports": check_imports,
-            "session": check_session,
-            "round": check_round,
-            "flower": lambda: check_flower(options.scene, options.elsewhere),
-        }[name]()
+        said = checks[name]()
         print(f"{name}: {said} ({here}), {time.monotonic() - began_s:.1f} s", flush=True)
 
 
