@@ -25,7 +25,7 @@ _DIAL_S = 60.0  # until the forwarder listens
 _AGAIN_S = 0.05
 
 
-class Stream(NamedTuple):
+class ForwardedStream(NamedTuple):
     """One end of a connection."""
 
     reader: StreamReader
@@ -42,7 +42,7 @@ class ForwardedRounds:
     num_bytes: int
     rounds: int
 
-    async def dial(self, number: int) -> Stream:
+    async def dial(self, number: int) -> ForwardedStream:
         """Connect to the forwarder, as one of the two ends of a client's pair. Raises TimeoutError."""
         tls = self.files.context(ssl.PROTOCOL_TLS_CLIENT)
         async with asyncio.timeout(_DIAL_S):
@@ -52,20 +52,20 @@ class ForwardedRounds:
                     break
                 except ConnectionRefusedError:
                     await asyncio.sleep(_AGAIN_S)
-        stream = Stream(*found)
+        stream = ForwardedStream(*found)
         stream.writer.write(bytes([number]))
         return stream
 
 
 async def forward(plan: ForwardedRounds) -> str:
     """Be the forwarder until all pairs have ended. Return the congestion control that the kernel gives its sockets."""
-    waiting: dict[int, Stream] = {}
+    waiting: dict[int, ForwardedStream] = {}
     ended = asyncio.Semaphore(0)
     algorithms: set[str] = set()
 
     async def accept(reader: StreamReader, writer: StreamWriter) -> None:
         algorithms.add(_congestion_control(writer))
-        stream = Stream(reader, writer)
+        stream = ForwardedStream(reader, writer)
         (number,) = await reader.readexactly(1)
         other = waiting.pop(number, None)
         if other is None:
@@ -108,19 +108,19 @@ async def join_forwarded(plan: ForwardedRounds, number: int) -> None:
     await _close(stream)
 
 
-async def _send_and_receive(stream: Stream, num_bytes: int) -> None:
+async def _send_and_receive(stream: ForwardedStream, num_bytes: int) -> None:
     await _send(stream, num_bytes)
     await _receive(stream, num_bytes)
 
 
-async def _send(stream: Stream, num_bytes: int) -> None:
+async def _send(stream: ForwardedStream, num_bytes: int) -> None:
     piece = memoryview(bytes(PIECE_BYTES))
     for at in range(0, num_bytes, PIECE_BYTES):
         stream.writer.write(piece[: num_bytes - at])
         await stream.writer.drain()
 
 
-async def _receive(stream: Stream, num_bytes: int) -> None:
+async def _receive(stream: ForwardedStream, num_bytes: int) -> None:
     """Raises EOFError: the other end has ended before."""
     left = num_bytes
     while left:
@@ -130,7 +130,7 @@ async def _receive(stream: Stream, num_bytes: int) -> None:
         left -= len(got)
 
 
-async def _copy(source: Stream, sink: Stream) -> None:
+async def _copy(source: ForwardedStream, sink: ForwardedStream) -> None:
     with contextlib.suppress(ConnectionError, ssl.SSLError):
         while got := await source.reader.read(PIECE_BYTES):
             sink.writer.write(got)
@@ -138,7 +138,7 @@ async def _copy(source: Stream, sink: Stream) -> None:
     await _close(sink)
 
 
-async def _close(stream: Stream) -> None:
+async def _close(stream: ForwardedStream) -> None:
     stream.writer.close()
     with contextlib.suppress(ConnectionError, ssl.SSLError):
         await stream.writer.wait_closed()

@@ -67,7 +67,7 @@ CELLS: Mapping[str, ReachCell] = {
 }
 
 
-class RoundEnd(NamedTuple):
+class ReachRoundEnd(NamedTuple):
     """When a round has ended, and what the relay's host has sent until then, in bytes with all headers."""
 
     at_s: float
@@ -142,7 +142,7 @@ class ReachScene(NamedTuple):
         return RoleWork(on_host, (host, work, *arguments))
 
 
-def launch_of(ends: Sequence[RoundEnd]) -> ReachLaunch:
+def launch_of(ends: Sequence[ReachRoundEnd]) -> ReachLaunch:
     """Return what each round has taken, but for the first one."""
     seconds = [after.at_s - before.at_s for before, after in pairwise(ends)]
     return ReachLaunch(seconds, [(after.sent_bytes - before.sent_bytes) / 1e6 for before, after in pairwise(ends)])
@@ -154,13 +154,13 @@ def on_host(host: Host, work: Callable[..., Any], *arguments: Any) -> Any:
     return work(*arguments)
 
 
-def note_end(relay_host: Host, _: gradbus.RoundReport | None = None) -> RoundEnd:
+def note_end(relay_host: Host, _: gradbus.RoundReport | None = None) -> ReachRoundEnd:
     """Note the end of a round."""
     at_s = time.monotonic()
-    return RoundEnd(at_s, traffic(relay_host).sent_bytes)
+    return ReachRoundEnd(at_s, traffic(relay_host).sent_bytes)
 
 
-async def control_rounds(place: RelayPlace, cell: ReachCell, rounds: int, relay_host: Host) -> list[RoundEnd]:
+async def control_rounds(place: RelayPlace, cell: ReachCell, rounds: int, relay_host: Host) -> list[ReachRoundEnd]:
     """Be the controller. Return the ends of the rounds."""
     rules = {
         "rounds": rounds,

@@ -13,7 +13,7 @@ from ports import free_port
 from gradbus.commands.lab.namespaces import NoNamespaces
 from gradbus.experiments.bench import reach
 from gradbus.experiments.bench.forwarder import PIECE_BYTES, ForwardedRounds, control_forwarded, forward, join_forwarded
-from gradbus.experiments.bench.reach import CELLS, ReachLaunch, RoundEnd, figures_of, launch_of
+from gradbus.experiments.bench.reach import CELLS, ReachLaunch, ReachRoundEnd, figures_of, launch_of
 from gradbus.experiments.bench.relay import TlsFolder
 
 CELL = CELLS["reach-8-lossy"]
@@ -56,9 +56,9 @@ def test_a_client_is_told_that_the_controller_of_a_forwarder_ended_early(tmp_pat
 
 
 def test_the_first_round_warms_up_and_does_not_count() -> None:
-    assert launch_of([RoundEnd(5.0, 10_000_000), RoundEnd(7.0, 11_000_000), RoundEnd(8.0, 14_000_000)]) == ReachLaunch(
-        [2.0, 1.0], [1.0, 3.0]
-    )
+    assert launch_of(
+        [ReachRoundEnd(5.0, 10_000_000), ReachRoundEnd(7.0, 11_000_000), ReachRoundEnd(8.0, 14_000_000)]
+    ) == ReachLaunch([2.0, 1.0], [1.0, 3.0])
 
 
 def test_rounds_below_nine_tenths_of_the_forwarder_and_rounds_slower_than_flower_fall_short() -> None:
