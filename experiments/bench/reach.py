@@ -202,9 +202,16 @@ def measure_cell(cell: ReachCell, chosen: argparse.Namespace) -> Iterator[Measur
             print("left out: Flower is not set up here: make setup-flower", file=sys.stderr)
         elif not chosen.without_flower:
             ways["SuperLink"] = scene.over_superlink
-        taken = by_turns(ways, chosen.launches)
+        taken = by_turns({way: partial(run_shown, way, run) for way, run in ways.items()}, chosen.launches)
         carrier = carried_by(network)
     yield from figures_of(cell, taken, carrier)
+
+
+def run_shown(way: str, run: Callable[[], ReachLaunch]) -> ReachLaunch:
+    """Run a launch, and print what its rounds took: all of them together take minutes."""
+    launch = run()
+    print(f"  {way}: {', '.join(f'{one:.1f}' for one in launch.seconds)} s a round", file=sys.stderr, flush=True)
+    return launch
 
 
 def figures_of(cell: ReachCell, taken: Mapping[str, Sequence[ReachLaunch]], carrier: str) -> Iterator[Measurement]:
