@@ -18,6 +18,7 @@ from typing import Any, Protocol
 from gradbus.actors.federated.client.older_controllers import ask_older_controller
 from gradbus.actors.federated.client.session import ControllerSession
 from gradbus.actors.federated.client.updates_out import ANSWERS, EncodedUpdate, UpdateSender
+from gradbus.actors.federated.request_patience import RequestPatience
 from gradbus.actors.flower.protocol import (
     DEFAULT_MAX_BYTES,
     HEARTBEAT_S,
@@ -72,7 +73,7 @@ from gradbus.runtime.wire.messages import (
     new_incarnation,
 )
 
-ASK_AFTER_S = 0.25  # without a frame of the instruction that is fetched, request those that are missing
+MATCHED_S = 0.25  # for which the writer of instructions is waited for, before one is requested
 WITHDRAWN_S = 5.0  # an instruction that the hub has not named for so long is no longer wanted
 
 log = get_logger("node")
@@ -149,6 +150,7 @@ class MessageNode:
         self._identity = Identity(place.number, new_incarnation())
         self._session = ControllerSession(controller_timeout_s)
         self._sender = UpdateSender(bus, self._identity)
+        self._patience = RequestPatience()
         self._compute = ComputeThread(f"node-{place.number}")
         self._waiting = WaitLog(log, bus.reach, node=place.number)
         self._open: dict[int, _Instruction] = {}
@@ -499,11 +501,13 @@ class MessageNode:
         assembler.expect(key, max_bytes=notice.total_bytes)
         with self._bus.subscribe(ModelBlob, passing=True) as inbox:
             with contextlib.suppress(BarrierTimeout):  # then requests are repeated until it is
-                await self._bus.matched(lambda: self._bus.matched_writers(ModelBlob) > 0, timeout_s=ASK_AFTER_S)
+                await self._bus.matched(lambda: self._bus.matched_writers(ModelBlob) > 0, timeout_s=MATCHED_S)
             await self._request(key, ())
+            patience = self._patience
+            patience.begin(time.monotonic())
             while self._is_current(session) and self._is_named(instruction):
                 try:
-                    async with asyncio.timeout(ASK_AFTER_S):
+                    async with asyncio.timeout(max(0.0, patience.due_in_s(time.monotonic()))):
                         while True:
                             message = await inbox.get()
                             if not isinstance(message, ModelBlob) or message.frame.key != key:
@@ -514,8 +518,10 @@ class MessageNode:
                             if verdict is Verdict.COMPLETE:
                                 return assembler.take(key)
                             if verdict is Verdict.STORED:
+                                patience.note_frame(time.monotonic())
                                 break
                 except TimeoutError:
+                    patience.note_request(time.monotonic())
                     await self._request(key, assembler.missing(key) or ())
         return None
 

@@ -10,12 +10,18 @@ from gradbus.commands.buses import link_reports
 from gradbus.commands.doctor.machine import Finding, Severity
 from gradbus.commands.run.status import BusFile
 from gradbus.runtime.config.bus import BusSettings
-from gradbus.runtime.config.settings import load_settings
+from gradbus.runtime.config.settings import load_settings, read_settings
+from gradbus.runtime.errors import ConfigError
 
 _NAMES = (
     "transport", "connect", "listen", "tls", "tls_ca", "tls_certificate", "tls_key", "tls_clients", "lease_s",
     "security", "key_file", "controller_key", "allow_file",
 )  # fmt: skip
+OTHER_JOBS = (
+    "Where the relay has access.jobs, it passes on the jobs that this node has there and no others, also not the "
+    "doctor's own (doctor-...): then this says nothing about the job, and 'Zenoh answers' shows that the link is well. "
+    'A node that has "*" there can be measured'
+)
 
 
 def with_links(settings: BusSettings, config: Path | None, options: Mapping[str, Any]) -> BusSettings:
@@ -23,14 +29,26 @@ def with_links(settings: BusSettings, config: Path | None, options: Mapping[str,
     stronger. Where there are no links the settings are returned as they are.
 
     Raises:
-        ConfigError: something is wrong with them.
+        ConfigError: something is wrong with them, or the configuration is that of a relay.
     """
+    if config is not None and "relay" in read_settings(config):
+        raise ConfigError(
+            f"configuration {config}: expected that of a process with a bus, got that of a relay (it has the section "
+            f"relay). 'gradbus doctor --connect tls/HOST:PORT --tls-ca ca.pem', where a client runs, tries the relay "
+            f"and looks at its certificate"
+        )
     found = load_settings(BusFile, config).bus
     update = {name: getattr(found, name) for name in _NAMES if name in found.model_fields_set} | dict(options)
     if "connect" in options:  # as one of those that dial, also with the configuration of one that listens
         update |= {"listen": (), "tls_clients": False}
     is_asked_for = any(update.get(name) for name in ("connect", "listen")) or found.transport == "zenoh"
     return settings.model_copy(update=update) if is_asked_for else settings
+
+
+def is_trusted(config: Path | None) -> bool:
+    """Return whether a configuration, or the environment, lets data leave this machine without protection. Raises
+    ConfigError: something is wrong with it."""
+    return load_settings(BusFile, config).bus.insecure
 
 
 def links(settings: BusSettings) -> list[Finding]:

@@ -15,6 +15,7 @@ from rich.text import Text
 
 from gradbus.commands.buses import examination_of, peer_names_of, reach_of, uses_links
 from gradbus.commands.choices import LoopName
+from gradbus.commands.doctor.links import OTHER_JOBS, is_trusted
 from gradbus.commands.doctor.machine import Finding, Severity, machine, packages
 from gradbus.commands.lifecycle import run_loop
 from gradbus.runtime.config.bus import BusSettings
@@ -57,7 +58,7 @@ def examine(
 
         findings += timeouts(JobTimeouts(bus=settings) if config is None else job_of(config))
         if uses_links(settings):
-            findings += _over_links(settings, loop, key_file, trusted)
+            findings += _over_links(settings, loop, key_file, trusted or is_trusted(config))
         else:
             findings += _on_the_bus(console, settings, loop, key_file, wait_s, trusted)
     _print(console, findings)
@@ -68,7 +69,7 @@ def _over_links(settings: BusSettings, loop: LoopName, key_file: Path | None, tr
     """Return the findings about links, and where one that is dialled is well, about a bus that uses it."""
     from gradbus.commands.doctor.links import links
     from gradbus.commands.doctor.local_bus import measure
-    from gradbus.commands.doctor.security import measurable, security, with_key_file
+    from gradbus.commands.doctor.security import measurable, protection, security, with_key_file
 
     settings = with_key_file(settings, key_file)
     findings = links(settings)
@@ -76,7 +77,8 @@ def _over_links(settings: BusSettings, loop: LoopName, key_file: Path | None, tr
         return findings
     if not settings.connect:
         cure = "run the doctor where others dial this process, while it listens: that measures the way as well"
-        return [*findings, Finding("data bus", "not measured: this configuration listens", Severity.OK, cure)]
+        unmeasured = Finding("data bus", "not measured: this configuration listens", Severity.OK, cure)
+        return [*findings, protection(settings, trusted=trusted), unmeasured]
     settings = settings.model_copy(update={"listen": (), "tls_clients": False})  # as one of those that dial
     findings.append(run_loop(lambda: security(settings, trusted=trusted), loop))
     try:
@@ -142,7 +144,10 @@ def _not_found(settings: BusSettings, on_links: bool) -> str:
     """Return what to do where two processes of this machine have not found each other."""
     if on_links:
         through = reach_of(settings).attachment
-        return f"two processes of this machine did not find each other in time through {through}: see the log there"
+        return (
+            f"two processes of this machine did not find each other in time through {through}: see the log there. "
+            f"{OTHER_JOBS}"
+        )
     return (
         f"two processes of this machine did not find each other on {settings.interface} in time: let UDP ports "
         f"{examination_of(settings).ports} through the firewall, and check the interface and the peers"

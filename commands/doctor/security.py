@@ -11,7 +11,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from gradbus.commands.buses import open_bus, reach_of
+from gradbus.commands.buses import open_bus, reach_of, uses_links
+from gradbus.commands.doctor.links import OTHER_JOBS
 from gradbus.commands.doctor.machine import Finding, Severity
 from gradbus.commands.peer_link import PEER, ROOT, Link
 from gradbus.commands.run.status import BusFile
@@ -58,6 +59,26 @@ def measurable(settings: BusSettings) -> Iterator[BusSettings]:
         yield settings.model_copy(update={"security": "psk", "key_file": key_file, **_NO_IDENTITY})
 
 
+def protection(settings: BusSettings, *, trusted: bool = False) -> Finding:
+    """Return the level, and whether its keys and lists can be read, without opening a bus.
+
+    Args:
+        trusted: as for :func:`security`.
+    """
+    try:
+        if settings.security == "identity":
+            key, pinned, _ = read_identity(replace(security_of(settings), role="worker"))
+            whose = "is the controller" if key.public == pinned else f"expects the controller {public_text(pinned)}"
+            return Finding("security", f"identity: {key.name} {whose}. Joining is not tried")
+        level = level_in_force(security_of(settings), reach_of(settings).is_exposed)
+        if level == "none":
+            return _unprotected(settings, trusted)
+        key_of_job, origin = load_key(level, settings.key_file)
+    except (ConfigError, BusError) as error:
+        return Finding("security", f"{settings.security}: does not work", Severity.BAD, str(error))
+    return Finding("security", f"{level}, key {key_of_job.id.hex()} from {origin}. Joining is not tried")
+
+
 async def _identity(settings: BusSettings) -> Finding:
     """The name and files of this node. With the controller's key, a rank with the same key can join it, which is tried;
     other nodes can only join a controller that runs, which is not tried."""
@@ -73,7 +94,7 @@ async def _identity(settings: BusSettings) -> Finding:
     except (ConfigError, BusError) as error:
         return Finding("security", "identity: does not work", Severity.BAD, str(error))
     except TimeoutError:
-        cure = f"the key is well, but a rank with the same key was not admitted within {TRIP_S:g} s: see discovery"
+        cure = f"the key is well, but a rank with the same key was not admitted within {TRIP_S:g} s: {_next(settings)}"
         return Finding("security", "identity: joining fails", Severity.BAD, cure)
     return Finding("security", f"identity: {value}; measured with a key of this moment")
 
@@ -94,9 +115,14 @@ async def security(settings: BusSettings, *, trusted: bool = False) -> Finding:
     except (ConfigError, BusError) as error:
         return Finding("security", f"{level}: does not work", Severity.BAD, str(error))
     except TimeoutError:
-        cure = f"key {key.id.hex()} is well, but no sealed sample came back within {TRIP_S:g} s: see discovery"
+        cure = f"key {key.id.hex()} is well, but no sealed sample came back within {TRIP_S:g} s: {_next(settings)}"
         return Finding("security", f"{level}: no sealed sample came back", Severity.BAD, cure)
     return Finding("security", f"{level}, key {key.id.hex()}: works, {1000 * trip_s:.0f} ms; from {origin}")
+
+
+def _next(settings: BusSettings) -> str:
+    """Return what to look at where no sample comes back."""
+    return f"see discovery. {OTHER_JOBS}" if uses_links(settings) else "see discovery"
 
 
 def _unprotected(settings: BusSettings, trusted: bool) -> Finding:

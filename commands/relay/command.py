@@ -7,6 +7,7 @@ same process id, same output, same signals.
 
 from __future__ import annotations
 
+import datetime
 import json
 import os
 import sys
@@ -17,10 +18,14 @@ from typing import Any
 
 from gradbus.commands.relay.plan import in_own_words, links_of
 from gradbus.commands.relay.settings import RelayFile
+from gradbus.runtime import logs
 from gradbus.runtime.config.settings import load_settings
 from gradbus.runtime.errors import ConfigError
+from gradbus.runtime.network.links import LinkConfig
 from gradbus.runtime.security.settings import KEY_FILE_VARIABLE, KEY_VARIABLE
-from gradbus.runtime.transport.zenoh.certificates import check_certificates
+from gradbus.runtime.transport.zenoh.certificates import WARNING_DAYS, certificate_files, check_certificates, in_utc
+
+log = logs.get_logger("relay")
 
 
 def checked_values(path: Path | None, overrides: Iterable[str]) -> dict[str, Any]:
@@ -44,6 +49,8 @@ def run_relay(path: Path | None, overrides: Iterable[str], *, log_level: str, lo
         ConfigError: a setting is wrong. BusError: the relay cannot listen.
     """
     values = {**checked_values(path, overrides), "log": {"level": log_level, "style": log_style}}
+    logs.configure(**values["log"])
+    warn_of_ends(links_of(values["relay"]))
     if sys.platform == "win32":
         from gradbus.commands.relay.process import serve
 
@@ -57,6 +64,24 @@ def run_relay(path: Path | None, overrides: Iterable[str], *, log_level: str, lo
         sys.stderr.flush()
         program = [sys.executable, "-P", "-m", "gradbus.commands.relay", str(file.fileno())]
         os.execve(program[0], program, _environment())
+
+
+def warn_of_ends(links: LinkConfig) -> None:
+    """Log the certificates of a relay that end within :data:`WARNING_DAYS`, or have ended. Raises ConfigError: one
+    cannot be read."""
+    now = datetime.datetime.now(datetime.UTC)
+    for file in certificate_files(links):
+        days = (file.ends - now).days
+        is_bundle = file.setting == "bus.tls_ca" and len(file.certificates) > 1  # the others may be those in use
+        if days < WARNING_DAYS and not is_bundle:
+            log.warning(
+                "certificate ends soon" if file.ends > now else "certificate has ended",
+                setting=file.setting.replace("bus.", "relay."),
+                file=str(file.path),
+                ends=in_utc(file.ends),
+                days=days,
+                advice="have its authority make another one, and restart the relay: it reads its files at the start",
+            )
 
 
 def _environment() -> dict[str, str]:

@@ -15,6 +15,7 @@ from typing import Any
 from gradbus.commands.dashboard.connections import Connections
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.logs import get_logger
+from gradbus.runtime.network.addresses import family_of, with_port
 
 _SEND_S = 5.0  # for a peer to take some of an answer
 _STOP_S = 5.0
@@ -56,14 +57,15 @@ def serving(host: str, port: int, answers: Answers) -> Iterator[str]:
         server = _Server((host, port), answers)
     except OSError as error:
         raise ConfigError(
-            f"http: cannot listen on {host}:{port}: {error.strerror or error}. Set another http.port or http.host"
+            f"http: cannot listen on {with_port(host, port)}: {error.strerror or error}. Set another http.port or "
+            f"http.host"
         ) from None
     thread = threading.Thread(
         target=server.serve_forever, kwargs={"poll_interval": 0.1}, name="gradbus-http", daemon=True
     )
     thread.start()
     try:
-        yield f"http://{host}:{server.server_port}"
+        yield f"http://{with_port(host, server.server_port)}"
     finally:
         server.shutdown()
         server.server_close()
@@ -78,6 +80,7 @@ class _Server(ThreadingHTTPServer):
     def __init__(self, address: tuple[str, int], answers: Answers) -> None:
         self.answers = answers
         self.connections = Connections()
+        self.address_family = family_of(address[0])  # http.server takes IPv4 unless it is told
         super().__init__(address, _Handler)
 
     def process_request(self, request: Any, client_address: Any) -> None:

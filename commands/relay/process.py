@@ -19,7 +19,7 @@ from gradbus.runtime.errors import BusError
 from gradbus.runtime.json_text import parse_json
 from gradbus.runtime.transport.zenoh.router import open_router
 
-DESCRIPTORS_PER_SESSION = 2  # that of Zenoh, and ours, by which bytes are counted
+DESCRIPTORS_PER_SESSION = 3  # that of Zenoh, ours, by which bytes are counted, and one of a link that is opening
 OTHER_DESCRIPTORS = 128
 
 log = logs.get_logger("relay")

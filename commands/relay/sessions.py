@@ -7,8 +7,10 @@ sockets that :class:`CarriedBytes` gives.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from typing import NamedTuple, Protocol
 
 MAX_NODES = 1_000  # that are counted by name: names come from certificates, and there may be an authority of millions
@@ -37,13 +39,15 @@ class Connection(Protocol):
 
 @dataclass(slots=True)
 class RelaySession:
-    """Holds one session. ``address``: of the other end, ``HOST:PORT``. ``opened_s``: on a monotonic clock."""
+    """Holds one session. ``address``: of the other end, ``HOST:PORT``. ``opened_s``: on a monotonic clock.
+    ``is_refused``: its node has too many, and it is being ended."""
 
     peer: str
     address: str
     node: str
     opened_s: float
     connection: Connection | None = None
+    is_refused: bool = False
 
     @property
     def traffic(self) -> CarriedBytes:
@@ -67,8 +71,11 @@ class Sessions:
     """The open sessions and the totals by node. One thread changes them; any may call :meth:`by_node`."""
 
     max_per_node: int | None = None
-    _open: dict[str, RelaySession] = field(default_factory=dict)  # by address: a session has one link
+    _open: dict[str, RelaySession] = field(default_factory=dict)  # by address: a session has one link; oldest first
     _totals: dict[str, NodeTotals] = field(default_factory=dict)
+    # For what belongs together: a session that closed between a look at the totals and one at the open sessions would
+    # be in neither, and counters would fall.
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def count(self) -> int:
@@ -77,28 +84,37 @@ class Sessions:
 
     def open(self, peer: str, address: str, node: str, now_s: float) -> RelaySession:
         """Add a session and return it."""
-        session = self._open[address] = RelaySession(peer, address, node, now_s)
-        self._of(node).opened += 1
+        with self._lock:
+            session = self._open[address] = RelaySession(peer, address, node, now_s)
+            self._of(node).opened += 1
         return session
 
     def is_over_limit(self, session: RelaySession) -> bool:
-        """Return whether its node has more sessions than it may, and count the refusal if so."""
+        """Return whether its node already had as many sessions as it may when it opened, and count the refusal if so.
+
+        Later sessions do not count against it, nor do those that were refused: so of many that open at the same time,
+        those within the limit stay.
+        """
         if self.max_per_node is None:
             return False
-        if sum(one.node == session.node for one in self._open.values()) <= self.max_per_node:
+        earlier = takewhile(lambda one: one is not session, self._open.values())
+        if sum(one.node == session.node and not one.is_refused for one in earlier) < self.max_per_node:
             return False
-        self._of(session.node).refused += 1
+        with self._lock:
+            session.is_refused = True
+            self._of(session.node).refused += 1
         return True
 
     def close(self, address: str) -> RelaySession | None:
         """Remove a session and add its bytes to the totals. None: there is no such session."""
-        session = self._open.pop(address, None)
-        if session is None:
-            return None
-        totals, traffic = self._of(session.node), session.traffic
-        totals.closed += 1
-        totals.received_bytes += traffic.received_bytes
-        totals.sent_bytes += traffic.sent_bytes
+        with self._lock:
+            session = self._open.pop(address, None)
+            if session is None:
+                return None
+            totals, traffic = self._of(session.node), session.traffic
+            totals.closed += 1
+            totals.received_bytes += traffic.received_bytes
+            totals.sent_bytes += traffic.sent_bytes
         return session
 
     def all(self) -> list[RelaySession]:
@@ -119,16 +135,14 @@ class Sessions:
 
     def by_node(self) -> dict[str, tuple[int, NodeTotals]]:
         """Return, for each node, how many sessions it has open and its totals, bytes of open sessions included."""
-        found = {
-            node: (0, NodeTotals(one.opened, one.closed, one.refused, one.received_bytes, one.sent_bytes))
-            for node, one in list(self._totals.items())
-        }
-        for session in self.all():
-            count, totals = found.setdefault(self._counted_as(session.node), (0, NodeTotals()))
-            traffic = session.traffic
-            totals.received_bytes += traffic.received_bytes
-            totals.sent_bytes += traffic.sent_bytes
-            found[self._counted_as(session.node)] = count + 1, totals
+        with self._lock:
+            found = {node: (0, replace(totals)) for node, totals in self._totals.items()}
+            for session in self._open.values():
+                count, totals = found.setdefault(self._counted_as(session.node), (0, NodeTotals()))
+                traffic = session.traffic
+                totals.received_bytes += traffic.received_bytes
+                totals.sent_bytes += traffic.sent_bytes
+                found[self._counted_as(session.node)] = count + 1, totals
         return found
 
     def _of(self, node: str) -> NodeTotals:

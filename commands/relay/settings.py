@@ -11,9 +11,13 @@ from typing import Annotated
 from pydantic import Field, model_validator
 
 from gradbus.runtime.config.settings import NonNegative, Settings
+from gradbus.runtime.wire.frames import MAX_CHUNK_BYTES
 
 ANY = "*"  # in access.jobs: every certificate, or every job
 DEFAULT_LISTEN = ("tls/0.0.0.0:443",)
+
+# The largest frame in its envelope, with the header of its sample: a smaller limit would drop it each time it is sent.
+MIN_MESSAGE_BYTES = MAX_CHUNK_BYTES + (64 << 10)
 
 Count = Annotated[int, Field(ge=1, le=1_000_000)]
 
@@ -51,8 +55,9 @@ class RelayLimits(Settings):
     sessions_per_node: Count | None = None
     """Most sessions at a time with the same name in the certificate. Further ones are closed. null: no limit but
     `sessions`. Needs `relay.tls_clients`."""
-    message_bytes: Annotated[int, Field(ge=65_536, le=1 << 30)] = 16 << 20
-    """Most bytes of a message. A larger one is dropped. A process of gradbus sends at most 8 MiB at a time."""
+    message_bytes: Annotated[int, Field(ge=MIN_MESSAGE_BYTES, le=1 << 30)] = 16 << 20
+    """Most bytes of a message. A larger one is dropped. A process of gradbus sends at most 8 MiB of data at a time,
+    besides some KiB of headers."""
 
 
 class AccessSettings(Settings):

@@ -36,6 +36,7 @@ from gradbus.experiments.bench import (
     loop,
     parameter_server,
     privacy,
+    reach,
     relay,
     scale,
     sealing,
@@ -76,6 +77,7 @@ DOCUMENTED: Mapping[str, Mapping[str, str]] = {
     "privacy": {name: part.about for name, part in privacy.BENCHMARK.measured().items()},
     "federated": {name: f"Federated: {federated.BENCHMARK.parts[name].about}" for name in FEDERATED},
     "flower": {name: part.about for name, part in flower.BENCHMARK.parts.items()},
+    "reach": {name: part.about for name, part in reach.BENCHMARK.parts.items()},
 }
 """By benchmark, the titles of the parts whose tables are in the document, when they have been measured for it."""
 TITLES = {name: title for titles in DOCUMENTED.values() for name, title in titles.items()}
@@ -118,6 +120,7 @@ BENCHMARKS = {
     "local": local.BENCHMARK,
     "loop": loop.BENCHMARK,
     "parameter-server": parameter_server.BENCHMARK,
+    "reach": _with_document(reach.BENCHMARK),
     "relay": relay.BENCHMARK,
     "sealing": sealing.BENCHMARK,
     "compression": _with_document(compression.BENCHMARK),

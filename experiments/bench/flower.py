@@ -57,6 +57,7 @@ publisher = "gradbus"
 serverapp = "echo.server_app:app"
 clientapp = "echo.client_app:app"
 [tool.flwr.app.config]
+nodes = 2
 rounds = 3
 values = 10
 """
@@ -78,7 +79,7 @@ from flwr.serverapp.strategy import FedAvg
 app = ServerApp()
 @app.main()
 def main(grid, context):
-    while len(list(grid.get_node_ids())) < 2:
+    while len(list(grid.get_node_ids())) < context.run_config["nodes"]:
         time.sleep(0.2)
     arrays = ArrayRecord([np.arange(context.run_config["values"], dtype=np.float32)])
     clock = lambda number, arrays: print(f"round {number} at {time.monotonic():.4f}", flush=True)
@@ -110,11 +111,13 @@ def write_app(folder: Path) -> Path:
 
 
 @contextmanager
-def process(command: Sequence[str], log: Path, environment: Mapping[str, str]) -> Iterator[subprocess.Popen[bytes]]:
-    """A program of the environment, with what it prints in a file; ended afterwards."""
+def process(
+    command: Sequence[str], log: Path, environment: Mapping[str, str], prefix: Sequence[str] = ()
+) -> Iterator[subprocess.Popen[bytes]]:
+    """A program of the environment, with what it prints in a file; ended afterwards. ``prefix``: of its command."""
     with log.open("wb") as output:
         running = subprocess.Popen(
-            [str(PROGRAMS.resolve() / command[0]), *command[1:]],
+            [*prefix, str(PROGRAMS.resolve() / command[0]), *command[1:]],
             stdout=output,
             stderr=subprocess.STDOUT,
             env=environment,
@@ -130,11 +133,11 @@ def process(command: Sequence[str], log: Path, environment: Mapping[str, str]) -
                 running.wait()
 
 
-def round_seconds(printed: str) -> list[float]:
+def round_seconds(printed: str, rounds: int = ROUNDS) -> list[float]:
     """Seconds of each round, from the times that the app has printed."""
     at_s = [float(text) for text in re.findall(r"round \d+ at ([\d.]+)", printed)]
-    if len(at_s) != ROUNDS + 1:
-        raise RuntimeError(f"expected {ROUNDS} rounds, got {len(at_s) - 1}: {printed[-2000:]}")
+    if len(at_s) != rounds + 1:
+        raise RuntimeError(f"expected {rounds} rounds, got {len(at_s) - 1}: {printed[-2000:]}")
     return [after - before for before, after in pairwise(at_s)]
 
 
@@ -157,12 +160,10 @@ def printed_over_superlink(app: Path, config: str, folder: Path) -> str:
     printed. ``folder``: Flower's home."""
     with ExitStack() as stack:
         (folder / "config.toml").write_text(_CONFIG, encoding="utf-8")
-        path = f"{PROGRAMS.resolve()}{os.pathsep}{os.environ['PATH']}"
-        own = {"FLWR_HOME": str(folder), "FLWR_TELEMETRY_ENABLED": "0", "PATH": path, "OMP_NUM_THREADS": "1"}
-        environment = {**os.environ, **own}
+        environment = flower_environment(folder)
         link = ["flower-superlink", "--insecure", "--disable-runtime-dependency-installation"]
         stack.enter_context(process(link, folder / "link.txt", environment))
-        _until_printed(folder / "link.txt", "Uvicorn running")
+        until_printed(folder / "link.txt", "Uvicorn running")
         for one in range(CLIENTS):
             node = ["flower-supernode", "--insecure", "--superlink", "127.0.0.1:8000", "--host", "127.0.0.1"]
             node += ["--port", str(9194 + one), "--node-config", f"partition-id={one} num-partitions={CLIENTS}"]
@@ -171,6 +172,13 @@ def printed_over_superlink(app: Path, config: str, folder: Path) -> str:
         running = stack.enter_context(process(command, folder / "run.txt", environment))
         running.wait(ENDS_S)
     return (folder / "run.txt").read_text(encoding="utf-8")
+
+
+def flower_environment(folder: Path) -> dict[str, str]:
+    """Return the environment of Flower's programs. ``folder``: their home."""
+    path = f"{PROGRAMS.resolve()}{os.pathsep}{os.environ['PATH']}"
+    own = {"FLWR_HOME": str(folder), "FLWR_TELEMETRY_ENABLED": "0", "PATH": path, "OMP_NUM_THREADS": "1"}
+    return {**os.environ, **own}
 
 
 AppRun = Callable[[Path, str, Path], str]
@@ -211,7 +219,8 @@ def launched(run: Callable[[], float]) -> AppLaunch:
     return AppLaunch(round_s, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
 
 
-def _until_printed(log: Path, text: str, limit_s: float = 60.0) -> None:
+def until_printed(log: Path, text: str, limit_s: float = 60.0) -> None:
+    """Wait until a program has printed this. Raises RuntimeError: it has not in time."""
     until_s = time.monotonic() + limit_s
     while text not in log.read_text(encoding="utf-8", errors="replace"):
         if time.monotonic() > until_s:

@@ -20,7 +20,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path
@@ -71,16 +71,17 @@ _EFFORTS = {
 
 
 class TlsFolder:
-    """Certificates of this machine in a folder."""
+    """Certificates in a folder: of an authority, and of a host that listens, which is this machine by default."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, host: str = _HOST) -> None:
         authority, _ = authority_in(folder)
+        self.host = host
         self.ca, self.certificate, self.key = folder / "ca.pem", folder / "relay.pem", folder / "relay.key"
-        authority.server([_HOST]).write(self.certificate, self.key)
+        authority.server(list(dict.fromkeys((host, _HOST)))).write(self.certificate, self.key)
 
     def link(self, port: int) -> LinkConfig:
         """Return the link of a client."""
-        return LinkConfig(connect=(f"tls/{_HOST}:{port}",), ca=self.ca)
+        return LinkConfig(connect=(f"tls/{self.host}:{port}",), ca=self.ca)
 
     def context(self, purpose: int) -> ssl.SSLContext:
         """Return the settings of a server's or a client's end of a plain TLS connection."""
@@ -99,9 +100,16 @@ def relay_process(files: TlsFolder) -> Iterator[tuple[int, int]]:
     with socket.socket() as free:
         free.bind((_HOST, 0))
         port = int(free.getsockname()[1])
-    options = ["--listen", f"tls/{_HOST}:{port}", "--tls-certificate", files.certificate, "--tls-key", files.key]
+    with relay_on(files, port) as pid:
+        yield pid, port
+
+
+@contextlib.contextmanager
+def relay_on(files: TlsFolder, port: int, prefix: Sequence[str] = ()) -> Iterator[int]:
+    """Start ``gradbus relay`` on a port, and return its process id once it listens. ``prefix``: of its command."""
+    options = ["--listen", f"tls/{files.host}:{port}", "--tls-certificate", files.certificate, "--tls-key", files.key]
     process = subprocess.Popen(
-        [sys.executable, "-P", "-m", "gradbus", "relay", "--log-style", "json", *map(str, options)],
+        [*prefix, sys.executable, "-P", "-m", "gradbus", "relay", "--log-style", "json", *map(str, options)],
         stderr=subprocess.PIPE,
         text=True,
     )
@@ -112,7 +120,7 @@ def relay_process(files: TlsFolder) -> Iterator[tuple[int, int]]:
             raise RuntimeError(f"the relay did not start: {line}")
         reader = threading.Thread(target=process.stderr.read, daemon=True)  # its log must not fill the pipe
         reader.start()
-        yield process.pid, port
+        yield process.pid
     finally:
         process.terminate()
         process.wait(_TIMEOUT_S)
@@ -225,15 +233,16 @@ def measure_rounds(chosen: argparse.Namespace) -> Iterator[Measurement]:
 
 
 class RelayPlace(NamedTuple):
-    """Where the members of a run meet. ``ca``, ``key_file``: files."""
+    """Where the members of a run meet. ``ca``, ``key_file``: files. ``host``: of the relay."""
 
     port: int
     ca: Path
     key_file: Path
+    host: str = _HOST
 
     def connect(self) -> OpenBus:
         """Return a bus over the relay, which passes nothing through shared memory."""
-        links = LinkConfig(connect=(f"tls/{_HOST}:{self.port}",), ca=self.ca)
+        links = LinkConfig(connect=(f"tls/{self.host}:{self.port}",), ca=self.ca)
         network = gradbus.NetworkConfig(links=links, shared_memory=False)
         return gradbus.connect("rounds", network=network, security=Security(level="psk", key_file=self.key_file))
 

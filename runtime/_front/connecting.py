@@ -96,8 +96,8 @@ async def connect(  # noqa: PLR0913 - settings by keyword, for programs that hav
         tls_key=tls_key,
         tls_clients=tls_clients,
     )
-    transport = partial(loading.load_transport, chosen)
-    await loading.load_on_thread(transport, *([loading.load_actors] if load_actors else []))
+    transport = [] if loading.has_transport(chosen) else [partial(loading.load_transport, chosen)]
+    await loading.load_on_thread(*transport, *([loading.load_actors] if load_actors else []))
     async with join(
         job,
         domain=domain,

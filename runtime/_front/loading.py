@@ -40,7 +40,9 @@ _ACTORS = (
 # The first optimizer of a process imports torch's compiler, in its first round.
 _FIRST_ROUND = ("torch._dynamo",)
 
-_loaded: set[Callable[[], None]] = set()  # what was loaded to its end: sys.modules has also what is being imported
+_loaded: set[Callable[[], None] | str] = (
+    set()
+)  # what was loaded to its end: sys.modules has also what is being imported
 
 
 def preload(*, freeze: bool = True, network: NetworkConfig | None = None) -> None:
@@ -82,7 +84,16 @@ def load_transport(network: NetworkConfig | None = None) -> None:
     :func:`load`."""
     from gradbus.runtime.bus.transport_factory import network_config, transport_module
 
-    load((transport_module(network or network_config()),))
+    module = transport_module(network or network_config())
+    load((module,))
+    _loaded.add(module)
+
+
+def has_transport(network: NetworkConfig) -> bool:
+    """Return whether :func:`load_transport` has loaded the transport that these settings choose."""
+    from gradbus.runtime.bus.transport_factory import transport_module
+
+    return transport_module(network) in _loaded
 
 
 def load_actors() -> None:

@@ -202,6 +202,11 @@ class Bus:
                         break
         self._senders.clear()
 
+    def is_delivered(self, kind: MessageKind) -> bool:
+        """Return whether all readers have taken over what was published on a topic. Does not wait."""
+        writer = self._writers.get(kind)
+        return writer is None or writer.is_acknowledged
+
     async def drain(self, kind: MessageKind, timeout_s: float) -> bool:
         """Whether all readers have taken over what was published on a topic, within so long."""
         writer = self._writers.get(kind)

@@ -165,11 +165,11 @@ def transport_maker(
     """
     if not isinstance(security, Security):
         security = Security(level=security)
-    exposed = reach_of(domain, network).is_exposed
-    level = level_in_force(security, exposed)
+    reach = reach_of(domain, network)
+    level = level_in_force(security, reach.is_exposed)
     opener = _opener(job, domain, network, fast)
     if level == "none":
-        return partial(_open_unprotected, opener, exposed=exposed, interface=network.interface)
+        return partial(_open_unprotected, opener, exposed=reach.is_exposed, attachment=reach.attachment)
     if level == "identity":
         from gradbus.runtime.security.identity.opening import identity_membership
 
@@ -210,14 +210,18 @@ def _shared_key_membership(job: str, level: Level, key_file: Path | None) -> Job
     return SharedKeyMembership(SessionCipher(PskKeys(job, *load_key(level, key_file))))
 
 
-def _open_unprotected(opener: Callable[[], Transport], *, exposed: bool, interface: str) -> Transport:
-    """Without protection. Says who can read and join in, if that is anybody."""
+def _open_unprotected(opener: Callable[[], Transport], *, exposed: bool, attachment: str) -> Transport:
+    """Open a transport without protection. Warn who can read and join in, if that is anybody.
+
+    Args:
+        attachment: the network interface, or the endpoints of links.
+    """
     opened = opener()
     who = "anybody there" if exposed else "other users of this machine"
     others = [] if exposed else other_users()
     if exposed or others:
         users = {"users": others} if others else {}
-        log.warning("not protected", interface=interface, effect=f"{who} can read and join in", **users)
+        log.warning("not protected", interface=attachment, effect=f"{who} can read and join in", **users)
     return opened
 
 

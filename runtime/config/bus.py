@@ -48,7 +48,8 @@ class BusSettings(Settings):
     `bus.security` encrypts stays encrypted."""
     tls_ca: Path | None = None
     """File of the authority that signs the certificates of relays, and of clients where `bus.tls_clients` is set, in
-    PEM. null: the authorities that every browser trusts. `gradbus keys tls HOST` makes one."""
+    PEM. `gradbus keys tls HOST` makes one. For relays the authorities that every browser trusts are accepted as well,
+    with this setting or without it."""
     tls_certificate: Path | None = None
     """File of this process's certificate, in PEM: needed to listen on `tls/`, and to dial a relay that asks for one."""
     tls_key: Path | None = None
@@ -58,7 +59,7 @@ class BusSettings(Settings):
     lease_s: Annotated[float, Field(ge=0.01, le=3_600, allow_inf_nan=False)] | None = None
     """Silence, in seconds, after which a process on another machine counts as dead. null: 60 with the profile
     `loopback`, 10 with `network`, or 4 for the ranks of an elastic run. Over Zenoh 10, or 60 where all endpoints are on
-    this machine; a process whose link is closed counts as dead at once, on any machine."""
+    this machine; the end of a link by itself does not count as the end of the process."""
     stall_timeout_s: Duration = 30.0
     """Seconds for which a reader may take no data before sending to it is an error."""
     shared_memory: bool = True

@@ -32,8 +32,9 @@ class LinkConfig:
             the first that answers is used.
         listen: endpoints on which this process accepts links, and forwards between them.
         tls: False: ``tcp/`` endpoints beyond loopback are allowed. What the bus encrypts stays encrypted.
-        ca: file of the authority's certificate, in PEM: who dials checks the other end against it, who listens checks
-            clients. None: the authorities that every browser trusts.
+        ca: file of the authority's certificate, in PEM. Who dials accepts another end that it has signed, or one of
+            the authorities that every browser trusts: Zenoh adds ``ca`` to these, with no setting for ``ca`` alone.
+            Who listens accepts only clients that it has signed.
         certificate, key: files in PEM: what this process shows on links, certificate first and then those of
             authorities between, and its private key. Needed to listen on ``tls/``.
         requires_client_certificate: a listening end accepts only those that show a certificate of ``ca``.

@@ -39,6 +39,7 @@ ELSEWHERE = {
     "trainers.md": 1,  # tests/actors/trainers/test_lightning_callback.py
     "tutorial-data-parallel.md": 1,  # tests/commands/test_tutorials.py, and its next line
     "tutorial-federated.md": 3,
+    "wan.md": 2,  # tests/commands/test_over_links.py
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import shlex
@@ -14,12 +15,15 @@ from ports import free_port
 from tls_scene import HOST, TlsFiles, router
 
 from gradbus.commands.buses import elastic_bus, lease_of
+from gradbus.commands.doctor import local_bus, security
 from gradbus.commands.exit_codes import ExitCode
 from gradbus.commands.run.status import settings_of
 from gradbus.runtime.config.bus import BusSettings
 from gradbus.runtime.config.timeouts import ELASTIC_LEASE_S
 from gradbus.runtime.network.links import LinkConfig
 from gradbus.runtime.security.job_key import new_job_key, write_secret_file
+from gradbus.runtime.transport.zenoh.router import access_rules
+from gradbus.runtime.transport.zenoh.session import open_session
 
 FEW = 'task.data_options={"train": 1000, "test": 100}'
 
@@ -188,6 +192,14 @@ def test_the_doctor_says_what_is_wrong_with_a_relay(invoke, files: TlsFiles, rel
     assert "not well: see above" in found.out
 
 
+def test_the_doctor_refuses_the_configuration_of_a_relay(invoke, tmp_path: Path) -> None:
+    config = write(tmp_path / "relay.json", {}, relay={"listen": [f"tls/{HOST}:{free_port()}"]})
+    found = invoke("doctor", "--config", config)
+    assert found.code == 2
+    assert f"{config} is the configuration of a relay ([relay])" in found.err
+    assert "start it with --connect tls/HOST:PORT and --tls-ca FILE" in found.err
+
+
 def test_the_doctor_of_one_that_listens_looks_at_its_port_and_certificate(
     invoke, files: TlsFiles, tmp_path: Path
 ) -> None:
@@ -197,6 +209,60 @@ def test_the_doctor_of_one_that_listens_looks_at_its_port_and_certificate(
     assert found.code == 0, found
     assert "free, TLS" in text
     assert "it ends in 20 days: make a new one with the same authority" in text
+
+
+@pytest.mark.parametrize(
+    ("bus", "value", "text"),
+    [
+        ({}, "none, on a network", "anybody there could read the data and join in, so no job starts"),
+        ({"security": "none"}, "none, on a network", "so no job starts"),
+        ({"key_file": "nowhere.key"}, "user: does not work", "nowhere.key"),
+        ({"security": "identity", "controller_key": "wrong"}, "identity: does not work", ""),
+    ],
+)
+def test_the_doctor_of_one_that_listens_refuses_what_the_controller_would_refuse(
+    invoke, monkeypatch, tmp_path: Path, bus: dict[str, Any], value: str, text: str
+) -> None:
+    for name in ("GRADBUS_KEY", "GRADBUS_KEY_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    config = write(tmp_path / "controller.json", {"listen": [f"tcp/192.0.2.1:{free_port()}"], "tls": False, **bus})
+    found = invoke("doctor", "--config", config)
+    shown = " ".join(found.out.split())
+    assert (found.code, "not well: see above" in shown) == (ExitCode.BUS, True), found
+    assert f"security {value} bad" in shown
+    assert text in shown
+
+
+def test_the_doctor_of_one_that_listens_names_the_key_that_protects_it(invoke, tmp_path: Path) -> None:
+    write_secret_file(tmp_path / "job.key", new_job_key().text)
+    bus = {"listen": [f"tcp/192.0.2.1:{free_port()}"], "tls": False}
+    sealed = invoke("doctor", "--config", write(tmp_path / "a.json", {**bus, "key_file": str(tmp_path / "job.key")}))
+    assert re.search(r"security +psk, key [0-9a-f]+ from .*job.key. Joining is not tried +ok", sealed.out), sealed
+    trusted = invoke("doctor", "--config", write(tmp_path / "b.json", {**bus, "insecure": True}))
+    assert "security none: for a machine of your own" in " ".join(trusted.out.split())
+    assert (sealed.code, trusted.code) == (0, 0), (sealed, trusted)
+
+
+def test_the_doctor_names_the_jobs_of_a_relay_where_its_own_does_not_get_through(
+    invoke, monkeypatch, files: TlsFiles
+) -> None:
+    monkeypatch.setattr(security, "TRIP_S", 1.0)
+    monkeypatch.setattr(local_bus, "DEADLINE_S", 1.0)
+    links = LinkConfig(listen=(f"tls/{HOST}:{free_port()}",), **files.server())
+    with contextlib.closing(open_session(links, "router", more={"access_control": access_rules({"*": ("mnist",)})})):
+        found = invoke("doctor", "--connect", links.listen[0], "--tls-ca", files.ca)
+    for name in ("security", "discovery"):
+        assert re.search(rf"^{name}: .*Where the relay has access.jobs, it passes on the jobs", found.out, re.M), found
+    assert "Zenoh answers, " in found.out
+
+
+def test_the_doctor_refuses_the_configuration_of_a_relay_and_says_how_to_look_at_one(invoke, tmp_path: Path) -> None:
+    config = tmp_path / "relay.toml"
+    config.write_text('[relay]\nlisten = ["tls/0.0.0.0:443"]\n')
+    refused = invoke("doctor", "--config", config)
+    assert refused.code == 2
+    assert "got that of a relay (it has the section relay)" in refused.err
+    assert "'gradbus doctor --connect tls/HOST:PORT --tls-ca ca.pem'" in refused.err
 
 
 @pytest.mark.parametrize("command", ["controller", "client", "worker", "doctor"])

@@ -54,10 +54,9 @@ def test_a_site_may_fail_a_round_only_where_faults_have_left_it_no_time() -> Non
 
 
 def controller(number: int, *, replaced: bool = False, ended_s: float = 0.0, went_on_s: float = 0.0) -> Any:
-    return SimpleNamespace(
-        role="controller", name=f"controller.{number}", replaced=replaced, dead=ended_s > 0.0, ended_s=ended_s,
-        went_on_s=went_on_s,
-    )  # fmt: skip
+    name, dead = f"controller.{number}", ended_s > 0.0
+    facts = {"replaced": replaced, "dead": dead, "ended_s": ended_s, "went_on_s": went_on_s}
+    return SimpleNamespace(role="controller", name=name, **facts)
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ _NAMES = (
     "shared_scripts",
     "torch_node",
     "uvloop",
-    *(["gradbus.torch.backend", "gradbus.torch.elastic", "gradbus.torch.horovod"] if HAS_TORCH_BACKEND else []),
+    *(["gradbus.torch.backend"] if HAS_TORCH_BACKEND else []),
 )
 
 # PYTHONDONTWRITEBYTECODE of those who start the tests is handed down as an option, which conftest.py cannot take back:

@@ -1,13 +1,17 @@
 """How soon a lost peer is known over Zenoh: PYTHONPATH=tests/tools:tests/support .venv/bin/python -P -m lost_links.
 
 A relay, a peer and a process that watches it, on loopback, with TLS. The peer is killed (its connection closes), or
-stopped (its connection stands, and nothing comes: as when a cable is pulled). Printed are seconds until the watcher's
-session reports it, from the signal on.
+stopped (its connection stands, and nothing comes: as when a cable is pulled). Printed are seconds from the signal on:
+``session``, until the watcher's session reports the end of the link; ``bus``, until its bus reports PeerGone, which is
+what users of gradbus get. On the bus the peer counts as one of another machine (GRADBUS_PORTABLE), and is killed right
+after its last message, or when it has sent none for longer than the lease.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
+import os
 import signal
 import statistics
 import subprocess
@@ -18,13 +22,21 @@ import time
 from pathlib import Path
 
 import zenoh
+from bus_helpers import CLIENT, reads
 from ports import free_port
 from tls_scene import HOST, TlsFiles
 
+from gradbus.runtime.bus.bus import Bus, PeerGone, connect
+from gradbus.runtime.fast_paths import SWITCH
 from gradbus.runtime.network.links import LinkConfig
+from gradbus.runtime.network.network_config import NetworkConfig
+from gradbus.runtime.transport.channels import ToController
 from gradbus.runtime.transport.zenoh.session import open_session
+from gradbus.runtime.wire.control import Leave
+from gradbus.runtime.wire.messages import Control
 
-_TOKEN = "lost-links/peer"
+_TOKEN, _JOB = "lost-links/peer", "lost-links"
+_PATIENCE_S = 30.0  # beyond the lease
 
 
 def _serve(endpoint: str, files: TlsFiles, *, lease_s: float | None) -> None:
@@ -40,9 +52,21 @@ def _serve(endpoint: str, files: TlsFiles, *, lease_s: float | None) -> None:
     del token  # without a reference it is withdrawn
 
 
-def _started(*arguments: str) -> subprocess.Popen[str]:
+async def _serve_bus(links: LinkConfig) -> None:
+    """Be a peer on the bus that sends one message, until this process is ended."""
+    async with connect(_JOB, network=NetworkConfig(links=links), security="none") as bus:
+        await reads(bus, ToController)
+        await bus.publish(CLIENT, Leave("done"))
+        print("ready", flush=True)
+        await asyncio.Event().wait()
+
+
+def _started(*arguments: str, **environment: str) -> subprocess.Popen[str]:
     process = subprocess.Popen(
-        [sys.executable, "-P", "-m", "lost_links", *arguments], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-P", "-m", "lost_links", *arguments],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **environment},
     )
     assert process.stdout is not None
     if process.stdout.readline() != "ready\n":
@@ -73,6 +97,37 @@ def _known_after_s(watcher: zenoh.Session, arguments: tuple[str, ...], number: s
         watch.undeclare()
 
 
+async def _gone_after_s(bus: Bus, arguments: tuple[str, ...], *, silent_s: float) -> float:
+    """Seconds from the kill of a peer until PeerGone. ``silent_s``: since its last message, before that."""
+    with bus.subscribe(ToController) as inbox:
+        peer = await asyncio.to_thread(_started, *arguments, **{SWITCH: "1"})
+        try:
+            async with asyncio.timeout(_PATIENCE_S):
+                assert isinstance(await inbox.get(), Control)
+            await asyncio.sleep(silent_s)
+            began_s = time.monotonic()
+            peer.kill()
+            async with asyncio.timeout(bus.lease_s + _PATIENCE_S):
+                assert isinstance(await inbox.get(), PeerGone)
+            return time.monotonic() - began_s
+        finally:
+            peer.kill()
+            peer.wait()
+
+
+async def _measure_bus(links: LinkConfig, arguments: tuple[str, ...], lease_s: float, repeats: int) -> None:
+    """Measure and print what a bus with a lease reports of a peer that is killed."""
+    async with connect(_JOB, network=NetworkConfig(links=links), security="none") as bus:
+        for what, silent_s in (("right after a message", 0.0), (f"silent for {1.5 * lease_s:g} s", 1.5 * lease_s)):
+            taken_s = [await _gone_after_s(bus, arguments, silent_s=silent_s) for _ in range(repeats)]
+            _show(f"bus, lease {lease_s:g} s, SIGKILL, {what}", taken_s)
+
+
+def _show(what: str, taken_s: list[float]) -> None:
+    shown = f"median {statistics.median(taken_s):.3f} s, {min(taken_s):.3f} to {max(taken_s):.3f} s"
+    print(f"{what}: {shown} of {len(taken_s)}", flush=True)
+
+
 def main() -> None:
     """Measure, and print a line for each case."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -80,7 +135,12 @@ def main() -> None:
     parser.add_argument("--lease", type=float, action="append", help="may be repeated; by default 2 and 10")
     parser.add_argument("--serve", metavar="ENDPOINT", help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
+    parser.add_argument("--bus", action="store_true", help=argparse.SUPPRESS)
     asked = parser.parse_args()
+    if asked.serve and asked.bus:
+        ca = TlsFiles(Path(asked.folder)).ca
+        asyncio.run(_serve_bus(LinkConfig(connect=(asked.serve,), ca=ca, lease_s=asked.lease[0])))
+        return
     if asked.serve:
         _serve(asked.serve, TlsFiles(Path(asked.folder)), lease_s=asked.lease[0] if asked.lease else None)
         return
@@ -92,11 +152,12 @@ def main() -> None:
         watcher = open_session(LinkConfig(connect=(endpoint,), ca=files.ca))
         try:
             for lease_s in asked.lease or (2.0, 10.0):
+                arguments = (*place, "--lease", f"{lease_s:g}")
                 for number in (signal.SIGKILL, signal.SIGSTOP):
-                    arguments = (*place, "--lease", f"{lease_s:g}")
                     taken_s = [_known_after_s(watcher, arguments, number) for _ in range(asked.repeats)]
-                    shown = f"median {statistics.median(taken_s):.3f} s, {min(taken_s):.3f} to {max(taken_s):.3f} s"
-                    print(f"lease {lease_s:g} s, {number.name}: {shown} of {asked.repeats}", flush=True)
+                    _show(f"session, lease {lease_s:g} s, {number.name}", taken_s)
+                links = LinkConfig(connect=(endpoint,), ca=files.ca, lease_s=lease_s)
+                asyncio.run(_measure_bus(links, (*arguments, "--bus"), lease_s, asked.repeats))
         finally:
             watcher.close()
             relay.kill()

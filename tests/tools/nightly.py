@@ -51,6 +51,14 @@ PARTS = (
         "make test PART=debian", 30 * 60,
     ),
     Part(
+        "python-3.14", "the wheels without Cyclone DDS: imports, a session over a relay, two rounds with torch",
+        "make test PART=python-3.14", 30 * 60,
+    ),
+    Part(
+        "arm64", "gradbus-core on an emulated processor: imports; a Flower node in rounds of a controller on x86-64",
+        "make test PART=arm64", 60 * 60,
+    ),
+    Part(
         "soak", "controller, clients and ranks for 30 minutes while something breaks every few seconds", "make soak",
         45 * 60,
     ),

@@ -19,6 +19,7 @@ from gradbus.actors.federated.client.session import ClientContext, listen
 from gradbus.actors.federated.model.flat_model import FlatModel
 from gradbus.actors.federated.model.named_model import ArrivedModel
 from gradbus.actors.federated.model.sharing import Shape
+from gradbus.actors.federated.request_patience import RequestPatience
 from gradbus.codecs import Codec
 from gradbus.runtime.compute import ComputeThread
 from gradbus.runtime.errors import BusError
@@ -34,7 +35,6 @@ from gradbus.runtime.wire.control import (
 from gradbus.runtime.wire.frames import FrameKey
 from gradbus.runtime.wire.messages import Message, ModelBlob
 
-ASK_AFTER_S = 0.25  # without a frame of the model that is needed, ask for it
 FIRST_MODEL_S = 1.0  # so long a reader that was just made may take to be found, and to be sent what is kept for it
 
 log = get_logger("client")
@@ -103,6 +103,7 @@ class ClientModels:
         self._memory = SharedModelReader(memory, self.replica, self._decode, context.client_id)
         self._receiving: asyncio.Task[None] | None = None
         self._group = group
+        self._patience = RequestPatience()
 
     @property
     def memory_here(self) -> str:
@@ -149,7 +150,11 @@ class ClientModels:
             return
         kind = kind_of_model(message.round_id)
         replica = {"round": self.replica, "frozen": self._frozen, "candidate": self._candidate}[kind]
-        if (complete := replica.feed(message)) is not None:
+        before_s = replica.progress_s
+        complete = replica.feed(message)
+        if replica.progress_s != before_s:
+            self._patience.note_frame(replica.progress_s)
+        if complete is not None:
             self._group.create_task(self._adopt(*complete, replica), name=f"{self._name}-model")
 
     async def _adopt(self, key: FrameKey, payload: memoryview, replica: ModelReplica) -> None:
@@ -262,21 +267,22 @@ class ClientModels:
         round_id: int,
         superseded: Callable[[], bool],
         *,
-        first_after_s: float = ASK_AFTER_S,
+        first_after_s: float | None = None,
     ) -> None:
         """Wait until the replica has the model of this round, or that is superseded, and request it while nothing of
-        it arrives, for the first time after so many seconds. Raises BarrierTimeout: no controller for too long."""
-        context = self._context
+        it arrives, for the first time after so many seconds (0: it is sent on request only; None: as frames have been
+        late so far). Raises BarrierTimeout: no controller for too long."""
+        context, patience = self._context, self._patience
         context.status.set(FETCHING_PHASE)
-        ask_at_s = time.monotonic() + first_after_s
+        patience.begin(time.monotonic(), first_after_s)
         while replica.round_id < round_id and not superseded():
             context.changed.clear()
-            if time.monotonic() >= ask_at_s:
-                ask_at_s = time.monotonic() + ASK_AFTER_S
+            if (due_in_s := patience.due_in_s(time.monotonic())) <= 0:
+                patience.note_request(time.monotonic())
                 transfer, seqs = replica.missing(round_id)
                 with contextlib.suppress(BusError):
                     await context.publish(ModelRequest(welcome.run_id, round_id, transfer, seqs))
             else:
-                await self._wait(ask_at_s - time.monotonic())
-                ask_at_s = max(ask_at_s, replica.progress_s + ASK_AFTER_S)
+                await self._wait(due_in_s)
+        patience.end()
         context.status.set("idle")

@@ -6,6 +6,10 @@ DDS delivers what it accepts, so that is rare, and a controller that is slow to 
 is twice as long as the one before. Where updates are held until all clients have announced theirs, no answer is due at
 once, and the first wait is longer. Otherwise the requests of thousands of clients would keep the controller busy. What
 does call for another request, such as a new command or another controller, interrupts the wait.
+
+A controller that sees no frame for a while requests it again, also if the link is slow and the frame on its way. Then
+it would arrive twice, and hold up the others. So nothing is sent again that the transport has not delivered yet, unless
+that takes too long.
 """
 
 from __future__ import annotations
@@ -24,12 +28,13 @@ from gradbus.runtime.shm.shared_payload import SharedPayload
 from gradbus.runtime.testing.instrumentation import Probe, no_probe
 from gradbus.runtime.wire.control import Grant, Receipt, RetransmitRequest, UploadRequest
 from gradbus.runtime.wire.frames import FrameKey
-from gradbus.runtime.wire.messages import Identity
+from gradbus.runtime.wire.messages import ClientUpdate, Identity
 
 if TYPE_CHECKING:  # loading torch takes a second and 500 MB, which the nodes of an app without it are spared
     from torch import Tensor
 
 HELD_REPEAT_AFTER_S = 4.0  # without an answer, where the controller holds updates
+ON_THE_WAY_S = 8.0  # most, for which frames that the transport has not delivered are not sent again
 MAX_REPEAT_AFTER_S = 8.0  # most, below the time after which a controller gives up an upload that stands still
 ANSWERS = (Grant, RetransmitRequest, Receipt)
 
@@ -93,6 +98,7 @@ class UpdateSender:
         self._is_counted = False  # bytes of the update are in bytes_up
         self._answered = asyncio.Event()
         self._is_hurried = False  # since an interrupt
+        self._sent_s: float | None = None  # when frames of the update were sent last, by the loop's clock
         self.phase = "idle"
         self.bytes_up = 0
 
@@ -140,7 +146,7 @@ class UpdateSender:
 
     def _begin(self, update: EncodedUpdate) -> None:
         self._update, self._receipt, self._is_counted, self.phase = update, None, False, "offering"
-        self._is_hurried = False
+        self._is_hurried, self._sent_s = False, None
 
     def on_answer(self, body: Grant | RetransmitRequest | Receipt, group: asyncio.TaskGroup) -> bool:
         """The controller has answered; tasks that send belong to ``group``. Returns whether it is about the update."""
@@ -168,7 +174,7 @@ class UpdateSender:
 
     def interrupt(self) -> None:
         """Check at once whether the update is still wanted, and soon again: an answer comes now, or never."""
-        self._is_hurried = True
+        self._is_hurried, self._sent_s = True, None
         self._answered.set()
 
     def _count(self, num_bytes: int) -> None:
@@ -176,16 +182,23 @@ class UpdateSender:
         self._is_counted = True
 
     def _start(self, update: EncodedUpdate, only: Sequence[int] | None, group: asyncio.TaskGroup) -> None:
-        """Send, unless frames are being sent: those that are missing then will be requested again."""
-        if self._sending is None or self._sending.done():
+        """Send, unless frames are being sent, or on their way: those that are missing then will be requested again."""
+        if (self._sending is None or self._sending.done()) and not self._is_on_the_way():
             self._probe.reached("after_grant_before_upload", update.key.round_id)
             name = f"client-{self._identity.sender}-send"
             self._sending = group.create_task(self._send(update, only), name=name)
+
+    def _is_on_the_way(self) -> bool:
+        """Return whether the transport has not delivered yet what was sent last."""
+        if self._sent_s is None or asyncio.get_running_loop().time() - self._sent_s >= ON_THE_WAY_S:
+            return False
+        return not self._bus.is_delivered(ClientUpdate)
 
     async def _send(self, update: EncodedUpdate, only: Sequence[int] | None) -> None:
         self.phase = "uploading"
         try:
             size = await self._bus.send_update(update.key, update.request.num_samples, update.payload, only=only)
+            self._sent_s = asyncio.get_running_loop().time()
             if self._receipt is None:  # else the receipt has counted it
                 self._count(size)
         except BusError as error:

@@ -18,6 +18,8 @@ from gradbus.runtime.network.links import LinkConfig
 
 WARNING_DAYS = 30  # before a certificate ends, the doctor warns
 _MAX_FILE_BYTES = 1 << 20  # of all authorities of a system it is 0.2 MB
+# What reading an extension raises where a certificate, which may come from the network, is malformed.
+_UNREADABLE = (x509.DuplicateExtension, x509.UnsupportedGeneralNameType, ValueError)
 _NEW = "'gradbus keys tls HOST' makes one"
 
 
@@ -95,7 +97,7 @@ def is_authority(certificate: x509.Certificate) -> bool:
     """Return whether a certificate may sign others: Zenoh refuses such a one at the end of a link."""
     try:
         return certificate.extensions.get_extension_for_class(x509.BasicConstraints).value.ca
-    except (x509.ExtensionNotFound, ValueError):
+    except (x509.ExtensionNotFound, *_UNREADABLE):
         return False
 
 
@@ -103,10 +105,30 @@ def names_of(certificate: x509.Certificate) -> tuple[str, ...]:
     """Return the host names and IP addresses that a certificate is for."""
     try:
         found = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-    except (x509.ExtensionNotFound, ValueError):
+    except (x509.ExtensionNotFound, *_UNREADABLE):
         return ()
     addresses = (str(address) for address in found.get_values_for_type(x509.IPAddress))
     return (*found.get_values_for_type(x509.DNSName), *addresses)
+
+
+def common_name_of(certificate: x509.Certificate) -> str:
+    """Return the common name of whom a certificate is for; empty: it has none."""
+    for attribute in certificate.subject.get_attributes_for_oid(x509.oid.NameOID.COMMON_NAME):
+        if isinstance(attribute.value, str):
+            return attribute.value
+    return ""
+
+
+def serves(certificate: x509.Certificate) -> bool:
+    """Return whether a certificate may be shown by an end that is dialled: it is for servers, or says no use."""
+    try:
+        uses = certificate.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
+    except x509.ExtensionNotFound:
+        return True
+    except _UNREADABLE:
+        return False
+    # Zenoh's TLS (webpki) does not accept anyExtendedKeyUsage.
+    return x509.oid.ExtendedKeyUsageOID.SERVER_AUTH in uses
 
 
 def _check_server(file: CertificateFile) -> None:
@@ -116,6 +138,11 @@ def _check_server(file: CertificateFile) -> None:
         raise ConfigError(
             f"{file.setting} {file.path} is the certificate of an authority, which those that dial refuse. Use one "
             f"that it has signed: {_NEW}"
+        )
+    if not serves(certificate):
+        raise ConfigError(
+            f"{file.setting} {file.path} is a client's certificate (extendedKeyUsage without serverAuth), so those "
+            f"that dial refuse it. Use one of this machine: {_NEW}"
         )
     if not names_of(certificate):
         raise ConfigError(

@@ -3,22 +3,40 @@
 from __future__ import annotations
 
 import datetime
+import re
 import time
 from dataclasses import replace
+
+from cryptography import x509
 
 from gradbus.runtime.errors import BusError, ConfigError
 from gradbus.runtime.network.endpoints import LinkEndpoint
 from gradbus.runtime.network.links import LinkConfig
+from gradbus.runtime.network.peers import ip_address_of, is_host_name
 from gradbus.runtime.transport.examination import LinkReport
 from gradbus.runtime.transport.zenoh.certificates import (
     WARNING_DAYS,
     CertificateFile,
     certificate_files,
     check_certificates,
+    common_name_of,
     in_utc,
+    names_of,
 )
 from gradbus.runtime.transport.zenoh.link_probe import find_fault, why_not_listening
 from gradbus.runtime.transport.zenoh.session import open_session
+from gradbus.runtime.transport.zenoh.tls_probe import certificate_at
+
+_NEW_AUTHORITY = "an authority: make a new one ('gradbus keys tls HOST --out DIR'), and copy its ca.pem to all"
+_NEW_BUNDLE = (
+    "it is the first of {count} in that file to end. Only if it has signed what is dialled, put a newer one there"
+)
+_CLIENT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", re.ASCII)  # as 'gradbus keys tls --client' takes it
+_MOST_NAMES = 8  # of a machine, in a text
+_NEW_CERTIFICATE = (
+    "make a new one with the same authority: move the two old files away, run 'gradbus keys tls {whom} --out DIR' "
+    "with the folder of its ca.key as DIR, and restart {what}, which uses the old one until then"
+)
 
 
 def examine_links(links: LinkConfig) -> list[LinkReport]:
@@ -29,7 +47,7 @@ def examine_links(links: LinkConfig) -> list[LinkReport]:
     """
     reports = []
     try:
-        reports += [_until(file) for file in certificate_files(links)]
+        reports += [_until(file, bool(links.listens)) for file in certificate_files(links)]
         check_certificates(links)
     except ConfigError as error:
         name, _, text = str(error).partition(" ")
@@ -39,19 +57,45 @@ def examine_links(links: LinkConfig) -> list[LinkReport]:
     return [*reports, *(_listen(endpoint) for endpoint in links.listens)]
 
 
-def _until(file: CertificateFile) -> LinkReport:
-    """Return until when a certificate is valid; a warning where that is soon."""
-    left = file.ends - datetime.datetime.now(datetime.UTC)
+def _until(file: CertificateFile, listens: bool) -> LinkReport:
+    """Return until when the certificates of a file are valid; a warning where one ends soon."""
     value = f"{file.path}, valid until {in_utc(file.ends)}"
+    when = _ends_soon(file.ends)
+    return LinkReport(name=file.setting, value=value, cure=f"{when}: {_renewal(file, listens)}" if when else "")
+
+
+def _ends_soon(ends: datetime.datetime) -> str:
+    """Return when a certificate ends, in words; empty: not within :data:`.certificates.WARNING_DAYS`."""
+    left = ends - datetime.datetime.now(datetime.UTC)
     if left > datetime.timedelta(days=WARNING_DAYS):
-        return LinkReport(name=file.setting, value=value)
-    many = max(left.days, 0)
-    cure = (
-        "an authority: make a new one ('gradbus keys tls HOST --out DIR'), and copy its ca.pem to all"
-        if file.setting == "bus.tls_ca"
-        else "make a new one with the same authority ('gradbus keys tls HOST', in the folder of its ca.key)"
-    )
-    return LinkReport(name=file.setting, value=value, cure=f"it ends in {many} day{'s' * (many != 1)}: {cure}")
+        return ""
+    if left < datetime.timedelta():
+        return f"it ended on {in_utc(ends)}"
+    return f"it ends in {left.days} day{'s' * (left.days != 1)}"
+
+
+def _renewal(file: CertificateFile, listens: bool) -> str:
+    """Return how to replace a certificate that ends. ``listens``: this process is dialled by others."""
+    if file.setting == "bus.tls_ca":
+        count = len(file.certificates)
+        return _NEW_AUTHORITY if count == 1 else _NEW_BUNDLE.format(count=count)
+    certificate = file.certificates[0]
+    if listens:
+        return _NEW_CERTIFICATE.format(whom=_hosts_of(certificate), what="what listens here")
+    return _NEW_CERTIFICATE.format(whom=f"--client {_client_of(certificate)}", what="this process")
+
+
+def _hosts_of(certificate: x509.Certificate) -> str:
+    """Return the names of a machine as arguments of a command: a certificate of others may have anything for them."""
+    names = names_of(certificate)
+    well = all(is_host_name(name) or ip_address_of(name) is not None for name in names)
+    return " ".join(names) if well and 1 <= len(names) <= _MOST_NAMES else "HOST"
+
+
+def _client_of(certificate: x509.Certificate) -> str:
+    """Return the name of a client as an argument of a command."""
+    name = common_name_of(certificate)
+    return name if _CLIENT_NAME.fullmatch(name) else "NAME"
 
 
 def _dial(links: LinkConfig) -> LinkReport:
@@ -64,7 +108,19 @@ def _dial(links: LinkConfig) -> LinkReport:
         fault = find_fault(endpoint, links)
         return LinkReport(name=name, value=fault.what, cure=fault.cure, is_fault=True)
     took_ms = 1e3 * (time.monotonic() - began_s)
-    return LinkReport(name=name, value=f"Zenoh answers, {took_ms:.0f} ms{_protection(endpoint)}")
+    value = f"Zenoh answers, {took_ms:.0f} ms{_protection(endpoint)}"
+    return LinkReport(name=name, value=value, cure=_warning_of_end(endpoint))
+
+
+def _warning_of_end(endpoint: LinkEndpoint) -> str:
+    """Return what to do about the certificate at an endpoint that answers, where it ends soon: nobody there may
+    look."""
+    certificate = certificate_at(endpoint) if endpoint.scheme == "tls" else None
+    when = "" if certificate is None else _ends_soon(certificate.not_valid_after_utc)
+    if certificate is None or not when:
+        return ""
+    renewal = _NEW_CERTIFICATE.format(whom=_hosts_of(certificate), what="what listens")
+    return f"the certificate there: {when}. On that machine, {renewal}"
 
 
 def _listen(endpoint: LinkEndpoint) -> LinkReport:

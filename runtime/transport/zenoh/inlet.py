@@ -42,6 +42,7 @@ ACK_DELAY_S = 0.005  # from a sample until its answer at most
 ACK_EVERY = 8  # samples, or half of the credit, are answered at once
 LEAST_CREDIT = 2  # samples: with one, an outlet would stand still for each answer
 MAX_EARLY = 4096  # samples of one outlet that wait behind a gap
+TOKENLESS_SHARE = 16  # of MAX_PEERS, one of so many is for outlets whose token is not there: anybody can make up ids
 _UNKNOWN_S = 0.1  # between two answers that we know of no match
 
 
@@ -51,16 +52,20 @@ class OutletState:
 
     Attributes:
         handle: by which others know it while the match lasts.
-        epoch: of its last START; 0: there was none. wanted: the first sample that is lacking.
+        epoch: of its last START; 0: there was none. wanted: the first sample that is lacking. began, before: what
+            that was after the last START, and before it.
         early: messages behind a gap, by number. queued: samples that were not taken yet.
         told, granted: the last answer. asked: samples up to this one are here or were asked for. answer_is_due: soon.
         is_there: its token is, or our own link is down.
     """
 
     id: str
+    owner: PeerId
     handle: int = 0
     epoch: int = 0
     wanted: int = 1
+    began: int = 1
+    before: int = 1
     early: dict[int, bytes] = field(default_factory=dict)
     early_bytes: int = 0
     queued: int = 0
@@ -76,6 +81,18 @@ class OutletState:
     def is_peer(self) -> bool:
         """Return whether it is matched now."""
         return self.is_there and self.epoch > 0
+
+    def begin(self, epoch: int, first: int) -> None:
+        """Begin a match, or go on with it. The START before this one may have been forged: if nothing has arrived since
+        then, it has moved nothing."""
+        if self.wanted == self.began:
+            self.wanted = self.before
+        self.before = self.wanted
+        self.epoch, self.granted, self.asked = epoch, 0, 0
+        if first > self.wanted:  # else it has had those before
+            self.wanted = first
+            self.drop_early(first)
+        self.began = self.wanted
 
     def drop_early(self, before: int = MAX_NUMBER) -> None:
         """Forget messages behind a gap with lower numbers."""
@@ -93,6 +110,7 @@ class ZenohInlet(ZenohEndpoint):
         self._queue: deque[tuple[bytes, int, OutletState]] = deque()
         self._outlets: dict[str, OutletState] = {}
         self._peers = 0
+        # An inlet knows its own channel only: no channel has outlets that keep the last sample and inlets that do not.
         self._skips_gaps = channel.keep_last or not channel.reliable
         self._gives_credit = bool(channel.reader_samples) and not (channel.overwrites or self._skips_gaps)
 
@@ -116,17 +134,17 @@ class ZenohInlet(ZenohEndpoint):
         self._peers = self.count_peers()
         super().note_match()
 
-    def _outlet(self, peer: str) -> OutletState:
+    def _outlet(self, peer: str, owner: PeerId) -> OutletState:
         outlet = self._outlets.get(peer)
         if outlet is None:
             if len(self._outlets) >= MAX_PEERS:
                 raise BadMessage("too many tokens")
-            outlet = self._outlets[peer] = OutletState(peer)
+            outlet = self._outlets[peer] = OutletState(peer, owner)
         return outlet
 
     def find_peer(self, peer: str, owner: PeerId) -> None:
         """Go on with a match whose outlet has come back; one that is new says START."""
-        outlet = self._outlet(peer)
+        outlet = self._outlet(peer, owner)
         was_there, outlet.is_there = outlet.is_there, True
         if outlet.epoch:
             if not was_there:
@@ -184,17 +202,14 @@ class ZenohInlet(ZenohEndpoint):
         if owner is None or (owner == self.place.own and self.channel.ignore_local):
             raise BadMessage("START of no outlet")
         is_new = peer not in self._outlets
-        outlet = self._outlet(peer)
+        if is_new and sum(not one.is_there for one in self._outlets.values()) >= MAX_PEERS // TOKENLESS_SHARE:
+            raise BadMessage("too many STARTs without tokens")  # it is repeated once its token is there
+        outlet = self._outlet(peer, owner)
         if is_new:  # its token may be on its way, or gone
             outlet.lost_s = self.schedule.now_s()
-            self.place.after(self.place.lease_s, self.forget_peer, peer)
-        if epoch < outlet.epoch:
-            raise BadMessage("START of a match that is over")
-        if epoch > outlet.epoch:
-            outlet.epoch, outlet.granted, outlet.asked = epoch, 0, 0
-            if first > outlet.wanted:  # else it has had those before
-                outlet.wanted = first
-                outlet.drop_early(first)
+            self.place.after(self.place.lease_s, self._forget_counted, peer)
+        if epoch != outlet.epoch:  # those of one outlet keep their order
+            outlet.begin(epoch, first)
             if outlet.is_there:
                 outlet.handle = self.place.next_number()
                 self.note_match()
@@ -224,12 +239,18 @@ class ZenohInlet(ZenohEndpoint):
 
     def _keep_early(self, outlet: OutletState, number: int, message: bytes) -> None:
         """Keep what is behind a gap, and ask for what is in it, once: a PROBE has it asked for again."""
-        if number not in outlet.early and len(outlet.early) < MAX_EARLY and outlet.early_bytes < WINDOW_BYTES:
+        if number not in outlet.early and self._has_room_behind_gap(outlet):
             outlet.early[number] = message
             outlet.early_bytes += len(message)
         if number - 1 > outlet.asked:
             self._answer(outlet, max(outlet.wanted, outlet.asked + 1), number - 1)
         outlet.asked = max(outlet.asked, number)
+
+    def _has_room_behind_gap(self, outlet: OutletState) -> bool:
+        """Return whether a message may wait behind a gap: of a member, as far as all that wait take one window."""
+        if len(outlet.early) >= MAX_EARLY or self.place.is_foreign(outlet.owner):
+            return False
+        return sum(one.early_bytes for one in self._outlets.values()) < WINDOW_BYTES
 
     def _hand_over(self, outlet: OutletState) -> None:
         """Hand over what was behind a gap that is filled."""

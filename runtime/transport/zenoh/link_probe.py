@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import os
 import socket
 from dataclasses import dataclass
-from typing import Any
 
 from gradbus.runtime.network.addresses import FAMILIES, family_of
 from gradbus.runtime.network.endpoints import LinkEndpoint
@@ -24,6 +22,10 @@ from gradbus.runtime.transport.zenoh.tls_probe import Wrong, plain_fault, tls_fa
 _MAX_ADDRESSES = 2  # of a name
 STEP_S = 3.0  # for a name, and for TCP: a packet that is lost is sent again within one second
 _PLAIN_S = 1.0  # after which an end of a link without TLS has shown that it does not answer to TLS
+# Zenoh's first message: its kind, the version of the protocol, and the id of a client, of 16 bytes; an answer has the
+# same kind and a flag. No extension: nothing is offered.
+_INIT, _IS_ANSWER, _KIND, _VERSION, _CLIENT_ID_16 = 0x01, 0x20, 0x1F, 9, 0xF2
+_LENGTH_BYTES = 2  # before each message on TCP
 _PROXIES = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
 
 
@@ -162,22 +164,20 @@ def _wrong_tls(connection: socket.socket, endpoint: LinkEndpoint, links: LinkCon
 
 
 def _is_plain_zenoh(endpoint: LinkEndpoint) -> bool:
-    """Return whether a session of Zenoh without TLS can be opened; it is closed again, and nothing is sent on it."""
-    import zenoh
-
-    settings: dict[str, Any] = {
-        "mode": "client",
-        "connect/endpoints": [f"tcp/{endpoint.place}"],
-        "connect/timeout_ms": 0,
-        "scouting/multicast/enabled": False,
-        "scouting/gossip/enabled": False,
-        "transport/unicast/open_timeout": round(1e3 * STEP_S),
-    }
-    config = zenoh.Config()
-    for name, value in settings.items():
-        config.insert_json5(name, json.dumps(value))
-    try:
-        zenoh.open(config).close()
-    except zenoh.ZError:
+    """Return whether Zenoh answers there without TLS. Only the first message of its handshake is sent, with a random
+    id: no session opens on a link that settings want encrypted."""
+    opening = bytes([_INIT, _VERSION, _CLIENT_ID_16]) + os.urandom(15) + b"\1"  # an id is not zero
+    connection = _connect(endpoint)
+    if isinstance(connection, LinkFault):
         return False
-    return True
+    with contextlib.closing(connection), contextlib.suppress(OSError):
+        connection.settimeout(STEP_S)
+        connection.sendall(len(opening).to_bytes(_LENGTH_BYTES, "little") + opening)
+        with connection.makefile("rb") as answers:
+            head = answers.read(_LENGTH_BYTES + 2)
+        return len(head) == _LENGTH_BYTES + 2 and _is_answer(*head[_LENGTH_BYTES:])
+    return False
+
+
+def _is_answer(kind: int, version: int) -> bool:
+    return kind & _KIND == _INIT and bool(kind & _IS_ANSWER) and version == _VERSION

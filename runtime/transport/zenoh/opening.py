@@ -5,16 +5,20 @@ from __future__ import annotations
 from gradbus.runtime.network.network_config import NetworkConfig
 from gradbus.runtime.transport.api import Traits
 from gradbus.runtime.transport.zenoh.reach import LinkReach
+from gradbus.runtime.transport.zenoh.router import MEMBER_LIMITS, router_settings
 from gradbus.runtime.transport.zenoh.session import open_session
 from gradbus.runtime.transport.zenoh.transport import ZenohTransport
 from gradbus.runtime.transport.zenoh.zenoh_session import ZenohSession
 
 
 def open_on_links(job: str, domain: int, network: NetworkConfig) -> ZenohTransport:
-    """Open the transport of a job. Not for the event loop. Raises as :func:`.session.open_session`."""
+    """Open the transport of a job. Where it listens it has the limits and the rules of access of a relay, as it
+    forwards for others. Not for the event loop. Raises as :func:`.session.open_session`."""
     links = network.links
     assert links is not None
-    session = ZenohSession(open_session(links), is_router=links.mode == "router")
+    is_router = links.mode == "router"
+    more = router_settings(MEMBER_LIMITS, {}) if is_router else {}
+    session = ZenohSession(open_session(links, more=more), is_router=is_router)
     try:
         return ZenohTransport(
             session,

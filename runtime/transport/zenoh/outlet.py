@@ -12,12 +12,17 @@ could be. It travels behind the samples, so what is still on its way is not take
 
 An inlet whose token has gone holds up no write. What it lacks is kept for the lease, as far as the window goes: its
 process may live, and come back. One of a transport that is not known to belong to the job holds up writes for
-:data:`FOREIGN_S` in all.
+:data:`FOREIGN_S` in all, and no sample for others.
+
+Anybody on the relay can show a token, and send answers, in the name of an inlet. So one that has answered no PROBE for
+the lease while our link stands is lost, and found again with its next answer. Answers that contradict each other begin
+the match again (:mod:`.repeats` limits how often).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,6 +45,7 @@ from gradbus.runtime.transport.zenoh.messages import (
     set_number,
 )
 from gradbus.runtime.transport.zenoh.place import MAX_PEERS, ZenohEndpoint, ZenohPlace
+from gradbus.runtime.transport.zenoh.repeats import RepeatLimit
 
 PROBE_S, PROBE_MAX_S = 0.2, 4.0  # from the last progress of an inlet until the first PROBE, and between later ones
 PACE_S = 0.5  # in which an inlet without progress is waited for with what others are to get in the same message
@@ -53,13 +59,15 @@ class InletState:
 
     Attributes:
         handle: by which others know it while the match lasts.
-        epoch, first: of the START that it was sent last, at ``started_s``.
+        epoch, first: of its match. started_s: when it was sent the last START.
         acknowledged: it has all samples up to this one. sent: those that were sent. granted: those it has room for.
         is_there: its token is, or our own link is down. is_matched: it has answered the START.
+        is_heard: it has answered since its token has come; else it may have forgotten the match.
         is_reliable: it is sent again what it lacks. has_missed: something that it lacks is not there any more.
         progressed_s: when it has last acknowledged something new, or came to lack something. interval_s: between two
             such times, on average. probe_s: when the next PROBE is due, ``patience_s`` after the last one.
-        delayed_s: how long it was waited for. flight: what is on its way to it.
+        delayed_s: how long it was waited for. flight: what is on its way to it. repeats: what it has had again.
+        silent_s: how long it has answered no PROBE. is_silent: for so long that it counts as lost.
     """
 
     id: str
@@ -73,6 +81,7 @@ class InletState:
     granted: int = 0
     is_there: bool = True
     is_matched: bool = False
+    is_heard: bool = False
     is_reliable: bool = True
     has_missed: bool = False
     lost_s: float = 0.0
@@ -82,7 +91,10 @@ class InletState:
     patience_s: float = PROBE_S
     round_trip_s: float = 0.0
     delayed_s: float = 0.0
+    silent_s: float = 0.0
+    is_silent: bool = False
     flight: FlightWindow = field(default_factory=FlightWindow)
+    repeats: RepeatLimit = field(default_factory=RepeatLimit)
 
     @property
     def is_peer(self) -> bool:
@@ -136,7 +148,7 @@ class ZenohOutlet(ZenohEndpoint):
         self._to_all = self.keys.to_all(self.id)
         self._epoch = 0
         self._sent = 0  # the last sample that was sent to all that keep pace
-        self._probe_is_due = False
+        self._looks: list[float] = []  # when to look at progress, the earliest last
         self._refused_since_s = 0.0
         self._writes = 0  # in progress
         self._reserved_bytes = 0  # of samples that are being made
@@ -178,6 +190,8 @@ class ZenohOutlet(ZenohEndpoint):
             if inlet.is_matched:
                 inlet.handle = self.place.next_number()
                 self.note_match()
+        inlet.is_heard = inlet.is_silent = False
+        inlet.silent_s = 0.0
         inlet.note_progress(self.schedule.now_s())
         self._probe(inlet)
         self._probe_later()
@@ -185,11 +199,16 @@ class ZenohOutlet(ZenohEndpoint):
     def lose_peer(self, peer: str) -> None:
         """Wait for this inlet no more."""
         inlet = self._inlets.get(peer)
-        if inlet is not None and inlet.is_there:
-            inlet.is_there, inlet.lost_s = False, self.schedule.now_s()
-            if inlet.is_matched:
-                self.note_match()
-            self.schedule.notify()  # writes that wait for it
+        if inlet is not None:
+            inlet.is_silent = False  # its token is not there to answer for
+            if inlet.is_there:
+                self._lose_inlet(inlet)
+
+    def _lose_inlet(self, inlet: InletState) -> None:
+        inlet.is_there, inlet.lost_s = False, self.schedule.now_s()
+        if inlet.is_matched:
+            self.note_match()
+        self.schedule.notify()  # writes that wait for it
 
     def forget_peer(self, peer: str) -> None:
         """Keep nothing for an inlet that has not come back."""
@@ -209,8 +228,7 @@ class ZenohOutlet(ZenohEndpoint):
         inlet.granted = 0
         inlet.flight.clear()
         self._kept.keep_since(first)
-        inlet.started_s = self.schedule.now_s()
-        inlet.note_progress(inlet.started_s)
+        inlet.note_progress(self.schedule.now_s())
         self._probe(inlet)
         self._probe_later()
 
@@ -220,6 +238,9 @@ class ZenohOutlet(ZenohEndpoint):
         inlet, ack = self._inlets.get(peer), parse_ack(message)
         if inlet is None:
             raise BadMessage("answer of an unknown inlet")
+        inlet.silent_s = 0.0
+        if inlet.is_silent:
+            self.find_peer(peer, inlet.owner)
         if ack.epoch == inlet.epoch:
             self._take_answer(inlet, ack)
         elif ack.epoch == 0 and inlet.is_there:
@@ -229,25 +250,39 @@ class ZenohOutlet(ZenohEndpoint):
 
     def _restart(self, inlet: InletState) -> None:
         """Begin again with an inlet that knows of no match: where it has stopped, and with what is retained."""
-        if self.schedule.now_s() < inlet.started_s + _RESTART_S:
+        now_s = self.schedule.now_s()
+        if now_s < inlet.started_s + _RESTART_S:
             return
         if inlet.is_matched:
+            if not inlet.repeats.begins_again(now_s):
+                inlet.is_heard = False  # so it is asked again
+                return
             lacks = min(inlet.acknowledged, self._kept.last) + 1
             self._begin(inlet, min(lacks, self._kept.first_retained) if not inlet.has_missed else lacks)
         else:
             self._probe(inlet)
 
+    def _contradict(self, inlet: InletState, lacks: int) -> None:
+        """Begin again with an inlet after answers that cannot both be its own, as answers keep their order."""
+        if inlet.repeats.begins_again(self.schedule.now_s()):
+            kept = self._kept.since(lacks)
+            self._begin(inlet, kept[0].number if kept else self._kept.last + 1)
+
     def _take_answer(self, inlet: InletState, ack: Ack) -> None:
         kept, now_s = self._kept, self.schedule.now_s()
-        if ack.wanted > kept.last + 1:
-            raise BadMessage("answer to what was not sent")
         arrived = ack.wanted - 1
+        least = inlet.acknowledged if inlet.is_matched and inlet.is_reliable else inlet.first - 1
+        if arrived > kept.last:
+            self._contradict(inlet, inlet.acknowledged + 1)
+            raise BadMessage("answer to what was not sent")
+        if ack.is_reliable and arrived < least:
+            self._contradict(inlet, ack.wanted)
+            raise BadMessage("answer that takes back another")
+        inlet.is_heard = True
         if not inlet.is_matched:
-            if ack.wanted < inlet.first:
-                raise BadMessage("answer to what was not sent")
             inlet.is_matched, inlet.is_reliable, inlet.has_missed = True, ack.is_reliable, False
             inlet.handle = self.place.next_number()
-            inlet.round_trip_s = now_s - inlet.started_s
+            inlet.round_trip_s = min(now_s - inlet.started_s, PROBE_MAX_S / 2)
             inlet.sent = arrived  # of a match before this one it may have more
             inlet.note_progress(now_s)
             self.note_match()
@@ -256,6 +291,8 @@ class ZenohOutlet(ZenohEndpoint):
         else:
             inlet.granted = max(inlet.granted, ack.granted)
             if arrived > inlet.acknowledged:
+                if self.place.is_foreign(inlet.owner):
+                    inlet.delayed_s += now_s - inlet.progressed_s
                 inlet.note_arrival(arrived, now_s)
             if ack.ask_last:
                 inlet.flight.note_lost(ack.ask_first)
@@ -300,7 +337,7 @@ class ZenohOutlet(ZenohEndpoint):
         for inlet in peers:
             if inlet.sent < self._sent:
                 self._send_lacking(inlet)
-        awaited = self._awaited()
+        awaited = {one for one in self._awaited() if not self.place.is_foreign(one.owner)}  # others get theirs alone
         for one in self._kept.since(self._sent + 1) if peers else ():
             if not self._send_together(peers, awaited, one):
                 break
@@ -308,7 +345,7 @@ class ZenohOutlet(ZenohEndpoint):
             self._sent = self._kept.last
         self._probe_later()
 
-    def _send_together(self, peers: Sequence[InletState], awaited: Sequence[InletState], one: NumberedSample) -> bool:
+    def _send_together(self, peers: Sequence[InletState], awaited: Set[InletState], one: NumberedSample) -> bool:
         """Send a sample to those that have had all before it. Returns False: later, as they have no room yet."""
         now_s = self.schedule.now_s()
         lacking = [inlet for inlet in peers if inlet.sent < one.number]
@@ -337,13 +374,21 @@ class ZenohOutlet(ZenohEndpoint):
             if not (is_due and inlet.has_room_for(one) and self._publish_to(inlet, one.sample)):
                 break
             inlet.note_sent(one)
+        if not inlet.is_reliable:  # what was sent while it was away, and is not there any more, is lost for it
+            inlet.sent = max(inlet.sent, self._sent)
 
     def _send_again(self, inlet: InletState, ack: Ack) -> None:
+        if self._has_had_its_time(inlet):
+            return
+        now_s, interval_s = self.schedule.now_s(), inlet.least_patience_s / 2
         for one in self._in_reach(inlet, max(ack.ask_first, inlet.acknowledged + 1)):
-            if one.number > inlet.sent:
+            if one.number > inlet.sent or (one.number > ack.ask_last and not self.channel.keep_last):
                 break
-            if (ack.asks_for(one.number) or self.channel.keep_last) and not self._publish_to(inlet, one.sample):
-                break
+            is_asked_for = ack.asks_for(one.number) or self.channel.keep_last
+            if is_asked_for and inlet.repeats.allows(one.number, now_s, interval_s):
+                if not self._publish_to(inlet, one.sample):
+                    break
+                inlet.repeats.note_sent(one.number, now_s, interval_s)
 
     def _in_reach(self, inlet: InletState, first: int) -> Iterable[NumberedSample]:
         """Return the samples from this number on. Where the first is not there any more, begin a new match instead."""
@@ -356,46 +401,59 @@ class ZenohOutlet(ZenohEndpoint):
             self._begin(inlet, self._kept.first_retained)
         return ()
 
-    def _awaited(self) -> list[InletState]:
+    def _awaited(self) -> set[InletState]:
         """Return the inlets that writes wait for."""
-        return [
-            one
-            for one in self._inlets.values()
-            if one.is_peer and one.is_reliable
-            if one.delayed_s < FOREIGN_S or not self.place.is_foreign(one.owner)
-        ]
+        return {
+            one for one in self._inlets.values() if one.is_peer and one.is_reliable and not self._has_had_its_time(one)
+        }
+
+    def _has_had_its_time(self, inlet: InletState) -> bool:
+        """Return whether an inlet of no member was waited for as long as it may be."""
+        return inlet.delayed_s >= FOREIGN_S and self.place.is_foreign(inlet.owner)
 
     def _lacks(self, inlet: InletState) -> bool:
-        return inlet.is_there and (not inlet.is_matched or inlet.acknowledged < self._kept.last)
+        knows_all = inlet.is_matched and inlet.is_heard and inlet.acknowledged >= self._kept.last
+        return inlet.is_silent or (inlet.is_there and not knows_all)
 
     def _probe_later(self) -> None:
         """Look again when the first of those that lack something runs out of patience."""
-        if self._probe_is_due:
-            return
-        due_s = min((one.probe_s for one in self._inlets.values() if self._lacks(one)), default=0)
-        if due_s:
-            self._probe_is_due = True
+        due_s = min((one.probe_s for one in self._inlets.values() if self._lacks(one)), default=math.inf)
+        if due_s < (self._looks[-1] if self._looks else math.inf):
+            self._looks.append(due_s)
             self.schedule.at(max(due_s, self.schedule.now_s()), self._look_at_progress)
 
     def _look_at_progress(self) -> None:
-        self._probe_is_due = False
+        self._looks.pop()
         now_s = self.schedule.now_s()
         if self.id not in self.place.endpoints:
             return
         for inlet in list(self._inlets.values()):
             if self._lacks(inlet) and now_s >= inlet.probe_s:
+                self._note_silence(inlet, now_s)
                 self._probe(inlet)
                 inlet.delayed_s += inlet.patience_s
-                longest_s = PROBE_MAX_S if inlet.is_matched else self.place.lease_s  # anybody can show tokens
+                longest_s = PROBE_MAX_S if inlet.is_peer else self.place.lease_s  # anybody can show tokens
                 inlet.patience_s = max(min(1.5 * inlet.patience_s, longest_s), inlet.least_patience_s)
                 inlet.probe_s = now_s + inlet.patience_s
         self._send_due()  # what waited for those that are overdue
+
+    def _note_silence(self, inlet: InletState, now_s: float) -> None:
+        """Lose an inlet that has answered no PROBE for the lease: its token may be shown by another."""
+        is_cut_off = self.place.link_broke_since(now_s - inlet.patience_s)
+        if is_cut_off or self.place.session.is_congested(urgent=self._urgent) or not inlet.is_peer:
+            inlet.silent_s = 0.0
+            return
+        inlet.silent_s += inlet.patience_s
+        if inlet.silent_s >= self.place.lease_s:
+            inlet.is_silent = True
+            self._lose_inlet(inlet)
 
     def _probe(self, inlet: InletState) -> None:
         """Have an inlet say what it lacks, or answer the START that it has not answered yet."""
         if inlet.is_matched:
             self._publish_to(inlet, pack_probe(LossProbe(inlet.epoch, min(inlet.sent, self._kept.last))))
         else:
+            inlet.started_s = self.schedule.now_s()
             self._publish_to(inlet, pack_start(MatchStart(inlet.epoch, inlet.first)))
 
     # Writing
@@ -461,7 +519,7 @@ class ZenohOutlet(ZenohEndpoint):
     def _has_room(self) -> bool:
         if self.channel.keep_last:
             return True
-        if self.place.session.is_congested and self._awaited():
+        if self.place.session.is_congested(urgent=self._urgent) and self._awaited():
             return False
         if self._kept.num_bytes + self._reserved_bytes >= WINDOW_BYTES:
             self._give_up_on_absent()

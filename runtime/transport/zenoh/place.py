@@ -185,6 +185,7 @@ class ZenohEndpoint(ABC):
         self._side, self._other_side = side, other_side
         self._declared: list[Declaration] = []
         self._missed: dict[str, float] = {}  # tokens that have gone, and when
+        self._refused: dict[str, PeerId] = {}  # tokens that there was no room for, the newest last
 
     @abstractmethod
     def subscriptions(self) -> list[tuple[str, Callable[[str, bytes], None]]]:
@@ -282,10 +283,34 @@ class ZenohEndpoint(ABC):
             return
         if is_there:
             self._missed.pop(peer, None)
-            self.find_peer(peer, owner)
+            self._find(peer, owner)
+        elif self._refused.pop(peer, None) is not None:
+            return
         elif not (is_own and peer in self.place.endpoints):  # else our link broke, which it does not need
             now_s = self._missed[peer] = self.schedule.now_s()
             self.place.after(GRACE_S, self._miss, peer, now_s)
+
+    def _find(self, peer: str, owner: PeerId) -> None:
+        """Find a peer, or where there is no room for it, keep its token, which is reported once, until there is."""
+        try:
+            self.find_peer(peer, owner)
+        except BadMessage:
+            if len(self._refused) >= MAX_PEERS:
+                del self._refused[next(iter(self._refused))]
+            self._refused[peer] = owner
+            raise
+
+    def _forget_counted(self, peer: str) -> None:
+        self.place.post(self._forget, peer)  # which may be refused again
+
+    def _forget(self, peer: str) -> None:
+        """Forget a peer that has not come back, and find one that there was no room for: a member first."""
+        self.forget_peer(peer)
+        if self._refused and self.id in self.place.endpoints:
+            newest = list(reversed(self._refused.items()))
+            found, owner = next((one for one in newest if not self.place.is_foreign(one[1])), newest[0])
+            del self._refused[found]
+            self._find(found, owner)
 
     def _miss(self, peer: str, since_s: float) -> None:
         """Lose a peer whose token has gone: at once, or where our own link has broken, when the lease is over."""
@@ -300,4 +325,4 @@ class ZenohEndpoint(ABC):
         if self._missed.get(peer) == since_s:
             del self._missed[peer]
             self.lose_peer(peer)
-            self.place.after(self.place.lease_s, self.forget_peer, peer)
+            self.place.after(self.place.lease_s, self._forget_counted, peer)

@@ -8,13 +8,20 @@ such a message is dropped after a while; its outlet sends it again, as what is l
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 # How long the first batch of a message waits: 64 KiB leave in this time over a link of 1 Mbit/s. Each further one that
-# has found room doubles the time for the next, up to a sum. So much one link that is stalled costs others.
-DROP_AFTER_S, DROP_LARGE_AFTER_S = 0.5, 5.0
-# For each peer: with 64 KiB each, as much as the largest frame. So that gets over a link of any rate, if need be alone.
+# has found room doubles the time for the next, up to a sum. So much each large message that a slow link has no
+# room for costs others: several, until its outlet sends it no more of them together with those of others.
+DROP_AFTER_S, DROP_LARGE_AFTER_S = 0.5, 0.5
+# For each peer: with 64 KiB each, as much as a frame of 1 MiB, the default. So that gets over a link of any rate, if
+# need be alone. Of a larger frame, the rest must leave within DROP_LARGE_AFTER_S.
 QUEUE_BATCHES = 16
+# That pass on what they have received. Each may wait for room in the queue of a peer that takes nothing, and Zenoh has
+# two: two senders to such a peer would hold up all others. 14 more take 0.25 MiB. This makes the stall unlikely, not
+# impossible: as many senders at the same time take all threads, for DROP_LARGE_AFTER_S at most.
+FORWARDING_THREADS = 16
 
 RELAY_SETTINGS: dict[str, Any] = {
     "qos/network": [
@@ -33,3 +40,9 @@ RELAY_SETTINGS: dict[str, Any] = {
     },
 }
 """By their names in Zenoh's configuration; for modes that forward."""
+
+
+def reserve_forwarding_threads() -> None:
+    """Have Zenoh start :data:`FORWARDING_THREADS` in this process. It reads this, from the environment alone, when the
+    first session of a process opens; a later call changes nothing. What a user has set for Zenoh's threads stays."""
+    os.environ.setdefault("ZENOH_RUNTIME", f"(rx: (worker_threads: {FORWARDING_THREADS}))")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from gradbus.runtime.json_text import parse_json
 from gradbus.runtime.network.links import LinkConfig
 from gradbus.runtime.transport.zenoh.keys import escape, last_part, owner_of, unescape
-from gradbus.runtime.transport.zenoh.session import open_checked_session
+from gradbus.runtime.transport.zenoh.session import OPEN_S, open_checked_session
 
 if TYPE_CHECKING:
     import zenoh
@@ -48,6 +48,10 @@ class RouterLimits:
 
     sessions: int
     message_bytes: int
+
+
+MEMBER_LIMITS = RouterLimits(sessions=1_000, message_bytes=16 << 20)
+"""Of a member of a job that listens: as a relay has them by default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +92,13 @@ def router_settings(limits: RouterLimits, jobs: Mapping[str, Sequence[str]]) -> 
     """
     return {
         "transport/unicast/max_sessions": limits.sessions,
+        # Links that are opening. Zenoh would bear 100, each for 10 s: as many connections that say nothing would keep
+        # every client out. After OPEN_S a client of gradbus has given up, too.
+        "transport/unicast/accept_pending": limits.sessions,
+        "transport/unicast/accept_timeout": round(1e3 * OPEN_S),
         "transport/link/rx/max_message_size": limits.message_bytes,
         "transport/link/tx/queue/congestion_control/block/wait_before_close": round(1e6 * _STALL_S),
         "access_control": access_rules(jobs or {ANY: (ANY,)}),
-        "adminspace/enabled": True,  # for Router.memberships; the rules of access keep it from everybody else
     }
 
 
@@ -200,4 +207,6 @@ def open_router(links: LinkConfig, limits: RouterLimits, jobs: Mapping[str, Sequ
     Raises:
         BusError: it cannot listen there. ConfigError: a package is missing.
     """
-    return Router(open_checked_session(links, "router", more=router_settings(limits, jobs)))
+    # For Router.memberships; the rules of access keep it from everybody else.
+    more = {**router_settings(limits, jobs), "adminspace/enabled": True}
+    return Router(open_checked_session(links, "router", more=more))

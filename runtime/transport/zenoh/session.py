@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from gradbus.runtime.errors import BusError, NotReachable
 from gradbus.runtime.network.links import LinkConfig, Mode
-from gradbus.runtime.transport.zenoh.relay_settings import RELAY_SETTINGS
+from gradbus.runtime.transport.zenoh.relay_settings import RELAY_SETTINGS, reserve_forwarding_threads
 
 if TYPE_CHECKING:
     import zenoh
@@ -122,6 +122,8 @@ def open_checked_session(
     config = zenoh.Config()
     for name, value in settings.items():
         config.insert_json5(name, json.dumps(value))
+    if mode == "router":
+        reserve_forwarding_threads()
     try:
         return zenoh.open(config)
     except zenoh.ZError as error:

@@ -24,17 +24,15 @@ class LinkSession(Protocol):
     """One session, of one transport.
 
     Attributes:
-        is_linked: messages reach the relay now, or this process is one. is_congested: more is waiting to leave than
-            what the link takes; a large message should wait.
+        is_linked: messages reach the relay now, or this process is one.
     """
 
     @property
     def is_linked(self) -> bool:
         """See above."""
 
-    @property
-    def is_congested(self) -> bool:
-        """See above."""
+    def is_congested(self, *, urgent: bool) -> bool:
+        """Return whether more messages of this urgency wait to leave than the link takes: a further one should wait."""
 
     def publish(self, key: str, message: bytes | bytearray, *, urgent: bool) -> bool:
         """Send a message, without waiting. ``urgent``: before all that is not.

@@ -30,6 +30,7 @@ _REFUSED = re.compile(
 )
 _WRONG_NAME = (62, 64)  # OpenSSL's codes: of a host name, of an IP address
 _OUT_OF_DATE = (9, 10)  # not valid yet, expired
+_WRONG_USE = 26  # as a client's where a server's is needed
 
 
 class Greeting:
@@ -145,7 +146,7 @@ def _after_handshake(greeting: Greeting, endpoint: LinkEndpoint, links: LinkConf
 
 def _distrusted(error: ssl.SSLCertVerificationError, endpoint: LinkEndpoint, links: LinkConfig) -> Wrong:
     """Return what is wrong with the certificate of the other end, with its own facts where they can be read."""
-    shown = _certificate_at(endpoint)
+    shown = certificate_at(endpoint)
     if error.verify_code in _WRONG_NAME:
         names = ", ".join(names_of(shown)) if shown is not None else ""
         return (
@@ -158,6 +159,11 @@ def _distrusted(error: ssl.SSLCertVerificationError, endpoint: LinkEndpoint, lin
             why or f"a certificate there is out of date ({error.verify_message})",
             "Make a new one there ('gradbus keys tls HOST'), or set the clock of this machine right",
         )
+    if error.verify_code == _WRONG_USE:
+        return (
+            "its certificate is a client's, and no machine's that is dialled (extendedKeyUsage without serverAuth)",
+            f"Make one there: 'gradbus keys tls {endpoint.host}'",
+        )
     issuer = f", by {shown.issuer.rfc4514_string()[:100]}" if shown is not None else ""
     authority = f"that of bus.tls_ca ({links.ca})" if links.ca is not None else "one of those that browsers trust"
     cure = (
@@ -169,8 +175,9 @@ def _distrusted(error: ssl.SSLCertVerificationError, endpoint: LinkEndpoint, lin
     return f"its certificate is signed by another authority than {authority}{issuer} ({error.verify_message})", cure
 
 
-def _certificate_at(endpoint: LinkEndpoint) -> x509.Certificate | None:
-    """Return the certificate of an endpoint without a look at who has signed it; None: it cannot be had."""
+def certificate_at(endpoint: LinkEndpoint) -> x509.Certificate | None:
+    """Return the certificate of an endpoint without a look at who has signed it; None: it cannot be had. Takes some
+    seconds where nothing answers."""
     try:
         with socket.create_connection((endpoint.host, endpoint.port), HANDSHAKE_S) as connection:
             greeting = Greeting(connection, _unchecked(), endpoint.host)

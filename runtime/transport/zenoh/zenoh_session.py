@@ -27,8 +27,8 @@ from gradbus.runtime.transport.channels import WINDOW_BYTES
 from gradbus.runtime.transport.zenoh.session_api import Declaration
 
 SMALL_BYTES = 8 << 10  # put at once
-CONGESTED_BYTES = WINDOW_BYTES // 4  # wait to be put: outlets stop
-MAX_WAITING_BYTES = 2 * WINDOW_BYTES
+CONGESTED_BYTES = WINDOW_BYTES // 4  # of one urgency wait to be put: outlets stop
+MAX_WAITING_BYTES = 2 * WINDOW_BYTES  # of one urgency
 CLOSE_S = 1.0  # for what waits, and for a put that does not end
 _MESSAGE_BYTES = 256  # of a message beside its content, so that small ones take a bounded memory, too
 
@@ -49,9 +49,7 @@ class ZenohSession:
         self._room_made: Callable[[], None] | None = None
         self._changed = threading.Condition()
         self._lanes = {urgent: _Lane() for urgent in (True, False)}
-        self._waiting_bytes = 0
         self._is_closed = False
-        self._is_congested = False
         self._listener: Declaration | None = None
 
     # Links
@@ -81,17 +79,16 @@ class ZenohSession:
 
     # Publishing
 
-    @property
-    def is_congested(self) -> bool:
-        """See :attr:`.LinkSession.is_congested`."""
-        return self._is_congested
+    def is_congested(self, *, urgent: bool) -> bool:
+        """See :meth:`.LinkSession.is_congested`."""
+        return self._lanes[urgent].is_congested
 
     def publish(self, key: str, message: bytes | bytearray, *, urgent: bool) -> bool:
         """See :meth:`.LinkSession.publish`."""
         with self._changed:
-            if self._is_closed or self._waiting_bytes >= MAX_WAITING_BYTES:
-                return False
             lane = self._lanes[urgent]
+            if self._is_closed or lane.waiting_bytes >= MAX_WAITING_BYTES:
+                return False
             if self._is_router or lane.is_busy or len(message) > SMALL_BYTES:
                 self._put_later(key, message, urgent)
                 return True
@@ -100,8 +97,8 @@ class ZenohSession:
     def _put_later(self, key: str, message: bytes | bytearray, urgent: bool) -> None:
         lane = self._lanes[urgent]
         lane.waiting.append((key, message))
-        self._waiting_bytes += len(message) + _MESSAGE_BYTES
-        self._is_congested = self._is_congested or self._waiting_bytes >= CONGESTED_BYTES
+        lane.waiting_bytes += len(message) + _MESSAGE_BYTES
+        lane.is_congested = lane.is_congested or lane.waiting_bytes >= CONGESTED_BYTES
         if lane.thread is None:
             lane.thread = threading.Thread(target=self._run, args=(urgent,), name="gradbus-put", daemon=True)
             lane.thread.start()
@@ -135,10 +132,10 @@ class ZenohSession:
                 lane.is_putting = True
             self._put(key, message, urgent=urgent, may_drop=False)
             with self._changed:
-                self._waiting_bytes -= len(message) + _MESSAGE_BYTES
-                has_room = self._is_congested and 2 * self._waiting_bytes < CONGESTED_BYTES
+                lane.waiting_bytes -= len(message) + _MESSAGE_BYTES
+                has_room = lane.is_congested and 2 * lane.waiting_bytes < CONGESTED_BYTES
                 if has_room:
-                    self._is_congested = False
+                    lane.is_congested = False
             del message  # it may be large, and the next one late
             if has_room and self._room_made is not None:
                 self._room_made()
@@ -189,12 +186,14 @@ class _Lane:
     """The messages of one urgency that wait to be put, in order.
 
     Attributes:
-        is_putting: its thread is in a put.
+        is_putting: its thread is in a put. waiting_bytes: of messages that wait, and of the one in a put.
+            is_congested: outlets stop until half of them have left.
     """
 
     def __init__(self) -> None:
         self.waiting: deque[tuple[str, bytes | bytearray]] = deque()
-        self.is_putting = False
+        self.waiting_bytes = 0
+        self.is_putting = self.is_congested = False
         self.thread: threading.Thread | None = None
 
     @property

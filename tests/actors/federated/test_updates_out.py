@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from gradbus.actors.federated.client.updates_out import EncodedUpdate, UpdateSender
+from gradbus.actors.federated.client.updates_out import ON_THE_WAY_S, EncodedUpdate, UpdateSender
 from gradbus.actors.federated.controller.uploads import STALL_AFTER_S
-from gradbus.runtime.wire.control import Grant, Receipt, UploadRequest
+from gradbus.runtime.wire.control import Grant, Receipt, RetransmitRequest, UploadRequest
 from gradbus.runtime.wire.frames import FrameKey, Kind
 from gradbus.runtime.wire.messages import Identity
 
@@ -47,13 +47,19 @@ class Bus:
     def __init__(self) -> None:
         self.requested_s: list[float] = []
         self.answer: Callable[[int], None] = lambda number: None
+        self.sent: list[object] = []
+        self.delivered = True
 
     async def publish(self, sender: Identity, body: Any) -> None:
         self.requested_s.append(asyncio.get_running_loop().time())
         self.answer(len(self.requested_s))
 
     async def send_update(self, key: FrameKey, num_samples: int, data: bytes, *, only: object = None) -> int:
+        self.sent.append(only)
         return len(data)
+
+    def is_delivered(self, kind: object) -> bool:
+        return self.delivered
 
 
 def receipt() -> Receipt:
@@ -147,5 +153,36 @@ def test_an_update_whose_receipt_overtakes_the_end_of_its_sending_counts_with_it
             assert sender.on_answer(receipt(), group)
             assert await delivering == receipt()
         assert sender.bytes_up == 4
+
+    run(test)
+
+
+def test_frames_on_their_way_are_not_sent_again_until_they_have_arrived_or_it_takes_too_long() -> None:
+    """As on a link that is slow: the controller, which sees no frame for a while, grants the upload once more."""
+    grant, missing = Grant(0, 100, 1, 1), RetransmitRequest(0, 100, 1, 1, [0])
+
+    async def test(bus: Bus, sender: UpdateSender) -> None:
+        async def answer(body: Grant | RetransmitRequest) -> list[object]:
+            before = len(bus.sent)
+            assert sender.on_answer(body, group)
+            await asyncio.sleep(0.01)
+            return bus.sent[before:]
+
+        async with asyncio.TaskGroup() as group:
+            delivery = group.create_task(sender.deliver(UPDATE, check=lambda: True))
+            await asyncio.sleep(0.01)
+            assert await answer(grant) == [None]
+            bus.delivered = False
+            assert await answer(grant) == await answer(missing) == []
+            bus.delivered = True
+            assert await answer(missing) == [[0]]
+            bus.delivered = False
+            await asyncio.sleep(ON_THE_WAY_S)
+            assert await answer(missing) == [[0]]
+            assert await answer(missing) == []
+            sender.interrupt()  # as by another controller, which has none of it
+            assert await answer(grant) == [None]
+            sender.on_answer(receipt(), group)
+            assert await delivery == receipt()
 
     run(test)

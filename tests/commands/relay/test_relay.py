@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import queue
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,13 +17,14 @@ from typing import Any
 
 import pytest
 import stalled_client
-from patience import until
+from patience import soonest, until
 from ports import kept_ports
 from relay_scene import RelayProcess, certificate_of, linked, tls_arguments
 from tls_scene import TlsFiles
 from zenoh import CongestionControl
 
 from gradbus.runtime.errors import BusError
+from gradbus.runtime.transport.zenoh.relay_settings import DROP_LARGE_AFTER_S
 
 pytestmark = pytest.mark.slow
 
@@ -71,6 +75,26 @@ def put_until(session: Any, key: str, content: bytes, arrived: queue.SimpleQueue
     raise AssertionError(f"nothing arrived for {key}")
 
 
+@contextlib.contextmanager
+def a_stalled_client(relay: RelayProcess) -> Iterator[str]:
+    """A client that has subscribed and then takes nothing. Returns the id of its session."""
+    spec = json.dumps({"connect": [relay.listen], "lease_s": 600.0})
+    with subprocess.Popen([sys.executable, stalled_client.__file__, spec], stdout=subprocess.PIPE) as stalled:
+        try:
+            assert stalled.stdout is not None
+            peer = stalled.stdout.readline().decode().strip()
+            stalled.send_signal(signal.SIGSTOP)
+            yield peer
+        finally:
+            stalled.kill()
+
+
+def send_many(session: Any) -> None:
+    """Send the stalled client more than kernel and relay hold."""
+    for _ in range(stalled_client.MESSAGES):
+        session.put(stalled_client.KEY, bytes(1 << 20), congestion_control=CongestionControl.BLOCK)
+
+
 def test_a_relay_forwards_and_counts_and_logs_who_came_and_went(port: int) -> None:
     with plain(port) as relay:
         with linked(relay) as sender, linked(relay) as receiver:
@@ -107,7 +131,7 @@ def test_a_session_that_shows_its_endpoints_is_logged_with_its_job_and_its_sende
 def test_a_client_takes_part_only_in_the_jobs_of_its_certificate(port: int, files: TlsFiles, tmp_path: Path) -> None:
     config = tmp_path / "relay.json"
     jobs = {"site-1": ["cells", "faces"], "site-2": ["cells"]}
-    config.write_text(json.dumps({"access": {"jobs": jobs}, "limits": {"message_bytes": 1_000_000}}))
+    config.write_text(json.dumps({"access": {"jobs": jobs}, "limits": {"message_bytes": 9_000_000}}))
     with with_names(port, files, str(config)) as relay:
         with (
             linked(relay, **certificate_of(files, "site-1")) as first,
@@ -118,7 +142,7 @@ def test_a_client_takes_part_only_in_the_jobs_of_its_certificate(port: int, file
             assert put_until(first, "gradbus/1/cells/a/all/0", b"of cells", own) == b"of cells"
             first.put("gradbus/1/faces/a/all/0", b"of faces")
             first.put("other/key", b"of nobody")
-            first.put("gradbus/1/cells/a/all/0", b"x" * 1_100_000)  # above limits.message_bytes
+            first.put("gradbus/1/cells/a/all/0", b"x" * 9_100_000)  # above limits.message_bytes
             seen = set()
             while (content := put_until(first, "gradbus/1/cells/a/all/0", b"last", own)) != b"last":
                 seen.add(content)
@@ -161,21 +185,79 @@ def test_a_client_that_takes_nothing_does_not_hold_up_who_sends_to_it_and_to_oth
     with plain(port) as relay, linked(relay, lease_s=600.0) as sender, linked(relay, lease_s=600.0) as other:
         arrived = received(other, "gradbus/1/cells/other/**")
         put_until(sender, "gradbus/1/cells/other/all/0", b"before", arrived)
-        spec = json.dumps({"connect": [relay.listen], "lease_s": 600.0})
-        with subprocess.Popen([sys.executable, stalled_client.__file__, spec], stdout=subprocess.PIPE) as stalled:
-            assert stalled.stdout is not None
-            peer = stalled.stdout.readline().decode().strip()
-            try:
-                stalled.send_signal(signal.SIGSTOP)
-                for _ in range(stalled_client.MESSAGES):  # more than kernel and relay hold
-                    sender.put(stalled_client.KEY, bytes(1 << 20), congestion_control=CongestionControl.BLOCK)
-                sender.put("gradbus/1/cells/other/all/0", b"behind", congestion_control=CongestionControl.BLOCK)
-                while arrived.get(timeout=60)[1] != b"behind":
-                    pass
-                assert not [line for line in relay.lines if line["event"] == "session closed"]
-            finally:
-                stalled.kill()
+        with a_stalled_client(relay) as peer:
+            send_many(sender)
+            sender.put("gradbus/1/cells/other/all/0", b"behind", congestion_control=CongestionControl.BLOCK)
+            while arrived.get(timeout=60)[1] != b"behind":
+                pass
+            assert not [line for line in relay.lines if line["event"] == "session closed"]
         relay.wait_for("session closed", peer=peer)
+
+
+def longest_ping_s(port: int) -> float:
+    """Return how long messages of one job take at most, in seconds, while two senders of another fill the queue of a
+    client that takes nothing."""
+    long: dict[str, Any] = {"lease_s": 600.0}
+    with (
+        plain(port) as relay,
+        linked(relay, **long) as one,
+        linked(relay, **long) as two,
+        linked(relay, **long) as pinger,
+        linked(relay, **long) as other,
+        a_stalled_client(relay),
+    ):
+        arrived = received(other, "gradbus/1/faces/**")
+        put_until(pinger, "gradbus/1/faces/all/0", b"before", arrived)
+        senders = [threading.Thread(target=send_many, args=(session,)) for session in (one, two)]
+        for sender in senders:
+            sender.start()
+        took_s = []
+        for number in range(40):  # at least as long as the relay waits with a large message
+            began_s = time.monotonic()
+            pinger.put("gradbus/1/faces/all/0", b"%d" % number)
+            while arrived.get(timeout=60)[1] != b"%d" % number:
+                pass
+            took_s.append(time.monotonic() - began_s)
+            senders[0].join(DROP_LARGE_AFTER_S / 40)
+        for sender in senders:
+            sender.join()
+        return max(took_s)
+
+
+def test_two_senders_to_a_client_that_takes_nothing_do_not_hold_up_another_job(port: int) -> None:
+    limit_s = DROP_LARGE_AFTER_S / 2
+    assert soonest(lambda: longest_ping_s(port), limit_s) < limit_s
+
+
+def test_connections_that_say_nothing_keep_no_client_out(port: int) -> None:
+    with plain(port) as relay, contextlib.ExitStack() as held:
+        relay.ready()
+        for _ in range(120):  # more than the 100 that Zenoh lets open at a time by itself
+            held.enter_context(socket.create_connection(("127.0.0.1", port)))
+        with linked(relay):
+            relay.wait_for("session opened")
+
+
+def test_connections_without_a_handshake_of_tls_keep_no_client_out(port: int, files: TlsFiles) -> None:
+    with with_names(port, files) as relay, contextlib.ExitStack() as held:
+        relay.ready()
+        for _ in range(120):
+            held.enter_context(socket.create_connection(("127.0.0.1", port)))
+        with linked(relay, **certificate_of(files, "site-1")):
+            relay.wait_for("session opened")
+
+
+def test_a_relay_warns_at_its_start_that_its_certificate_ends_soon(port: int, files: TlsFiles) -> None:
+    endpoint, own = f"tls/127.0.0.1:{port}", files.server("localhost", days=5)
+    arguments = ["--tls-certificate", str(own["certificate"]), "--tls-key", str(own["key"]), "--tls-ca", str(files.ca)]
+    with RelayProcess("--listen", endpoint, *arguments) as relay:
+        relay.ready()
+        warnings = [line for line in relay.lines if line["event"] == "certificate ends soon"]
+    assert [(line["level"], line["setting"], line["file"]) for line in warnings] == [
+        ("warning", "relay.tls_certificate", str(own["certificate"]))
+    ]
+    assert warnings[0]["days"] == 4
+    assert "restart the relay" in warnings[0]["advice"]
 
 
 def test_a_client_without_a_certificate_is_not_let_in(port: int, files: TlsFiles) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterable
@@ -91,6 +92,42 @@ def test_a_node_with_too_many_sessions_is_over_its_limit_and_others_are_not() ->
     assert not sessions.is_over_limit(first)
 
 
+def test_sessions_within_the_limit_of_a_node_stay_although_others_open_at_the_same_time() -> None:
+    sessions = Sessions(max_per_node=4)
+    opened = [sessions.open(f"p{number}", f"10.0.0.1:{number}", "site-1", 0.0) for number in range(6)]
+    assert [sessions.is_over_limit(session) for session in opened] == [False] * 4 + [True] * 2
+    sessions.close("10.0.0.1:0")
+    again = sessions.open("p6", "10.0.0.1:6", "site-1", 0.0)
+    assert not sessions.is_over_limit(again), "those that were refused do not count, though they have not ended yet"
+    assert sessions.by_node()["site-1"] == (6, NodeTotals(opened=7, closed=1, refused=2))
+
+
+class SlowToRead(dict[str, NodeTotals]):
+    """Totals after which another thread has time for what it wants to do."""
+
+    def __init__(self, do: Any) -> None:
+        super().__init__()
+        self._thread = threading.Thread(target=do)
+
+    def items(self) -> Any:
+        yield from list(super().items())
+        self._thread.start()
+        self._thread.join(0.3)  # it ends in this time, unless it has to wait until all is read
+
+    def join(self) -> None:
+        self._thread.join()
+
+
+def test_counters_do_not_fall_when_a_session_closes_while_they_are_read() -> None:
+    totals = SlowToRead(lambda: sessions.close("10.0.0.1:1"))
+    sessions = Sessions(_totals=totals)
+    sessions.open("a", "10.0.0.1:1", "site-1", 0.0)
+    sessions.connect(finds({"10.0.0.1:1": Counted(10, 100)}))
+    assert sessions.by_node() == {"site-1": (1, NodeTotals(opened=1, received_bytes=10, sent_bytes=100))}
+    totals.join()
+    assert sessions.count == 0
+
+
 def test_nodes_beyond_a_bound_are_counted_together() -> None:
     sessions = Sessions()
     for number in range(MAX_NODES + 3):
@@ -147,6 +184,12 @@ def test_pages_say_whether_the_relay_lives_and_is_ready() -> None:
         assert get(f"{url}/live") == (200, "live\n"), "a supervisor must not kill what drains"
 
 
+def test_pages_are_served_on_an_ipv6_address() -> None:
+    with serving("::1", 0, Answers(lambda: True, str)) as url:
+        assert url.startswith("http://[::1]:")
+        assert get(f"{url}/live") == (200, "live\n")
+
+
 def test_a_port_of_the_pages_that_is_taken_is_an_error_that_names_it() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
@@ -195,6 +238,10 @@ def test_an_address_has_one_form(written: str, read: str) -> None:
     [
         ({"access": {"jobs": {"site-1": ["a"]}}}, "access.jobs names 'site-1'.*relay.tls_clients=true"),
         ({"limits": {"sessions_per_node": 2}}, "limits.sessions_per_node counts.*relay.tls_clients=true"),
+        (
+            {"limits": {"message_bytes": 8 << 20}},
+            "limits.message_bytes.*8454144",
+        ),  # the largest frame has a header, too
         ({"limits": {"sesions": 2}}, "unknown key 'limits.sesions', did you mean 'sessions'"),
         ({"relay": {"drain_s": -1}}, "relay.drain_s"),
         ({"bus": {}}, "unknown key 'bus'"),

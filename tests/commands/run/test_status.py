@@ -243,7 +243,7 @@ def test_a_configuration_of_any_kind_names_the_job_and_options_are_stronger(tmp_
 
 def test_a_job_that_is_not_there_is_an_error_after_the_deadline() -> None:
     settings = BusSettings(job=f"nobody-{os.getpid()}", domain=new_domain())
-    with pytest.raises(NoJob, match=r"was found within 0.3 s, in domain \d+ on lo"):
+    with pytest.raises(NoJob, match=r"was found within 0.3 s: DDS domain \d+ on lo"):
         asyncio.run(observe(settings, timeout_s=0.3, listen_s=1.0))
 
 

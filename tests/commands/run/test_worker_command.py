@@ -185,7 +185,7 @@ def test_an_elastic_launch_begins_although_a_rank_is_killed_before_process_0_has
 
 
 def test_ranks_started_one_by_one_find_each_other_and_miss_one_that_is_stopped(
-    fork, config, known: Identities, tmp_path: Path, monkeypatch
+    fork, config, known: Identities, tmp_path: Path, monkeypatch, domain: int
 ) -> None:
     """Each is a machine with a key of its own."""
     known.allow_rank("host-b", 1)
@@ -193,7 +193,7 @@ def test_ranks_started_one_by_one_find_each_other_and_miss_one_that_is_stopped(
     monkeypatch.setenv("WORLD", "2")
     endless = ("--set", "parallel.epochs=1000000")
     first = fork("worker", config, "--rank", 0, "--run-dir", "run", "--no-live", *endless)
-    read_until(first, f"waiting for 1 more of 2 ranks: job {default_job()}, on lo")
+    read_until(first, f"waiting for 1 more of 2 ranks: job {default_job()}, DDS domain {domain} on lo")
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("GRADBUS_BUS__KEY_FILE", known.security("host-b")["key_file"])
     second = fork("worker", config, *endless)

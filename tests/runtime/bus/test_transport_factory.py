@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from bus_helpers import Run
 from patience import eventually
+from ports import free_port
+from structlog.testing import capture_logs
 
 from gradbus.runtime.bus import transport_factory
 from gradbus.runtime.bus.transport_factory import closed_on_error, open_transport, transport_maker
@@ -193,3 +195,15 @@ def test_a_bus_that_nothing_protects_is_not_opened_beyond_loopback() -> None:
         transport_maker("job", domain=0, network=NetworkConfig(links=links), fast=None, security="none")
     local = NetworkConfig(links=LinkConfig(connect=("tcp/127.0.0.1:7447",)))
     assert callable(transport_maker("job", domain=0, network=local, fast=None, security="none"))
+
+
+def test_the_warning_of_a_bus_that_nothing_protects_names_the_endpoints_of_its_links(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(transport_factory, "other_users", lambda: ["eve"])
+    links = LinkConfig(listen=tuple(f"tcp/127.0.0.1:{free_port()}" for _ in range(2)))
+    with capture_logs() as logs:
+        transport_maker("job", domain=0, network=NetworkConfig(links=links), fast=None, security="none")().close()
+    (warning,) = [entry for entry in logs if entry["event"] == "not protected"]
+    assert warning["interface"] == " or ".join(links.listen)
+    assert warning["users"] == ["eve"]

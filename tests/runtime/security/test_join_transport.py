@@ -104,7 +104,7 @@ def test_messages_that_find_no_room_are_sent_in_their_order(scene: MemoryScene) 
     scene.until(inlet.peers, "they find each other")
     scene.network.refused = 1.0
     transport._send([b"first", b"second"])  # noqa: SLF001 - two answers at once take a crowd of nodes
-    transport._send([b"third"])  # noqa: SLF001
+    transport._send([b"third"])  # noqa: SLF001 - as above
     scene.network.refused = 0.0
     thread.pass_time(2 * TICK_S)
     assert received(inlet) == [b"first", b"second", b"third"]

@@ -518,8 +518,8 @@ MUTATIONS = (
     ),
     Mutation(
         "the last sample is not missed", "links", f"{OUTLET}._lacks",
-        "return inlet.is_there and (not inlet.is_matched or inlet.acknowledged < self._kept.last)",
-        "return inlet.is_there and not inlet.is_matched", "what is lost is sent again", transport="zenoh",
+        "knows_all = inlet.is_matched and inlet.is_heard and inlet.acknowledged >= self._kept.last",
+        "knows_all = inlet.is_matched", "what is lost is sent again", transport="zenoh",
     ),
     Mutation(
         "an inlet that knows of no match is not begun again with", "links", f"{OUTLET}._hear",

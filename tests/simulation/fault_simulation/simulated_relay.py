@@ -124,8 +124,6 @@ class _Declared:
 class SimulatedSession:
     """One session: see :class:`gradbus.runtime.transport.zenoh.session_api.LinkSession`."""
 
-    is_congested = False
-
     def __init__(self, relay: SimulatedRelay, process: RelayedProcess, lease_s: float, loss: float) -> None:
         self.relay = relay
         self.process = process
@@ -135,6 +133,7 @@ class SimulatedSession:
         self.is_closed = self.is_silent = self.is_refused = False
         self.subscribed: list[tuple[str, Callable[[str, bytes], None]]] = []
         self.published = 0
+        self.congested: set[bool] = set()  # the urgencies of which too much waits to leave
         self._watches: dict[int, tuple[str, Callable[[str, bool], None]]] = {}  # by their number
         self._watch_numbers = itertools.count()
         self._tokens: list[str] = []
@@ -149,6 +148,9 @@ class SimulatedSession:
 
     def start(self, link_changed: Callable[[bool], None], room_made: Step) -> None:
         self._link_changed = link_changed
+
+    def is_congested(self, *, urgent: bool) -> bool:
+        return urgent in self.congested
 
     def publish(self, key: str, message: bytes | bytearray, *, urgent: bool) -> bool:
         content, urgency = bytes(message), URGENT if urgent else DATA

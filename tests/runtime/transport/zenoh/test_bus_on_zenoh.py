@@ -5,15 +5,20 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Iterator
+from contextlib import AbstractAsyncContextManager
 from functools import partial
 
 import pytest
 import torch
 from bus_helpers import CHIEF, CLIENT, MIB, UPDATE, Run, payload_from, reads
+from tcp_proxy import TcpProxy
 from zenoh_node import Relay, transport_at
 
-from gradbus.runtime.bus.bus import connect_over
+from gradbus.runtime.bus.bus import Bus, connect, connect_over
 from gradbus.runtime.collectives import join_group
+from gradbus.runtime.network.links import LinkConfig
+from gradbus.runtime.network.network_config import NetworkConfig
+from gradbus.runtime.transport import peer_processes
 from gradbus.runtime.transport.channels import ToController
 from gradbus.runtime.wire.control import Leave
 from gradbus.runtime.wire.messages import ClientUpdate, Control, PeerGone, TrainCmd
@@ -66,6 +71,36 @@ def test_a_peer_that_closes_its_bus_is_gone(run: Run, relay: Relay) -> None:
             gone = await inbox.get()
             assert isinstance(gone, PeerGone)
             assert (gone.sender, gone.incarnation, gone.certain) == (CLIENT.sender, CLIENT.incarnation, True)
+
+    run(main)
+
+
+def on_link(port: int, lease_s: float) -> AbstractAsyncContextManager[Bus]:
+    """A bus as settings open it."""
+    links = LinkConfig(connect=(f"tcp/127.0.0.1:{port}",), lease_s=lease_s)
+    return connect("job", network=NetworkConfig(links=links), security="none")
+
+
+def test_a_member_whose_link_broke_at_its_end_only_is_not_lost_where_the_others_have_a_longer_lease(
+    run: Run, relay: Relay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It dials again at once, and the relay refuses it until its own lease is over."""
+    monkeypatch.setattr(peer_processes, "own_claim", lambda: "")  # as a process of another machine
+    own_lease_s, their_lease_s = 2.0, 30.0
+
+    async def main() -> None:
+        with TcpProxy(relay.port) as way:
+            near, far = on_link(relay.port, their_lease_s), on_link(way.port, own_lease_s)
+            async with asyncio.timeout(PATIENCE_S), near as bus, far as other:
+                inbox = bus.subscribe(ToController)
+                await reads(other, ToController)
+                await other.publish(CLIENT, Leave("0"))
+                assert await inbox.get() == Control(CLIENT.sender, CLIENT.incarnation, Leave("0"))
+                began_s = asyncio.get_running_loop().time()
+                way.forget_links()
+                await other.publish(CLIENT, Leave("1"))
+                assert await inbox.get() == Control(CLIENT.sender, CLIENT.incarnation, Leave("1"))
+                assert asyncio.get_running_loop().time() - began_s > own_lease_s / 2
 
     run(main)
 

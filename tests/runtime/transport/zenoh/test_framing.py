@@ -4,46 +4,24 @@ virtual time."""
 from __future__ import annotations
 
 import random
-from collections import Counter
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from channel_node import Channel
-from fault_simulation.simulated_relay import SimulatedSession
-from transport_scenes import LONG_LEASE_S, SimulatedRemote, SteppedZenohScene, take, write
+from joined_endpoints import LEASE_S, VOLATILE, Joined, Members, NoThread, Stranger
+from transport_scenes import SimulatedRemote, SteppedZenohScene, take, write
 
-from gradbus.runtime.transport.api import PeerId
 from gradbus.runtime.transport.channels import WINDOW_BYTES
 from gradbus.runtime.transport.zenoh.inlet import LEAST_CREDIT, ZenohInlet
-from gradbus.runtime.transport.zenoh.keys import ChannelKeys, endpoint_id
 from gradbus.runtime.transport.zenoh.messages import Ack, LossProbe, MatchStart, pack_ack, pack_probe, pack_start
 from gradbus.runtime.transport.zenoh.outlet import ZenohOutlet
 
-VOLATILE = Channel("volatile")
 RETAINED = Channel("retained", retained=True)
 BOUNDED = Channel("bounded", reader_samples=16)
-LEASE_S = 10.0
 SOON_S = 0.1  # in which a killed process is lost
 CHUNK_BYTES = 1 << 20
 WINDOW = WINDOW_BYTES // CHUNK_BYTES
-
-
-class Joined:
-    """An outlet and an inlet, each at a process of its own."""
-
-    def __init__(self, scene: SteppedZenohScene, channel: Channel = VOLATILE, loss: float = 0.0) -> None:
-        self.scene = scene
-        self.source, self.target = (scene.join("one", LEASE_S, loss=loss) for _ in range(2))
-        self.outlet: Any = self.source.transport.outlet(channel.opened())
-        self.inlet: Any = self.target.transport.inlet(channel.opened())
-        scene.until(lambda: self.outlet.peers() and self.inlet.peers(), "they match")
-
-    def arrive(self, count: int) -> list[int]:
-        """Take until so many samples are there."""
-        found: list[int] = []
-        self.scene.until(lambda: found.extend(take(self.inlet)) or len(found) >= count, f"{count} samples arrive")
-        return found
 
 
 @pytest.fixture
@@ -225,20 +203,6 @@ def test_an_inlet_that_comes_while_another_is_out_of_reach_gets_what_is_written(
     assert joined.arrive(2 * BOUNDED.reader_samples + 1) == [*range(2 * BOUNDED.reader_samples), 99]
 
 
-class Stranger:
-    """A session of somebody who has not been invited, and says what he likes.
-
-    Attributes:
-        id: of an endpoint of his.
-    """
-
-    def __init__(self, scene: SteppedZenohScene, channel: Channel = VOLATILE) -> None:
-        self.session: SimulatedSession = scene.join("one", LONG_LEASE_S).session
-        self.owner: PeerId = b"a stranger's"
-        self.id = endpoint_id(self.owner, 1)
-        self.keys = ChannelKeys("one", channel.opened().name)
-
-
 def test_hostile_messages_are_dropped_and_counted_and_all_others_arrive(scene: SteppedZenohScene) -> None:
     joined, stranger, rng = Joined(scene), Stranger(scene), random.Random(1)
     keys, session = stranger.keys, stranger.session
@@ -287,25 +251,6 @@ def test_an_inlet_that_never_answers_holds_up_no_write(scene: SteppedZenohScene)
         found += take(joined.inlet)
     assert found == list(range(3 * WINDOW))
     assert len(joined.outlet.peers()) == 1
-
-
-class Members:
-    """Knows who belongs to the job."""
-
-    knows_all = True
-
-    def __init__(self, *known: PeerId) -> None:
-        self._known = known
-
-    def known(self) -> tuple[PeerId, ...]:
-        return self._known
-
-
-class NoThread:
-    """Counts what a transport rejects, and has no thread."""
-
-    def __init__(self) -> None:
-        self.rejected: Counter[str] = Counter()
 
 
 @pytest.mark.parametrize("has_members", [True, False])

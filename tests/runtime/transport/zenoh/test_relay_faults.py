@@ -5,20 +5,25 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 from channel_node import Channel
+from tcp_proxy import TcpProxy
 from transport_scenes import LONG_LEASE_S, ZenohScene, take, write
-from zenoh_node import Relay
+from zenoh_node import Relay, transport_at
 
 from gradbus.runtime.transport.api import Inlet, Outlet
-from gradbus.runtime.transport.channels import WINDOW_BYTES
+from gradbus.runtime.transport.channels import CHANNELS, WINDOW_BYTES, ToController
 
 RESTARTS = 50
 PATIENCE_S = 60.0
 VOLATILE = Channel("volatile", block_s=0.5)
 BOUNDED = Channel("bounded", reader_samples=16, block_s=0.5)
+RETAINED = Channel("retained", retained=True, block_s=0.5)
 LARGE_BYTES = 1 << 20
+SLOW_BYTES_S = 1e6 / 8  # a link of 1 Mbit/s: it takes 8 s for each large sample
+HELD_UP_S = 4.0  # a second or two, by DROP_LARGE_AFTER_S
 
 pytestmark = pytest.mark.slow
 
@@ -104,6 +109,23 @@ def test_a_relay_that_stands_still_loses_nothing(relay: Relay, scene: ZenohScene
     assert found == list(range(accepted))
 
 
+def test_a_stalled_link_that_is_full_of_data_accepts_control_messages(relay: Relay, scene: ZenohScene) -> None:
+    source, target = scene.open(), scene.open()
+    control = replace(VOLATILE.opened(), name="test/control", to_message=CHANNELS[ToController].to_message)
+    channels = [control, *(replace(VOLATILE.opened(), name=f"test/data-{number}", block_s=0.1) for number in range(8))]
+    (urgent, *outlets), (urgent_inlet, *inlets) = (list(map(one, channels)) for one in (source.outlet, target.inlet))
+    scene.until(lambda: all(one.peers() for one in (urgent, *outlets, urgent_inlet, *inlets)), "they match")
+    relay.stop()
+    for outlet in outlets:
+        while write(outlet, 1, size=LARGE_BYTES) == [True]:
+            pass
+    assert write(urgent, *range(20)) == [True] * 20
+    relay.go_on()
+    found: list[int] = []
+    scene.until(lambda: found.extend(take(urgent_inlet)) or len(found) == 20, "all arrive")
+    assert found == list(range(20))
+
+
 def test_a_reader_that_stands_still_holds_up_no_other(scene: ZenohScene) -> None:
     remote = scene.remote(LONG_LEASE_S)
     remote.open_reader(VOLATILE)
@@ -118,6 +140,27 @@ def test_a_reader_that_stands_still_holds_up_no_other(scene: ZenohScene) -> None
     of_remote: list[int] = []
     scene.until(lambda: of_remote.extend(remote.take(VOLATILE.name)) or len(of_remote) == count, "and at this one")
     assert (found, of_remote) == (list(range(count)), list(range(count)))
+
+
+def test_a_reader_on_a_slow_link_holds_up_no_other(relay: Relay, scene: ZenohScene) -> None:
+    retained, count = replace(RETAINED.opened(), reader_samples=16), 15
+    with TcpProxy(relay.port, downlink_bytes_s=SLOW_BYTES_S) as proxy:
+        slow = transport_at(proxy.port, scene.job_name("one"))
+        slow_inlet = slow.inlet(retained)
+        outlet = scene.open().outlet(retained, retained_samples=16)
+        inlets = [scene.open().inlet(retained) for _ in range(2)]
+        scene.until(lambda: len(outlet.peers()) == 3 and slow_inlet.peers(), "all match")
+        began_s, found = time.monotonic(), [0, 0]
+
+        def all_arrive() -> bool:
+            for number, inlet in enumerate(inlets):
+                found[number] += len(take(inlet))
+            return found == [count] * 2
+
+        assert all(write(outlet, *range(count), size=LARGE_BYTES))
+        scene.until(all_arrive, "all arrive at the others")
+        assert time.monotonic() - began_s < HELD_UP_S
+        slow.close()
 
 
 def test_a_link_that_breaks_and_is_refused_for_a_while_loses_nothing(scene: ZenohScene) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
 from gradbus.runtime.network.links import LinkConfig
-from gradbus.runtime.transport.zenoh.relay_settings import RELAY_SETTINGS
+from gradbus.runtime.transport.zenoh.relay_settings import DROP_AFTER_S, DROP_LARGE_AFTER_S, RELAY_SETTINGS
 from gradbus.runtime.transport.zenoh.router import (
     ANY,
     JobMember,
@@ -16,8 +17,9 @@ from gradbus.runtime.transport.zenoh.router import (
     members_of,
     router_settings,
 )
-from gradbus.runtime.transport.zenoh.session import session_settings
+from gradbus.runtime.transport.zenoh.session import OPEN_S, session_settings
 
+PAGE = Path(__file__).parents[4] / "docs/relay.md"
 SENDER = "0a" * 12
 
 
@@ -35,6 +37,17 @@ def test_who_forwards_lets_no_client_hold_up_another() -> None:
     links = LinkConfig(listen=("tcp/127.0.0.1:7447",))
     assert session_settings(links, "router").items() >= RELAY_SETTINGS.items()
     assert not session_settings(LinkConfig(connect=links.listen), "client").keys() & RELAY_SETTINGS.keys()
+
+
+def test_as_many_links_may_be_opening_as_may_be_open_and_none_longer_than_a_client_waits() -> None:
+    settings = router_settings(RouterLimits(sessions=777, message_bytes=1 << 24), {})
+    assert settings["transport/unicast/accept_pending"] == 777
+    assert settings["transport/unicast/accept_timeout"] == 1e3 * OPEN_S
+
+
+def test_the_page_says_after_what_time_messages_are_dropped() -> None:
+    page = " ".join(PAGE.read_text().split())
+    assert f"messages for it are dropped after {DROP_AFTER_S:g} s, large ones after {DROP_LARGE_AFTER_S:g} s" in page
 
 
 def test_a_client_has_the_keys_of_its_jobs_and_a_job_is_no_pattern() -> None:

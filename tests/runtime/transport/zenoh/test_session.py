@@ -179,6 +179,25 @@ def test_an_endpoint_with_tls_where_the_relay_has_none(files: TlsFiles) -> None:
     assert "Zenoh is there without TLS. Have it listen on tls/ there" in text
 
 
+@pytest.mark.usefixtures("short_waits")
+def test_the_look_for_zenoh_without_tls_sends_one_message_and_opens_no_session(files: TlsFiles) -> None:
+    sent = []
+
+    def plain_zenoh(connection: socket.socket) -> None:
+        data = connection.recv(4096)
+        if data[:1] != b"\x16":  # a handshake of TLS, to which it does not answer
+            connection.sendall(bytes([5, 0, 0x21, 9, 0xF0]) + b"id")
+        while more := connection.recv(4096):
+            data += more
+        sent.append(data)
+
+    with server(plain_zenoh) as port:
+        text = refused(f"tls/{HOST}:{port}", ca=files.ca)
+    assert "Zenoh is there without TLS" in text
+    (asked,) = [data for data in sent if data[:1] != b"\x16"]
+    assert (len(asked), asked[:5]) == (21, bytes([19, 0, 0x01, 9, 0xF2])), "no offer of shared memory, no extension"
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("short_waits")
 def test_a_port_that_never_answers_is_no_relay(files: TlsFiles) -> None:

@@ -1,0 +1,90 @@
+"""How soon outlets on Zenoh repair what was lost: over a simulated relay, in virtual time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from joined_endpoints import LEASE_S, VOLATILE, Joined, Stranger
+from transport_scenes import SteppedZenohScene, take, write
+
+from gradbus.runtime.transport.zenoh.outlet import PROBE_S
+
+REPAIRED_S = 2 * PROBE_S  # a PROBE, and what it has the inlet ask for
+ROUND_S = 0.1
+
+
+@pytest.fixture
+def scene() -> SteppedZenohScene:
+    return SteppedZenohScene()
+
+
+def repair_last(joined: Joined) -> float:
+    """Lose a sample after which none is written. Returns how long its repair takes."""
+    joined.source.session.loss = 1.0
+    assert write(joined.outlet, 7) == [True]
+    joined.source.session.loss = 0.0
+    began_s = joined.scene.now_s()
+    assert joined.arrive(1) == [7]
+    return joined.scene.now_s() - began_s
+
+
+def test_an_unreliable_inlet_whose_link_was_down_gets_what_is_written_later(scene: SteppedZenohScene) -> None:
+    joined = Joined(scene, is_reliable=False)
+    joined.target.session.is_refused = True
+    joined.target.session.break_link()
+    scene.until(lambda: not joined.outlet.peers(), "the inlet is lost")
+    assert all(write(joined.outlet, 2, 3, 4))
+    scene.pass_time(ROUND_S)
+    joined.target.session.is_refused = False
+    scene.until(lambda: joined.outlet.peers() and joined.inlet.peers(), "it is back")
+    for number in range(10, 15):
+        assert write(joined.outlet, number) == [True]
+        scene.pass_time(ROUND_S)
+    assert take(joined.inlet)[-5:] == list(range(10, 15))
+
+
+def test_large_data_that_waits_holds_up_no_control_message(scene: SteppedZenohScene) -> None:
+    data = Joined(scene)
+    control = Joined(scene, replace(VOLATILE, name="control", reader_samples=4096, overwrites=True), is_control=True)
+    data.source.session.congested = control.source.session.congested = {False}
+    assert write(data.outlet, 1) == [False]
+    assert write(control.outlet, 1) == [True]
+    assert control.arrive(1) == [1]
+
+
+def test_a_first_answer_that_is_late_slows_no_later_repair(scene: SteppedZenohScene) -> None:
+    joined = Joined(scene, answers=False)
+    scene.pass_time(2 * LEASE_S)
+    joined.target.session.loss = 0.0
+    scene.until(lambda: joined.outlet.peers() and joined.inlet.peers(), "they match")
+    assert repair_last(joined) < REPAIRED_S
+
+
+def test_a_token_that_never_answers_delays_no_repair(scene: SteppedZenohScene) -> None:
+    joined, stranger = Joined(scene), Stranger(scene)
+    stranger.session.declare_token(stranger.keys.token("in", stranger.id))
+    scene.pass_time(20 * LEASE_S)
+    assert repair_last(joined) < REPAIRED_S
+    published = joined.source.session.published
+    scene.pass_time(10 * LEASE_S)
+    assert joined.source.session.published - published < 20  # a START each lease
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_an_inlet_that_has_forgotten_an_idle_outlet_is_found_again_though_the_probe_is_lost(seed: int) -> None:
+    scene = SteppedZenohScene(seed)
+    joined = Joined(scene)
+    session = joined.source.session
+    session.is_refused = True
+    session.break_link()
+    # The inlet misses the token at once, and forgets after a lease; the outlet misses its token for a lease.
+    scene.pass_time(1.5 * LEASE_S)
+    session.is_refused, session.loss = False, 1.0
+    scene.until(lambda: session.is_linked, "the link stands")
+    scene.pass_time(ROUND_S / 2)
+    session.loss = 0.0
+    scene.until(lambda: joined.outlet.peers() and joined.inlet.peers(), "both know of the match")
+    published = session.published
+    scene.pass_time(LEASE_S)
+    assert session.published == published
