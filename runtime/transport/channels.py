@@ -43,6 +43,8 @@ class Channel:
             anyway: a process whose interpreter is held for long takes nothing, and must not stop the others.
         ignore_local: what a transport writes does not arrive at its own inlet.
         reliable: outlets send again what an inlet misses, and wait for it.
+        lasts_to_all: the inlets of an outlet that keeps the last sample keep all: they wait for one that they miss, and
+            must be told that it was replaced.
 
     Raises (to_message):
         FrameError: the bytes are not a message of this channel.
@@ -60,6 +62,7 @@ class Channel:
     ignore_local: bool = False
     reliable: bool = True
     overwrites: bool = False
+    lasts_to_all: bool = False
 
 
 def _train_cmd(sample: Any) -> TrainCmd:

@@ -41,6 +41,8 @@ def _none(sample: Any) -> Message | Frame:
 
 JOIN = Channel(JOIN_TOPIC, "Frame", False, False, 512, 0, 0.01, False, _none, ignore_local=True)
 BEACON = Channel(BEACON_TOPIC, "Frame", True, False, 64, 0, 0.01, False, _none, ignore_local=True)
+# Of a controller: the newest alone is kept, so that a reader that takes nothing cannot block the writer.
+LAST_BEACON = replace(BEACON, keep_last=True, lasts_to_all=True)
 
 
 class JoinInlet(InletWrapper):
@@ -98,8 +100,7 @@ class JoinTransport:
             events.refused = lambda name, why: _log(log.warning, "join refused", node=name, reason=why)
             events.rotated = lambda epoch, why: _log(log.info, "new key epoch", epoch=epoch, reason=why)
             party.on_refused = on_refused
-            # The newest alone is kept, so that a reader that takes nothing cannot block the writer.
-            self._beacon = transport.outlet(replace(BEACON, keep_last=True))
+            self._beacon = transport.outlet(LAST_BEACON)
             self._send_beacon(party, self._ticked_s)
         else:
             party.on_joined = self._on_joined

@@ -110,7 +110,7 @@ class ZenohInlet(ZenohEndpoint):
         self._queue: deque[tuple[bytes, int, OutletState]] = deque()
         self._outlets: dict[str, OutletState] = {}
         self._peers = 0
-        # An inlet knows its own channel only: no channel has outlets that keep the last sample and inlets that do not.
+        # An inlet knows its own channel only: see lasts_to_all for outlets that keep less.
         self._skips_gaps = channel.keep_last or not channel.reliable
         self._gives_credit = bool(channel.reader_samples) and not (channel.overwrites or self._skips_gaps)
 

@@ -335,7 +335,7 @@ class ZenohOutlet(ZenohEndpoint):
         """Send what was written to all that keep pace, together, and to others what they lack."""
         peers = [one for one in self._inlets.values() if one.is_peer]
         for inlet in peers:
-            if inlet.sent < self._sent:
+            if inlet.sent < self._sent or self._has_replaced_next(inlet):
                 self._send_lacking(inlet)
         awaited = {one for one in self._awaited() if not self.place.is_foreign(one.owner)}  # others get theirs alone
         for one in self._kept.since(self._sent + 1) if peers else ():
@@ -395,11 +395,16 @@ class ZenohOutlet(ZenohEndpoint):
         found = self._kept.since(first)
         if found and found[0].number == first:
             return found
-        if self.channel.keep_last or not inlet.is_reliable:
+        if (self.channel.keep_last and not self.channel.lasts_to_all) or not inlet.is_reliable:
             return found
         if first <= self._kept.last:
             self._begin(inlet, self._kept.first_retained)
         return ()
+
+    def _has_replaced_next(self, inlet: InletState) -> bool:
+        """Return whether an inlet that keeps all waits for a sample that is gone. Room for later ones is counted from
+        what it has, so without a new match it may never have any."""
+        return self.channel.lasts_to_all and inlet.is_reliable and inlet.sent + 1 < self._kept.last
 
     def _awaited(self) -> set[InletState]:
         """Return the inlets that writes wait for."""

@@ -8,6 +8,7 @@ import pytest
 from joined_endpoints import LEASE_S, VOLATILE, Joined, Stranger
 from transport_scenes import SteppedZenohScene, take, write
 
+from gradbus.runtime.security.identity.join_transport import BEACON, LAST_BEACON
 from gradbus.runtime.transport.zenoh.outlet import PROBE_S
 
 REPAIRED_S = 2 * PROBE_S  # a PROBE, and what it has the inlet ask for
@@ -42,6 +43,37 @@ def test_an_unreliable_inlet_whose_link_was_down_gets_what_is_written_later(scen
         assert write(joined.outlet, number) == [True]
         scene.pass_time(ROUND_S)
     assert take(joined.inlet)[-5:] == list(range(10, 15))
+
+
+def joined_by_beacons(scene: SteppedZenohScene) -> Joined:
+    """Return the outlet of a controller, which keeps its last beacon only, and the inlet of a node."""
+    joined = Joined(scene)
+    joined.outlet = joined.source.transport.outlet(LAST_BEACON)
+    joined.inlet = joined.target.transport.inlet(BEACON)
+    scene.until(lambda: joined.outlet.peers() and joined.inlet.peers(), "they match")
+    return joined
+
+
+def test_a_node_waits_for_no_beacon_that_a_later_one_has_replaced(scene: SteppedZenohScene) -> None:
+    joined = joined_by_beacons(scene)
+    joined.source.session.loss = 1.0
+    assert write(joined.outlet, 1) == [True]
+    joined.source.session.loss = 0.0
+    assert write(joined.outlet, 2) == [True]
+    assert joined.arrive(1) == [2]
+    assert write(joined.outlet, 3) == [True]
+    assert joined.arrive(1) == [3]
+
+
+def test_beacons_that_a_node_does_not_take_fill_no_more_than_their_room(scene: SteppedZenohScene) -> None:
+    joined = joined_by_beacons(scene)
+    last = 3 * BEACON.reader_samples
+    for number in range(last + 1):
+        assert write(joined.outlet, number) == [True]
+        scene.pass_time(ROUND_S)
+    held = take(joined.inlet)
+    assert held == list(range(BEACON.reader_samples))
+    assert joined.arrive(1) == [last]
 
 
 def test_large_data_that_waits_holds_up_no_control_message(scene: SteppedZenohScene) -> None:
