@@ -51,6 +51,12 @@ class KeptSamples:
         """Return the number of the oldest sample that a newcomer gets; without such a sample, of the next one."""
         return self._retained[0].number if self._retained else self.last + 1
 
+    @property
+    def first(self) -> int:
+        """Return the number of the oldest sample that is here; without one, of the next one."""
+        heads = (one[0].number for one in (self._lacking, self._retained) if one)
+        return min(heads, default=self.last + 1)
+
     def since(self, number: int) -> Sequence[NumberedSample]:
         """Return the samples from this number on. On a channel that keeps the last one, older ones are gone."""
         both = self._lacking, self._retained  # each ends with the newest sample

@@ -50,6 +50,9 @@ from gradbus.runtime.transport.zenoh.repeats import RepeatLimit
 PROBE_S, PROBE_MAX_S = 0.2, 4.0  # from the last progress of an inlet until the first PROBE, and between later ones
 PACE_S = 0.5  # in which an inlet without progress is waited for with what others are to get in the same message
 FOREIGN_S = 1.5  # a member says that it is one within milliseconds of being found, or later where its machine is busy
+# Of samples that such an inlet is sent again at a time: the handshake that makes it a member's needs small messages,
+# however long it was cut off. Models are not sent on the word of anybody.
+FOREIGN_BYTES = 64 << 10
 _RESTART_S = 0.05  # an answer to an old START may be on its way
 
 
@@ -378,11 +381,15 @@ class ZenohOutlet(ZenohEndpoint):
             inlet.sent = max(inlet.sent, self._sent)
 
     def _send_again(self, inlet: InletState, ack: Ack) -> None:
+        first, room = max(ack.ask_first, inlet.acknowledged + 1), math.inf
         if self._has_had_its_time(inlet):
-            return
+            if not self.channel.keep_last and first < self._kept.first:
+                return  # what is retained is not sent anew on its word
+            room = FOREIGN_BYTES
         now_s, interval_s = self.schedule.now_s(), inlet.least_patience_s / 2
-        for one in self._in_reach(inlet, max(ack.ask_first, inlet.acknowledged + 1)):
-            if one.number > inlet.sent or (one.number > ack.ask_last and not self.channel.keep_last):
+        for one in self._in_reach(inlet, first):
+            room -= one.num_bytes
+            if room < 0 or one.number > inlet.sent or (one.number > ack.ask_last and not self.channel.keep_last):
                 break
             is_asked_for = ack.asks_for(one.number) or self.channel.keep_last
             if is_asked_for and inlet.repeats.allows(one.number, now_s, interval_s):

@@ -12,6 +12,7 @@ from joined_endpoints import LEASE_S, VOLATILE, Joined, Members, NoThread, Stran
 from transport_scenes import SteppedZenohScene, take, write
 
 from gradbus.runtime.transport.channels import WINDOW_BYTES
+from gradbus.runtime.transport.kept_samples import LEAST_BYTES
 from gradbus.runtime.transport.zenoh.keys import endpoint_id
 from gradbus.runtime.transport.zenoh.messages import (
     MAX_NUMBER,
@@ -24,6 +25,7 @@ from gradbus.runtime.transport.zenoh.messages import (
     sample_message,
     set_number,
 )
+from gradbus.runtime.transport.zenoh.outlet import FOREIGN_BYTES
 
 ROUND_S = 0.1
 MIB = 1 << 20
@@ -130,6 +132,24 @@ def test_asking_for_samples_again_and_again_costs_little(scene: SteppedZenohScen
     answer(Ack(0, 1, MAX_NUMBER, 1, MAX_NUMBER))
     scene.pass_time(ROUND_S)
     assert sum(sizes) < MIB  # it has had its time
+
+
+def test_asking_for_many_small_samples_costs_little(scene: SteppedZenohScene) -> None:
+    joined, stranger = Joined(scene), Stranger(scene)
+    admit(joined.source, joined.target)
+    answer = match_stranger(joined, stranger)
+    assert all(write(joined.outlet, *range(1000)))
+    assert joined.arrive(1000) == list(range(1000))
+    for _ in range(20):
+        answer(Ack(0, 1, MAX_NUMBER))
+        scene.pass_time(ROUND_S)
+    scene.pass_time(5.0)
+    sizes = count_published(joined)
+    for _ in range(10):
+        answer(Ack(0, 1, MAX_NUMBER, 1, MAX_NUMBER))
+        scene.pass_time(1e-3)
+    scene.pass_time(ROUND_S)
+    assert 0 < len(sizes) < 2 * FOREIGN_BYTES // LEAST_BYTES
 
 
 def test_forgetting_a_match_again_and_again_costs_little(scene: SteppedZenohScene) -> None:

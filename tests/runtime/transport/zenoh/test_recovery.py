@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from joined_endpoints import LEASE_S, VOLATILE, Joined, Stranger
+from joined_endpoints import LEASE_S, VOLATILE, Joined, Members, NoThread, Stranger
 from transport_scenes import SteppedZenohScene, take, write
 
 from gradbus.runtime.security.identity.join_transport import BEACON, LAST_BEACON
@@ -74,6 +74,21 @@ def test_beacons_that_a_node_does_not_take_fill_no_more_than_their_room(scene: S
     held = take(joined.inlet)
     assert held == list(range(BEACON.reader_samples))
     assert joined.arrive(1) == [last]
+
+
+def test_a_node_that_has_not_joined_yet_is_sent_again_what_it_has_missed_while_it_was_cut_off(
+    scene: SteppedZenohScene,
+) -> None:
+    joined = Joined(scene)
+    joined.source.transport.start(NoThread(), Members())
+    joined.source.transport.look_around()
+    joined.target.session.loss = 1.0
+    assert all(write(joined.outlet, *range(100)))
+    scene.pass_time(LEASE_S / 2)
+    joined.target.session.loss = 0.0
+    assert joined.arrive(100) == list(range(100))
+    assert write(joined.outlet, 100) == [True]
+    assert joined.arrive(1) == [100]
 
 
 def test_large_data_that_waits_holds_up_no_control_message(scene: SteppedZenohScene) -> None:
