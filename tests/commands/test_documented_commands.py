@@ -104,8 +104,10 @@ NOT_RUN = {
     "the same with a setting more, which is parsed": (
         "gradbus controller my.json --set *", "gradbus controller controller.json --set *",
     ),
-    "it installs, as .ci/run does": ("make setup*", "make wheel", "pip install *dist/*"),
-    "it needs another machine": ("ssh -L *",),
+    "it installs, as .ci/run does": (
+        "make setup*", "make wheel", "pip install *dist/*", ".venv/bin/pip install *dist/*", "python3 -m venv .venv",
+    ),
+    "it needs another machine": ("ssh -L *", ".venv/bin/gradbus flower node *", "--set bus.job=boards *"),
     "it changes the machine, or shows what DDS does": ("printf 'net.core.*", "export CYCLONEDDS_URI=*"),
 }  # fmt: skip
 

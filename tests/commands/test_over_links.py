@@ -192,14 +192,6 @@ def test_the_doctor_says_what_is_wrong_with_a_relay(invoke, files: TlsFiles, rel
     assert "not well: see above" in found.out
 
 
-def test_the_doctor_refuses_the_configuration_of_a_relay(invoke, tmp_path: Path) -> None:
-    config = write(tmp_path / "relay.json", {}, relay={"listen": [f"tls/{HOST}:{free_port()}"]})
-    found = invoke("doctor", "--config", config)
-    assert found.code == 2
-    assert f"{config} is the configuration of a relay ([relay])" in found.err
-    assert "start it with --connect tls/HOST:PORT and --tls-ca FILE" in found.err
-
-
 def test_the_doctor_of_one_that_listens_looks_at_its_port_and_certificate(
     invoke, files: TlsFiles, tmp_path: Path
 ) -> None:
