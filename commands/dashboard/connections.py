@@ -1,4 +1,5 @@
-"""Which connections the dashboard keeps open, so that no other user of the machine can lock its owner out.
+"""Which connections the HTTP servers of the dashboard and of a relay keep open, so that no other user of the machine
+can lock the owner out.
 
 Any user can connect to 127.0.0.1, and a connection that sends nothing costs its peer nothing. Two bounds hold:
 
@@ -20,7 +21,11 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
+
+from gradbus.runtime.logs import get_logger
 
 MAX_CONNECTIONS = 32
 MAX_FOREIGN = 8  # of them, of other users
@@ -29,6 +34,8 @@ IDLE_S = 15.0  # between two requests
 _ESTABLISHED = "01"
 _TABLE = Path("/proc/net/tcp")
 _MAX_TABLE_BYTES = 16 << 20  # 100,000 sockets
+
+log = get_logger("http")
 
 
 @dataclass(slots=True)
@@ -95,6 +102,46 @@ class Connections:
         del self._open[connection]
         with contextlib.suppress(OSError):
             connection.shutdown(socket.SHUT_RDWR)
+
+
+class BoundedServer(ThreadingHTTPServer):
+    """Answers each connection on a thread, as far as :class:`Connections` admits it.
+
+    Attributes:
+        connections: those that are open; handlers report what they do with theirs.
+    """
+
+    daemon_threads = True
+    block_on_close = False
+    allow_reuse_address = True
+
+    def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> None:
+        self.connections = Connections()
+        super().__init__(address, handler)
+
+    def is_owner(self, peer_port: int) -> bool:
+        """Return whether a connection from this port counts as the owner's."""
+        return True
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answer a connection, or close it where there is no room."""
+        if not self.connections.admit(request, is_own=self.is_owner(client_address[1])):
+            self.shutdown_request(request)  # a browser tries again
+            return
+        super().process_request(request, client_address)
+
+    def service_actions(self) -> None:
+        """Run by the thread that accepts, after each of its polls."""
+        self.connections.close_late()
+
+    def shutdown_request(self, request: Any) -> None:
+        """Close a connection."""
+        self.connections.forget(request)
+        super().shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Log an error of a handler, such as a peer that has gone."""
+        log.debug("request failed", exc_info=True)
 
 
 def is_own(peer_port: int, server_port: int, table: Path = _TABLE) -> bool:

@@ -14,14 +14,14 @@ import socket
 import threading
 from collections.abc import Iterator
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
 from gradbus.commands.dashboard import pages
-from gradbus.commands.dashboard.connections import Connections, is_own
+from gradbus.commands.dashboard.connections import BoundedServer, is_own
 from gradbus.commands.dashboard.drawings import Drawings
 from gradbus.commands.dashboard.runs import Runs
 from gradbus.commands.report.page import need_extras, style_sheet
@@ -169,33 +169,15 @@ class _Site:
         return _NOT_FOUND if image is None or not image.data else _Answer(image.data, image.kind)
 
 
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-    block_on_close = False
-    allow_reuse_address = True
+class _Server(BoundedServer):
     request_queue_size = _BACKLOG
 
     def __init__(self, address: tuple[str, int], site: _Site) -> None:
         self.site = site
-        self.connections = Connections()
         super().__init__(address, _Handler)
 
-    def process_request(self, request: Any, client_address: Any) -> None:
-        if not self.connections.admit(request, is_own=is_own(client_address[1], self.server_port)):
-            self.shutdown_request(request)  # the browser tries again
-            return
-        super().process_request(request, client_address)
-
-    def service_actions(self) -> None:
-        """Run ten times a second by the thread that accepts."""
-        self.connections.close_late()
-
-    def shutdown_request(self, request: Any) -> None:
-        self.connections.forget(request)
-        super().shutdown_request(request)
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        log.debug("request failed", exc_info=True)
+    def is_owner(self, peer_port: int) -> bool:
+        return is_own(peer_port, self.server_port)
 
 
 class _Handler(BaseHTTPRequestHandler):

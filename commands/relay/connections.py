@@ -55,8 +55,8 @@ class TcpConnection:
 def find_connections(addresses: Iterable[str]) -> dict[str, TcpConnection]:
     """Return the connections of this process to these addresses, each ``HOST:PORT``, with brackets around IPv6.
 
-    Of a connection that is found twice, as there is a second descriptor of ours, one is returned. Empty where there is
-    no list of descriptors.
+    A connection that has a second descriptor of our own is returned once. The result is empty where the system has no
+    list of descriptors.
     """
     wanted, found = set(addresses), dict[str, TcpConnection]()
     try:

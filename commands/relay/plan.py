@@ -1,4 +1,4 @@
-"""What a relay does, as plain values: the settings after they were checked."""
+"""The settings of a relay after they were checked, as plain values."""
 
 from __future__ import annotations
 

@@ -9,10 +9,10 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 
-from gradbus.commands.dashboard.connections import Connections
+from gradbus.commands.dashboard.connections import BoundedServer
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.network.addresses import family_of, with_port
@@ -26,7 +26,7 @@ log = get_logger("relay")
 
 
 class Answers:
-    """What the pages say. ``is_ready`` and ``metrics`` are called on threads of the server."""
+    """Makes the pages. ``is_ready`` and ``metrics`` are called on threads of the server."""
 
     def __init__(self, is_ready: Callable[[], bool], metrics: Callable[[], str]) -> None:
         self._is_ready = is_ready
@@ -72,33 +72,11 @@ def serving(host: str, port: int, answers: Answers) -> Iterator[str]:
         thread.join(_STOP_S)
 
 
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-    block_on_close = False
-    allow_reuse_address = True
-
+class _Server(BoundedServer):
     def __init__(self, address: tuple[str, int], answers: Answers) -> None:
         self.answers = answers
-        self.connections = Connections()
-        self.address_family = family_of(address[0])  # http.server takes IPv4 unless it is told
+        self.address_family = family_of(address[0])  # http.server takes IPv4 unless another family is set
         super().__init__(address, _Handler)
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        if not self.connections.admit(request, is_own=True):
-            self.shutdown_request(request)
-            return
-        super().process_request(request, client_address)
-
-    def service_actions(self) -> None:
-        """Run ten times a second by the thread that accepts."""
-        self.connections.close_late()
-
-    def shutdown_request(self, request: Any) -> None:
-        self.connections.forget(request)
-        super().shutdown_request(request)
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        log.debug("request failed", exc_info=True)
 
 
 class _Handler(BaseHTTPRequestHandler):

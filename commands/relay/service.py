@@ -30,7 +30,7 @@ log = get_logger("relay")
 
 
 class RouterLike(Protocol):
-    """What a relay uses of :class:`~gradbus.runtime.transport.zenoh.router.Router`."""
+    """The part of :class:`~gradbus.runtime.transport.zenoh.router.Router` that a relay uses."""
 
     def watch_links(self, report: Callable[[LinkChange], None]) -> None:
         """See there."""

@@ -29,8 +29,8 @@ class RelaySettings(Settings):
     """Endpoints on which the relay accepts links: `tls/HOST:PORT`, or `tcp/HOST:PORT` for a network that needs no TLS.
     `0.0.0.0` stands for all IPv4 addresses of this machine, `[::]` for all addresses."""
     tls: bool = True
-    """Whether links beyond this machine must have TLS. With false, `tcp/` is allowed there, too; what members of a job
-    send stays encrypted."""
+    """Require TLS for links beyond this machine. With false, `tcp/` is allowed there, too; what members of a job send
+    stays encrypted."""
     tls_certificate: Path | None = None
     """File of the certificate that the relay shows, in PEM, as `gradbus keys tls HOST` makes it."""
     tls_key: Path | None = None
@@ -38,7 +38,7 @@ class RelaySettings(Settings):
     tls_ca: Path | None = None
     """File of the authority that signs the certificates of clients, in PEM. Needed with `tls_clients`."""
     tls_clients: bool = False
-    """Whether only clients with a certificate of `tls_ca` are let in."""
+    """Accept only clients that show a certificate signed by `tls_ca` (mutual TLS)."""
     lease_s: Annotated[float, Field(ge=0.1, le=3_600, allow_inf_nan=False)] | None = None
     """Silence, in seconds, after which clients take the relay for dead. null: 10, or 60 where all endpoints are on
     loopback. How long a client may be silent is the client's own `bus.lease_s`."""
@@ -48,7 +48,7 @@ class RelaySettings(Settings):
 
 
 class RelayLimits(Settings):
-    """What a relay bears from those who connect."""
+    """Limits on the sessions of a relay and on their messages."""
 
     sessions: Count = 1_000
     """Most sessions at a time. Further ones are refused."""
