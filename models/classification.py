@@ -225,7 +225,10 @@ class ClassificationTask(ShardedTraining):
         labels = train.labels.cpu()
         with self._lock:
             if not 0 <= client_id < self.num_clients:
-                raise ValueError(f"client_id must be in 0..{self.num_clients - 1}, got {client_id}")
+                raise ValueError(
+                    f"client_id must be in 0..{self.num_clients - 1}, got {client_id}: the data is split for "
+                    f"{self.num_clients}. Set federated.clients.num at the controller, or task.num_clients here"
+                )
             if self._shares is None:
                 self._shares = partitions.make(
                     self._partition, labels, self.num_clients, self.seed, samples=train.images

@@ -182,7 +182,10 @@ def _general_name(host: str) -> x509.GeneralName:
 
 def _check_new(path: Path) -> None:
     if path.exists() or path.is_symlink():
-        raise ConfigError(f"{path} exists already, and is left as it is. Remove it first, or name another with --out")
+        raise ConfigError(
+            f"{path} exists already, and is left as it is. Move it away first, with its certificate or key; another "
+            f"--out makes another authority, which those who have this one's ca.pem do not trust"
+        )
 
 
 def _key_text(key: ec.EllipticCurvePrivateKey) -> str:

@@ -62,7 +62,7 @@ def test_nothing_is_overwritten(invoke, tmp_path: Path) -> None:
     before = {path: path.read_bytes() for path in (tmp_path / "tls").iterdir()}
     again = invoke("keys", "tls", "relay")
     assert again.code == 2
-    assert "tls/relay.key exists already, and is left as it is" in again.err
+    assert "tls/relay.key exists already, and is left as it is. Move it away first" in again.err
     assert {path: path.read_bytes() for path in (tmp_path / "tls").iterdir()} == before
 
 
