@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from fault_simulation import elastic_oracles, servers_oracles
+from fault_simulation import elastic_oracles, oracles, servers_oracles
 from fault_simulation.elastic_world import LR, AppliedStep
 from fault_simulation.findings import COUNTED_ONCE, ENDS, MEMBERS, SAME_MODEL, STALENESS, STEPS, VERSIONS
 from fault_simulation.kernel import CLOCK, START_S
@@ -35,7 +35,8 @@ def world_of(journal: list[Entry], **more: Any) -> Any:
         "roles": [*SERVERS, "worker-0", "worker-1"], "workers": 2, "staleness": 0, "pulls": False, "rounds": 6,
         "ended": {}, "is_over": True, "notes": [], "plan": [], "calm_s": START_S, "jobs": {},
         "applied": [], "finished": [], "batches": 2, "epochs": 1, "found": found,
-        "network": SimpleNamespace(lease_s=4.0), "finding": lambda invariant, text: found.append(invariant),
+        "network": SimpleNamespace(lease_s=4.0), "circumstances": SimpleNamespace(train_s=0.1),
+        "finding": lambda invariant, text: found.append(invariant),
     }  # fmt: skip
     return SimpleNamespace(journal=entries, **(values | more))
 
@@ -190,3 +191,30 @@ def test_weights_that_the_batches_do_not_make_are_found() -> None:
 def test_a_step_counts_as_the_newest_generation_has_applied_it() -> None:
     steps = [applied("rank-1.1", 1, 1, 0, 1, FIRST), applied("rank-0.1", 2, 1, 0, 2, BOTH)]
     assert elastic([], steps, "rank-0.1") == []
+
+
+def out_of_reach(*controllers: Any) -> bool:
+    """Whether a client that ends at 100 s, after a wait of 2 s, may have missed its last receipt."""
+    world = SimpleNamespace(excused_s={"client-0": 0.0, "controller": 0.0}, above=lambda _: "controller")
+    world.processes = list(controllers)
+    return oracles.was_out_of_reach_at_the_end(world, SimpleNamespace(role="client-0", ended_s=100.0))  # type: ignore[arg-type]
+
+
+def controller(ended_s: float, *, killed: bool) -> Any:
+    return SimpleNamespace(role="controller", ended_s=ended_s, killed=killed)
+
+
+def test_a_client_whose_controller_is_killed_while_it_waits_may_miss_its_last_receipt() -> None:
+    assert out_of_reach(controller(98.0, killed=True))
+    assert not out_of_reach(controller(90.0, killed=True)), "its next start has been found since"
+    assert not out_of_reach(controller(99.0, killed=False)), "it waits for its clients before it ends"
+
+
+def test_more_rounds_may_take_longer_by_their_trainings_and_messages_alone() -> None:
+    def allowed_s(rounds: int, train_s: float) -> float:
+        world = SimpleNamespace(rounds=rounds, circumstances=SimpleNamespace(train_s=train_s))
+        return oracles.more_rounds_s(world)  # type: ignore[arg-type]
+
+    assert allowed_s(6, 1.0) == 0.0
+    assert allowed_s(20, 1.0) == pytest.approx(84.0)
+    assert allowed_s(20, 0.005) < 29

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fault_simulation.elastic_world import AGAIN_S, COLLECTIVE_S, LR, MOMENTUM, WAIT_S
+from fault_simulation.elastic_world import AGAIN_S, COLLECTIVE_S, LR, MOMENTUM, STEPS_IN_EPOCH, WAIT_S
 from fault_simulation.findings import DEADLINES, ENDS, MEMBERS, SAME_MODEL, STEPS
 from fault_simulation.kernel import START_S, now_s
+from fault_simulation.oracles import more_rounds_s
 from fault_simulation.tasks import DIM, batch_of
 from fault_simulation.world import ROUND_LIMIT_S
 from gradbus.runtime.collectives.generations import FORM_S, LOST
@@ -137,6 +138,7 @@ def _each_has_ended_well(world: ElasticWorld) -> None:
 def _nothing_has_waited(world: ElasticWorld) -> None:
     """A start in vain, a generation that does not form, the wait for one, and what is left of the training."""
     longest_s = 2 * (COLLECTIVE_S + FORM_S + WAIT_S + AGAIN_S[1]) + ROUND_LIMIT_S / 2
+    longest_s += more_rounds_s(world, steps=STEPS_IN_EPOCH)
     stalled_s = now_s() - max(START_S + 1.0, world.calm_s) - world.network.lease_s
     if stalled_s > longest_s and world.finished:
         world.finding(DEADLINES, f"the run went on for {stalled_s:.0f} s after the last fault and a lease")

@@ -23,7 +23,10 @@ if TYPE_CHECKING:
     from fault_simulation.kernel import VirtualProcess
     from fault_simulation.world import World
 
-CALM_S = 28.0  # the longest deadline, without those of a whole round: a run without faults is over in less
+CALM_S = 28.0  # the longest deadline, without those of a whole round: six rounds without faults are over in less
+CALM_ROUNDS = 6
+MESSAGES_S = 2.0  # of a round of which messages are lost, and sent again after 0.5 s
+SLOWEST = 4.0  # times the mean: in the mean of many rounds, the slowest of five trainings is below 2.3 times that
 MISSED_END_S = 15.0  # who started so shortly before the end of the controller may have missed it
 MISSED_WORDS_S = 4.0
 REJOIN_S = 8.0  # with identities: from a start of the controller until its members have left the start before for it
@@ -104,10 +107,16 @@ def _models_are_committed_first(world: World) -> None:
             world.finding(COMMITTED, f"{process.name} has the model of round {facts['round']} before it is committed")
 
 
+def more_rounds_s(world: World, *, steps: int = 1) -> float:
+    """Return how long the rounds beyond six may take: ``steps`` trainings one after the other, and the messages."""
+    return max(0, world.rounds - CALM_ROUNDS) * (MESSAGES_S + steps * SLOWEST * world.circumstances.train_s)
+
+
 def _nothing_has_waited(world: World) -> None:
     has_failed = any(isinstance(process.result, Exception) for process in world.ended.values())
     stalled_s = now_s() - max(START_S + 1.0, world.calm_s) - world.network.lease_s
-    if stalled_s > CALM_S and len(world.ended) == len(world.roles) and not has_failed:
+    longest_s = CALM_S + more_rounds_s(world)
+    if stalled_s > longest_s and len(world.ended) == len(world.roles) and not has_failed:
         world.finding(DEADLINES, f"the run went on for {stalled_s:.0f} s after the last fault and a lease")
 
 
@@ -189,7 +198,7 @@ def _clients_know_at_the_end(world: World, counted: set[Key]) -> None:
             for transfer in _offered_to_the_last_controller(world, process)
             if (run, world.client_ids[role], incarnation, transfer) in counted and (run, transfer) not in accepted
         }
-        if unknown and not _was_out_of_reach_at_the_end(world, process):
+        if unknown and not was_out_of_reach_at_the_end(world, process):
             world.finding(RECEIPTS, f"{process.name} has ended, never knew that transfers {sorted(unknown)} count")
 
 
@@ -205,8 +214,10 @@ def _offered_to_the_last_controller(world: World, process: VirtualProcess) -> li
     return offered
 
 
-def _was_out_of_reach_at_the_end(world: World, process: VirtualProcess) -> bool:
-    """Return whether a receipt may not have arrived while the client waited for it."""
-    return any(
-        world.excused_s[role] > process.ended_s - MISSED_WORDS_S for role in (process.role, world.above(process.role))
-    )
+def was_out_of_reach_at_the_end(world: World, process: VirtualProcess) -> bool:
+    """Return whether a receipt may not have arrived while the client waited for it: it or its controller was cut off,
+    or its controller was killed, whose next start is found after that wait."""
+    since_s, above = process.ended_s - MISSED_WORDS_S, world.above(process.role)
+    if any(world.excused_s[role] > since_s for role in (process.role, above)):
+        return True
+    return any(one.killed and since_s < one.ended_s < process.ended_s for one in world.processes if one.role == above)

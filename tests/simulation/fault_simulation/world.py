@@ -579,10 +579,15 @@ class World:
     # What must hold at every moment
 
     def _check_mean(self, controller: Controller) -> None:
+        # Of rounds long past, a controller that has resumed does not know the clients any more: its journal has them.
+        counted = {report.round_id: report.clients for report in controller.progress.reports}
+        for process, event, facts in self.journal:
+            if process.role == CONTROLLER and event == "committed":
+                counted[facts["round"]] = facts["clients"]
         expected = torch.zeros(DIM)
-        for report in controller.progress.reports:
-            if report.clients:
-                changes = [self._changes[client_id, report.round_id] for client_id in report.clients]
+        for round_id, clients in sorted(counted.items()):
+            if clients:
+                changes = [self._changes[client_id, round_id] for client_id in clients]
                 expected += torch.stack(changes).mean(dim=0)
         error = float((controller.weights - expected).abs().max())
         if not error <= MEAN_TOLERANCE:
