@@ -59,6 +59,10 @@ PARTS = (
         "make test PART=arm64", 60 * 60,
     ),
     Part(
+        "arm64-torch", "torch on an emulated processor: `gradbus client` trains in a round of a controller on x86-64",
+        "make test PART=arm64-torch", 90 * 60,
+    ),
+    Part(
         "soak", "controller, clients and ranks for 30 minutes while something breaks every few seconds", "make soak",
         45 * 60,
     ),
