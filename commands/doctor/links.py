@@ -8,10 +8,9 @@ from typing import Any
 
 from gradbus.commands.buses import link_reports
 from gradbus.commands.doctor.machine import Finding, Severity
-from gradbus.commands.run.status import BusFile
+from gradbus.commands.run.status import BusFile, refuse_relay_file
 from gradbus.runtime.config.bus import BusSettings
-from gradbus.runtime.config.settings import load_settings, read_settings
-from gradbus.runtime.errors import ConfigError
+from gradbus.runtime.config.settings import load_settings
 
 _NAMES = (
     "transport", "connect", "listen", "tls", "tls_ca", "tls_certificate", "tls_key", "tls_clients", "lease_s",
@@ -31,12 +30,11 @@ def with_links(settings: BusSettings, config: Path | None, options: Mapping[str,
     Raises:
         ConfigError: something is wrong with them, or the configuration is that of a relay.
     """
-    if config is not None and "relay" in read_settings(config):
-        raise ConfigError(
-            f"configuration {config}: expected that of a process with a bus, got that of a relay (it has the section "
-            f"relay). 'gradbus doctor --connect tls/HOST:PORT --tls-ca ca.pem', where a client runs, tries the relay "
-            f"and looks at its certificate"
-        )
+    refuse_relay_file(
+        config,
+        "'gradbus doctor --connect tls/HOST:PORT --tls-ca ca.pem', where a client runs, tries the relay and looks at "
+        "its certificate",
+    )
     found = load_settings(BusFile, config).bus
     update = {name: getattr(found, name) for name in _NAMES if name in found.model_fields_set} | dict(options)
     if "connect" in options:  # as one of those that dial, also with the configuration of one that listens

@@ -287,6 +287,21 @@ def test_the_status_of_a_controller_that_listens_is_asked_for_as_one_that_dials(
     assert (settings.connect, settings.listen) == ((closed,), ())
 
 
+def test_the_status_of_a_relay_is_refused_with_how_to_ask_for_a_job_behind_it(invoke, tmp_path: Path) -> None:
+    config = tmp_path / "relay.toml"
+    config.write_text('[relay]\nlisten = ["tls/0.0.0.0:443"]\n')
+    refused = invoke("status", "mnist", "--config", config)
+    assert refused.code == 2
+    assert "got that of a relay (it has the section relay)" in refused.err
+    assert "'gradbus status JOB --connect tls/HOST:PORT --tls-ca ca.pem --key-file job.key'" in refused.err
+
+
+def test_an_endpoint_that_is_no_list_is_answered_with_what_it_must_be(invoke, tmp_path: Path) -> None:
+    refused = invoke("status", "--config", write(tmp_path / "client.json", {"connect": "tls/relay:443"}))
+    assert refused.code == 2
+    assert "bus.connect: expected a list, in brackets, got 'tls/relay:443'" in refused.err
+
+
 def test_elastic_ranks_have_their_short_lease_over_links_too() -> None:
     far, here = BusSettings(connect=("tls/relay:443",)), BusSettings(connect=(f"tcp/{HOST}:7447",))
     assert (elastic_bus(far).lease_s, elastic_bus(here).lease_s) == (ELASTIC_LEASE_S, None)
