@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from gradbus.commands.buses import link_reports
+from pydantic import ConfigDict
+
+from gradbus.commands.buses import link_reports, uses_links
 from gradbus.commands.doctor.machine import Finding, Severity
 from gradbus.commands.run.status import BusFile, refuse_relay_file
 from gradbus.runtime.config.bus import BusSettings
-from gradbus.runtime.config.settings import load_settings
+from gradbus.runtime.config.settings import Settings, load_settings
 
 _NAMES = (
     "transport", "connect", "listen", "tls", "tls_ca", "tls_certificate", "tls_key", "tls_clients", "lease_s",
@@ -47,6 +50,32 @@ def is_trusted(config: Path | None) -> bool:
     """Return whether a configuration, or the environment, lets data leave this machine without protection. Raises
     ConfigError: something is wrong with it."""
     return load_settings(BusFile, config).bus.insecure
+
+
+class _Upstream(Settings):
+    model_config = ConfigDict(extra="ignore")
+
+    bus: BusSettings = BusSettings()
+
+
+class _SiteFile(Settings):
+    """The part of a site's configuration that describes the way to the level above; other parts are ignored."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    upstream: _Upstream = _Upstream()
+
+
+def upstream_links(config: Path | None) -> list[Finding]:
+    """Return the findings about the links of a site to the level above; none where it has no such links.
+
+    Raises:
+        ConfigError: something is wrong with the configuration. ImportError: the library of Zenoh is missing.
+    """
+    bus = load_settings(_SiteFile, config).upstream.bus
+    if not uses_links(bus):
+        return []
+    return [replace(finding, name=f"upstream.{finding.name}") for finding in links(bus)]
 
 
 def links(settings: BusSettings) -> list[Finding]:

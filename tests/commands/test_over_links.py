@@ -287,6 +287,24 @@ def test_the_status_of_a_controller_that_listens_is_asked_for_as_one_that_dials(
     assert (settings.connect, settings.listen) == ((closed,), ())
 
 
+@pytest.mark.slow
+def test_the_doctor_of_a_site_tries_the_link_to_the_level_above_as_well(
+    start, files: TlsFiles, relay: LinkConfig, domain: int, tmp_path: Path
+) -> None:
+    def doctor(port: str, ca: Path) -> tuple[int, str]:
+        outside = {"job": "centre", "connect": [port], "tls_ca": str(ca)}
+        inside = {"domain": domain}
+        config = write(tmp_path / "site.json", inside, upstream={"site": 0, "bus": outside})
+        process = start("doctor", "--config", config)
+        out, _ = process.communicate(timeout=90)
+        return process.returncode, " ".join(out.split())
+
+    _, well = doctor(relay.listen[0], files.ca)
+    assert re.search(rf"upstream.bus.connect {relay.listen[0]} Zenoh answers, \d+ ms", well), well
+    code, strange = doctor(relay.listen[0], files.strange_ca)
+    assert (code, "signed by another authority" in strange) == (ExitCode.BUS, True), strange
+
+
 def test_the_status_of_a_relay_is_refused_with_how_to_ask_for_a_job_behind_it(invoke, tmp_path: Path) -> None:
     config = tmp_path / "relay.toml"
     config.write_text('[relay]\nlisten = ["tls/0.0.0.0:443"]\n')
