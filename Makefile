@@ -161,7 +161,7 @@ links:  ## lay out the packages in build/tree as they are installed, for mypy an
 
 typecheck: $(STAMP) links  ## strict types
 	cd build/tree && ../../$(BIN)/mypy --config-file ../../pyproject.toml --cache-dir ../mypy --python-executable ../../$(PY) \
-		--exclude '/_(front|torch)/' -p gradbus -p conformance -p fuzz -p soak -p fault_simulation -m call_profile -m distributions -m golden_runs -m mnist_example -m nightly -m pauses -m platform_checks -m public_names -m torch_build -m trap_gains -m walks -m weight
+		--exclude '/_(front|torch)/' -p gradbus -p conformance -p fuzz -p soak -p fault_simulation -m call_profile -m distributions -m golden_runs -m mnist_example -m nightly -m pauses -m platform_checks -m platforms -m public_names -m torch_build -m trap_gains -m walks -m weight
 
 # Stale build/lib and *.egg-info would carry removed files into the wheel. The build tools come from .venv: nothing is fetched here.
 wheel: $(STAMP)  ## build the sdists and the wheels of gradbus-core and gradbus into dist/
