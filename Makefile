@@ -116,7 +116,7 @@ SLICE ?= tests/runtime/wire tests/codecs tests/runtime/bus tests/runtime/collect
 	tests/test_standard_bases.py
 DEBIAN ?= trixie
 # Some parts make the environment that they run in.
-test: $(if $(filter python oldest debian,$(PART)),,$(STAMP)) $(if $(filter flower,$(PART)),setup-flower)  ## every test, with WORKERS=3; or PART=again (at most three that failed), faults, portable, flower, gpu, slice (SLICE=tests/codecs), python (the slice under PYTHON=3.13), oldest (with the lowest versions), debian, python-3.14 and arm64 (the wheels, over Zenoh)
+test: $(if $(filter python oldest debian,$(PART)),,$(STAMP)) $(if $(filter flower,$(PART)),setup-flower)  ## every test, with WORKERS=3; or PART=again (at most three that failed), faults, portable, flower, gpu, slice (SLICE=tests/codecs), python (the slice under PYTHON=3.13), oldest (with the lowest versions), debian, python-3.14, arm64 and arm64-torch (the wheels, over Zenoh)
 	@BIN='$(BIN)' PYTHON='$(PYTHON)' SPREAD='$(SPREAD)' SLICE='$(SLICE)' DEBIAN='$(DEBIAN)' bash tests/tools/test_part.sh '$(PART)' $(ARGS)
 
 # Results go into docs/nightly.md.
@@ -161,7 +161,7 @@ links:  ## lay out the packages in build/tree as they are installed, for mypy an
 
 typecheck: $(STAMP) links  ## strict types
 	cd build/tree && ../../$(BIN)/mypy --config-file ../../pyproject.toml --cache-dir ../mypy --python-executable ../../$(PY) \
-		--exclude '/_(front|torch)/' -p gradbus -p conformance -p fuzz -p soak -p fault_simulation -m call_profile -m distributions -m golden_runs -m mnist_example -m nightly -m pauses -m platform_checks -m public_names -m torch_build -m trap_gains -m walks -m weight
+		--exclude '/_(front|torch)/' -p gradbus -p conformance -p fuzz -p soak -p fault_simulation -m call_profile -m distributions -m golden_runs -m mnist_example -m nightly -m pauses -m platform_checks -m platforms -m public_names -m torch_build -m trap_gains -m walks -m weight
 
 # Stale build/lib and *.egg-info would carry removed files into the wheel. The build tools come from .venv: nothing is fetched here.
 wheel: $(STAMP)  ## build the sdists and the wheels of gradbus-core and gradbus into dist/

@@ -47,7 +47,7 @@ def make_private(folder: Path, *, tell: bool = False, inside: Path | None = None
         if folder.parent == folder:
             raise
         make_private(folder.parent)
-        make_private(folder, tell=tell)
+        folder.mkdir(mode=MODE, exist_ok=True)  # also fails where a file system makes no folders, such as /proc
     except FileExistsError:
         if not folder.is_dir():
             raise

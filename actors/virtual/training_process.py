@@ -74,13 +74,18 @@ class _Template:
         """Until the host closes its end; then no training process is left."""
         try:
             while True:
-                data, files, _, _ = socket.recv_fds(self._host, 1, 1)
+                try:
+                    data, files, _, _ = socket.recv_fds(self._host, 1, 1)
+                except ConnectionError:  # it has closed its end before it has read the last answer
+                    return
                 if not data:
                     return
                 if files:
                     self._fork(files[0])
                 else:
                     self._prepare(**receive(self._host).head)
+        except ChannelClosed:
+            pass
         finally:
             for child in self._children:
                 with contextlib.suppress(ProcessLookupError):

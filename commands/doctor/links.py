@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from gradbus.commands.buses import link_reports
+from pydantic import ConfigDict
+
+from gradbus.commands.buses import link_reports, uses_links
 from gradbus.commands.doctor.machine import Finding, Severity
-from gradbus.commands.run.status import BusFile
+from gradbus.commands.run.status import BusFile, refuse_relay_file
 from gradbus.runtime.config.bus import BusSettings
-from gradbus.runtime.config.settings import load_settings, read_settings
-from gradbus.runtime.errors import ConfigError
+from gradbus.runtime.config.settings import Settings, load_settings
 
 _NAMES = (
     "transport", "connect", "listen", "tls", "tls_ca", "tls_certificate", "tls_key", "tls_clients", "lease_s",
@@ -31,12 +33,11 @@ def with_links(settings: BusSettings, config: Path | None, options: Mapping[str,
     Raises:
         ConfigError: something is wrong with them, or the configuration is that of a relay.
     """
-    if config is not None and "relay" in read_settings(config):
-        raise ConfigError(
-            f"configuration {config}: expected that of a process with a bus, got that of a relay (it has the section "
-            f"relay). 'gradbus doctor --connect tls/HOST:PORT --tls-ca ca.pem', where a client runs, tries the relay "
-            f"and looks at its certificate"
-        )
+    refuse_relay_file(
+        config,
+        "'gradbus doctor --connect tls/HOST:PORT --tls-ca ca.pem', where a client runs, tries the relay and looks at "
+        "its certificate",
+    )
     found = load_settings(BusFile, config).bus
     update = {name: getattr(found, name) for name in _NAMES if name in found.model_fields_set} | dict(options)
     if "connect" in options:  # as one of those that dial, also with the configuration of one that listens
@@ -49,6 +50,32 @@ def is_trusted(config: Path | None) -> bool:
     """Return whether a configuration, or the environment, lets data leave this machine without protection. Raises
     ConfigError: something is wrong with it."""
     return load_settings(BusFile, config).bus.insecure
+
+
+class _Upstream(Settings):
+    model_config = ConfigDict(extra="ignore")
+
+    bus: BusSettings = BusSettings()
+
+
+class _SiteFile(Settings):
+    """The part of a site's configuration that describes the way to the level above; other parts are ignored."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    upstream: _Upstream = _Upstream()
+
+
+def upstream_links(config: Path | None) -> list[Finding]:
+    """Return the findings about the links of a site to the level above; none where it has no such links.
+
+    Raises:
+        ConfigError: something is wrong with the configuration. ImportError: the library of Zenoh is missing.
+    """
+    bus = load_settings(_SiteFile, config).upstream.bus
+    if not uses_links(bus):
+        return []
+    return [replace(finding, name=f"upstream.{finding.name}") for finding in links(bus)]
 
 
 def links(settings: BusSettings) -> list[Finding]:

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from gradbus.commands.buses import examination_of, peer_names_of, reach_of, uses_links
 from gradbus.commands.choices import LoopName
-from gradbus.commands.doctor.links import OTHER_JOBS, is_trusted
+from gradbus.commands.doctor.links import OTHER_JOBS, is_trusted, upstream_links
 from gradbus.commands.doctor.machine import Finding, Severity, machine, packages
 from gradbus.commands.lifecycle import run_loop
 from gradbus.runtime.config.bus import BusSettings
@@ -61,6 +61,7 @@ def examine(
             findings += _over_links(settings, loop, key_file, trusted or is_trusted(config))
         else:
             findings += _on_the_bus(console, settings, loop, key_file, wait_s, trusted)
+        findings += upstream_links(config)
     _print(console, findings)
     return all(finding.severity is not Severity.BAD for finding in findings)
 

@@ -23,7 +23,7 @@ from gradbus.commands.amounts import number, percent, ranges, size
 from gradbus.commands.buses import open_bus, place_of
 from gradbus.commands.exit_codes import NoJob
 from gradbus.runtime.config.bus import BusSettings
-from gradbus.runtime.config.settings import Settings, load_settings
+from gradbus.runtime.config.settings import Settings, load_settings, read_settings
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.plain_text import plain_line
 from gradbus.runtime.transport.channels import BestEffort, ToClients, ToController
@@ -71,13 +71,27 @@ class BusFile(Settings):
     bus: BusSettings = BusSettings()
 
 
+def refuse_relay_file(config: Path | None, next_step: str) -> None:
+    """Raises ConfigError: the configuration is that of a relay, which has no bus. Its text ends with ``next_step``."""
+    if config is not None and "relay" in read_settings(config):
+        raise ConfigError(
+            f"configuration {config}: expected that of a process with a bus, got that of a relay (it has the section "
+            f"relay). {next_step}"
+        )
+
+
 def settings_of(config: Path | None, options: Mapping[str, Any]) -> BusSettings:
     """From, weak to strong, a configuration file, the environment, and options of the command. A key without a
     level is that of the job.
 
     Raises:
-        ConfigError: something is wrong with them, or no job is named.
+        ConfigError: something is wrong with them, no job is named, or the configuration is that of a relay.
     """
+    refuse_relay_file(
+        config,
+        "A relay knows no job: ask as its clients do, with their configuration, or with 'gradbus status JOB --connect "
+        "tls/HOST:PORT --tls-ca ca.pem --key-file job.key'",
+    )
     overrides = [f"bus.{key}={json.dumps(value)}" for key, value in options.items()]
     settings = load_settings(BusFile, config, overrides=overrides).bus
     if settings.listen:

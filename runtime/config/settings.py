@@ -199,6 +199,8 @@ def _explain(kind: type[BaseModel], fault: Any, values: Mapping[str, Any]) -> st
         return message
     if fault["type"] == "model_type" and (group := _group_at(kind, location)) is not None:
         message = f"expected an object with some of {', '.join(group.model_fields)}"
+    if fault["type"] == "tuple_type":
+        message = "expected a list, in brackets"
     over_a_section = isinstance(fault["input"], Mapping)
     found = "" if over_a_section else f", got {_shown(fault['input'])}"
     return f"{name}: {message[:1].lower()}{message[1:]}{found}"

@@ -162,6 +162,6 @@ def describe_missing(reasons: Mapping[str, str]) -> str:
 
 
 LOOKUPS = HostNames()
-"""Of this process."""
+"""The resolver of this process."""
 
 forks.in_child(LOOKUPS.reset)

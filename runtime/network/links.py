@@ -1,4 +1,4 @@
-"""What a user sets about links over TCP and TLS, checked once: endpoints to dial or to listen on, and certificates.
+"""Settings of links over TCP and TLS, checked once: endpoints to dial or to listen on, and certificates.
 
 Processes behind firewalls dial out to one port of a relay, or of a controller that listens. With such links a bus uses
 Zenoh; without any it uses DDS, see :class:`~gradbus.runtime.network.network_config.NetworkConfig`.

@@ -1,4 +1,4 @@
-"""What a user sets about the network, checked once: it also decides which transport carries the data."""
+"""Settings of the network, checked once. They also decide which transport carries the data."""
 
 from __future__ import annotations
 

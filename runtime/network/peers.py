@@ -35,12 +35,12 @@ class PeerAddress:
 
     @property
     def is_name(self) -> bool:
-        """Whether the host has to be looked up."""
+        """Return whether the host must be looked up."""
         return ip_address_of(self.host) is None
 
     @property
     def is_ipv6(self) -> bool:
-        """Whether the host is an IPv6 address."""
+        """Return whether the host is an IPv6 address."""
         return ":" in self.host
 
     def at(self, address: str) -> str:

@@ -301,3 +301,14 @@ def test_clients_of_a_controller_with_a_wrong_configuration_end_with_its_words(
     for client in clients:
         assert isinstance(client, RunAborted)
         assert str(client) == f"the run has ended: {controller}"
+
+
+def test_a_controller_with_a_wrong_configuration_ends_once_all_clients_that_it_expects_have_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its clients get the reason, and no further one will come that could miss it."""
+    monkeypatch.setattr(liveness, "BYE_S", 3600.0)
+    wrong = {"eval_every": 1, "early_stop": {"metric": "rsme", "patience": 1}}
+    controller, clients, _ = run([Measured(), Measured()], wrong=wrong, task=Measured(), controller_timeout_s=20.0)
+    assert isinstance(controller, ConfigError)
+    assert [type(client) for client in clients] == [RunAborted, RunAborted]

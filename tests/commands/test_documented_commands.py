@@ -82,6 +82,7 @@ ELSEWHERE = {
     "tests/commands/test_history.py": ("gradbus check *",),
     "tests/commands/test_settings_reference.py": ("gradbus config *",),
     "tests/experiments/examples/test_embedding_program.py": ("python -m gradbus.experiments.examples.embed_aiohttp *",),
+    "tests/experiments/examples/test_robot_fleet.py": ("python -m gradbus.experiments.examples.robot_fleet*",),
     "tests/experiments/examples/test_control_loop.py": ("python -m gradbus.experiments.examples.control_loop *",),
     "tests/torch_backend/test_elastic_script.py": (
         ". .venv/bin/activate", "gradbus run --elastic 2:4 -- train.py", "torchrun --nnodes=2:4 *", "python train.py",

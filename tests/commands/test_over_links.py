@@ -287,6 +287,39 @@ def test_the_status_of_a_controller_that_listens_is_asked_for_as_one_that_dials(
     assert (settings.connect, settings.listen) == ((closed,), ())
 
 
+@pytest.mark.slow
+def test_the_doctor_of_a_site_tries_the_link_to_the_level_above_as_well(
+    start, files: TlsFiles, relay: LinkConfig, domain: int, tmp_path: Path
+) -> None:
+    def doctor(port: str, ca: Path) -> tuple[int, str]:
+        outside = {"job": "centre", "connect": [port], "tls_ca": str(ca)}
+        inside = {"domain": domain}
+        config = write(tmp_path / "site.json", inside, upstream={"site": 0, "bus": outside})
+        process = start("doctor", "--config", config)
+        out, _ = process.communicate(timeout=90)
+        return process.returncode, " ".join(out.split())
+
+    _, well = doctor(relay.listen[0], files.ca)
+    assert re.search(rf"upstream.bus.connect {relay.listen[0]} Zenoh answers, \d+ ms", well), well
+    code, strange = doctor(relay.listen[0], files.strange_ca)
+    assert (code, "signed by another authority" in strange) == (ExitCode.BUS, True), strange
+
+
+def test_the_status_of_a_relay_is_refused_with_how_to_ask_for_a_job_behind_it(invoke, tmp_path: Path) -> None:
+    config = tmp_path / "relay.toml"
+    config.write_text('[relay]\nlisten = ["tls/0.0.0.0:443"]\n')
+    refused = invoke("status", "mnist", "--config", config)
+    assert refused.code == 2
+    assert "got that of a relay (it has the section relay)" in refused.err
+    assert "'gradbus status JOB --connect tls/HOST:PORT --tls-ca ca.pem --key-file job.key'" in refused.err
+
+
+def test_an_endpoint_that_is_no_list_is_answered_with_what_it_must_be(invoke, tmp_path: Path) -> None:
+    refused = invoke("status", "--config", write(tmp_path / "client.json", {"connect": "tls/relay:443"}))
+    assert refused.code == 2
+    assert "bus.connect: expected a list, in brackets, got 'tls/relay:443'" in refused.err
+
+
 def test_elastic_ranks_have_their_short_lease_over_links_too() -> None:
     far, here = BusSettings(connect=("tls/relay:443",)), BusSettings(connect=(f"tcp/{HOST}:7447",))
     assert (elastic_bus(far).lease_s, elastic_bus(here).lease_s) == (ELASTIC_LEASE_S, None)

@@ -130,3 +130,9 @@ def test_a_scratch_folder_of_a_killed_process_goes_with_the_next_one_and_those_i
             assert {first, second, tmp_path / "gb-test-of-somebody-else"} == set(tmp_path.iterdir())
             assert mode(second) == 0o700
     assert [path.name for path in tmp_path.iterdir()] == ["gb-test-of-somebody-else"]
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="has no file system that makes no folders")
+def test_a_folder_that_a_file_system_does_not_make_is_an_error_at_once() -> None:
+    with pytest.raises(FileNotFoundError, match="/proc/nowhere"):
+        make_private(Path("/proc/nowhere/below"))

@@ -17,4 +17,5 @@ page matrix.md "$BIN/gradbus" matrix --markdown
 "$BIN/python" -m gradbus.experiments.studies.communication_table --write docs/algorithms.md
 "$BIN/python" -c 'from gradbus.experiments.bench.__main__ import DOCS, DOCS_RESULTS, TITLES, Results, document
 document.write(DOCS, Results.load(DOCS_RESULTS), TITLES)'
+PYTHONPATH="$PWD/tests/tools" "$BIN/python" -P -m platforms --write
 PYTHONPATH="$PWD/tests/tools" "$BIN/python" -P -m public_names --write # the last, as it reads the others

@@ -31,32 +31,51 @@ _PAGE = Path("docs", "nightly.md")
 _HEADER = ("| part | covers | commit | date | minutes | outcome |", "|---|---|---|---|---|---|")
 
 
+class Platform(NamedTuple):
+    """A platform that a part runs gradbus on, in the words of docs/platforms.md."""
+
+    python: str
+    transport: str
+    processor: str = "x86-64"
+    gpu: str = "no"
+    system: str = "Linux"
+
+
 class Part(NamedTuple):
-    """One part: a command line, which ends within ``limit_s``. ``needs``: a program that it cannot do without."""
+    """One part: a command line, which ends within ``limit_s``.
+
+    ``needs``: a program that it cannot do without. ``platform``: the platform that it shows to work, if it does.
+    """
 
     name: str
     covers: str
     command: str
     limit_s: int
     needs: str = "make"
+    platform: Platform | None = None
 
 
 PARTS = (
     Part(
         "python-3.12", "demo, run-ddp and the fast tests under Python 3.12, with the locked versions",
         "make test PART=python PYTHON=3.12 LOCKED=1 SLICE='-m \"not slow\"'", 45 * 60,
+        platform=Platform("3.12", "DDS, Zenoh"),
     ),
     Part(
         "debian-trixie", "the same as `make test PART=python`, and what depends on libc, on Debian 13 (glibc 2.41)",
-        "make test PART=debian", 30 * 60,
+        "make test PART=debian", 30 * 60, platform=Platform("3.13", "DDS", system="Linux (Debian 13)"),
     ),
     Part(
         "python-3.14", "the wheels without Cyclone DDS: imports, a session over a relay, two rounds with torch",
-        "make test PART=python-3.14", 30 * 60,
+        "make test PART=python-3.14", 30 * 60, platform=Platform("3.14", "Zenoh"),
     ),
     Part(
         "arm64", "gradbus-core on an emulated processor: imports; a Flower node in rounds of a controller on x86-64",
-        "make test PART=arm64", 60 * 60,
+        "make test PART=arm64", 60 * 60, platform=Platform("3.13", "Zenoh", "ARM64, emulated"),
+    ),
+    Part(
+        "arm64-torch", "torch on an emulated processor: `gradbus client` trains in a round of a controller on x86-64",
+        "make test PART=arm64-torch", 90 * 60, platform=Platform("3.13", "Zenoh", "ARM64, emulated"),
     ),
     Part(
         "soak", "controller, clients and ranks for 30 minutes while something breaks every few seconds", "make soak",
@@ -77,7 +96,10 @@ PARTS = (
         "planted-faults", "each fault that is planted in the product is found, by one of 2,000 seeds or by its test",
         "make simulate-faults PLANT=all SEEDS=2000 ARGS='--first 0'", 120 * 60,
     ),
-    Part("gpu", "the tests that need a CUDA device", "make test PART=gpu", 15 * 60, "nvidia-smi"),
+    Part(
+        "gpu", "the tests that need a CUDA device", "make test PART=gpu", 15 * 60, "nvidia-smi",
+        Platform("as installed", "DDS", gpu="CUDA"),
+    ),
 )  # fmt: skip
 
 

@@ -2,8 +2,8 @@
 
     PYTHONPATH=/packages python3 -P tests/tools/platform_checks.py --python 3.14 imports session round
 
-It needs gradbus and, of this tree, example configurations and a Flower app. ``make nightly PART=python-3.14`` and
-``PART=arm64`` run it.
+It needs gradbus and, of this tree, example configurations and a Flower app. ``make nightly PART=python-3.14``,
+``PART=arm64`` and ``PART=arm64-torch`` run it.
 """
 
 from __future__ import annotations
@@ -31,12 +31,14 @@ ROOT = Path(__file__).resolve().parents[2]
 GRADBUS = [sys.executable, "-P", "-m", "gradbus"]
 START_S = 60.0  # of an interpreter that compiles what it imports
 ENDS_S = 240.0  # of a run, emulated ones included
+TORCH_ENDS_S = 3600.0  # where torch is emulated: its import alone takes minutes
 NEED_AN_EXTRA = ("gradbus.runtime.transport.dds", "gradbus.actors.flower", "gradbus.__main__")
 ROUNDS = 2
 TRAINING = ["--set", "federated.training.subset_size=2000", "--set", "federated.training.lr=0.02"]
 LEAST_ACCURACY = 0.3  # of ten classes; the example in README.md has 0.8 after two rounds of these
 NO_SHARED_MEMORY = ["--set", "bus.shared_memory=false"]  # so that everything goes over the link, as between machines
 APP_ACCURACIES = (0.9580, 0.9580, 0.9595)  # of numpy-app on x86-64, as docs/flower.md has them
+CHECKS = ("imports", "session", "round", "flower", "client", "receive", "send")
 APP_TOLERANCE = 0.002  # four samples of 2,000: sums of another processor differ in the last bits
 
 
@@ -80,7 +82,9 @@ def wait_until_open(process: subprocess.Popen[bytes], host: str, port: int) -> N
     raise AssertionError(f"nothing listens on {host}:{port} after {START_S:g} s")
 
 
-def run_together(commands: Sequence[Sequence[str]], environment: Mapping[str, str] | None = None) -> list[str]:
+def run_together(
+    commands: Sequence[Sequence[str]], environment: Mapping[str, str] | None = None, ends_s: float = ENDS_S
+) -> list[str]:
     """Run processes side by side until all have ended. Returns what each printed, on stdout and stderr.
 
     Raises:
@@ -93,7 +97,7 @@ def run_together(commands: Sequence[Sequence[str]], environment: Mapping[str, st
             subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=variables)
             for command, log in zip(commands, logs, strict=True)
         ]
-        until_s = time.monotonic() + ENDS_S
+        until_s = time.monotonic() + ends_s
         try:
             for process in running:
                 with contextlib.suppress(subprocess.TimeoutExpired):
@@ -201,14 +205,43 @@ def check_flower(scene: Path, elsewhere: Sequence[str]) -> str:
     return f"3 rounds with a node here and one elsewhere, accuracies {found}"
 
 
+def check_client(scene: Path, elsewhere: Sequence[str]) -> str:
+    """Train one round: the relay and the controller here, the client by the interpreter that ``elsewhere`` starts.
+
+    Args:
+        scene: a folder for the key, which the other side finds as /scene; this tree is /gradbus there.
+    """
+    key, run = scene / "job.key", scene / "run"
+    run_together([[*GRADBUS, "keys", "new", str(key)]])
+    tiny = {"model": "gradbus.models:mnist_mlp", "model_options": {"hidden": 16}, "data": "glyphs", "num_clients": 1}
+    tiny["data_options"] = {"train": 100, "test": 20}
+    patient = {"clients": {"num": 1, "start_timeout_s": TORCH_ENDS_S}, "round": {"timeout_s": TORCH_ENDS_S}}
+    training = {"subset_size": 64, "lr": 0.02}
+    with kept_endpoint() as endpoint, relay_at(endpoint):
+        bus = {"job": "platform", "connect": [endpoint], "shared_memory": False}
+        rules = {"rounds": 1, "training": training, **patient}
+        sections = {"controller": {"federated": rules, "run_dir": str(run)}, "client": {}}
+        for name, more in sections.items():
+            (scene / f"{name}.json").write_text(json.dumps({"bus": bus, "task": tiny, **more}), encoding="utf-8")
+        client = [*elsewhere, "-m", "gradbus", "client", "/scene/client.json", "--id", "0", "--log-style", "json"]
+        run_together(
+            [[*GRADBUS, "controller", str(scene / "controller.json"), "--no-live"], client],
+            {"GRADBUS_KEY_FILE": str(key)},
+            TORCH_ENDS_S,
+        )
+    (report,) = (json.loads(line) for line in (run / "rounds.jsonl").read_text(encoding="utf-8").splitlines())
+    assert (report["clients"], report["num_samples"]) == ([0], 64), report
+    return f"1 round of a client elsewhere, which trained for {report['train_s']:.1f} s"
+
+
 def main() -> None:
     """Run checks, or a process of one of them."""
     parser = argparse.ArgumentParser(prog="platform_checks", description=__doc__)
-    parser.add_argument("checks", nargs="+", choices=["imports", "session", "round", "flower", "receive", "send"])
+    parser.add_argument("checks", nargs="+", choices=CHECKS)
     parser.add_argument("--python", default="", help="Version of Python that must run this, such as 3.14.")
     parser.add_argument("--machine", default="", help="Processor that must run this, such as aarch64.")
     parser.add_argument("--endpoint", default="", help="Endpoint of the relay, for receive and send.")
-    parser.add_argument("--scene", type=Path, help="Folder that both sides of flower share.")
+    parser.add_argument("--scene", type=Path, help="Folder that both sides of flower and client share.")
     parser.add_argument("--elsewhere", type=shlex.split, help="Command that starts the interpreter of the other side.")
     options = parser.parse_args()
     here = f"{platform.system()} {platform.machine()}, Python {platform.python_version()}"
@@ -219,6 +252,7 @@ def main() -> None:
         "session": check_session,
         "round": check_round,
         "flower": lambda: check_flower(options.scene, options.elsewhere),
+        "client": lambda: check_client(options.scene, options.elsewhere),
     }
     for name in options.checks:
         if name in ("receive", "send"):

@@ -77,6 +77,7 @@ oldest) # ... and the lowest versions, under the oldest Python.
 debian) # The slice, and what depends on libc.
   exec bash tests/tools/debian.sh "$DEBIAN" make setup test PART=slice LOCKED=1 "SLICE=$SLICE tests/runtime/test_keep_memory.py tests/runtime/shm"
   ;;
+arm64-torch) exec bash tests/tools/arm64.sh torch ;;
 python-3.14 | arm64) # What Cyclone DDS has no wheel for: over Zenoh, with this tree's wheels.
   exec bash "tests/tools/${part//[-.]/_}.sh"
   ;;
@@ -93,7 +94,7 @@ portable) # Without those that need a process's end noticed sooner than its leas
 flower) exec "$BIN/pytest" "$@" tests/actors/flower tests/commands/run/test_flower.py ;;
 faults) exec "$BIN/pytest" "${spread[@]}" -m faults "$@" ;;
 *)
-  echo "make test: there is no part '$part'. The parts: again, slice, python, oldest, debian, python-3.14, arm64, gpu, portable, flower, faults; none: all tests" >&2
+  echo "make test: there is no part '$part'. The parts: again, slice, python, oldest, debian, python-3.14, arm64, arm64-torch, gpu, portable, flower, faults; none: all tests" >&2
   exit 2
   ;;
 esac

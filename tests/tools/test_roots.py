@@ -67,7 +67,7 @@ def test_a_mirror_that_fails_is_said_and_leaves_no_half_of_a_root(tmp_path: Path
     assert not (tmp_path / "roots" / "made").exists()
 
 
-@pytest.mark.parametrize("part", ["python-3.14", "arm64"])
+@pytest.mark.parametrize("part", ["python-3.14", "arm64", "arm64-torch"])
 def test_without_debootstrap_or_the_rights_for_it_a_part_is_not_run_and_says_why(part: str, tmp_path: Path) -> None:
     (tmp_path / "few").mkdir()
     for name in ("bash", "id"):

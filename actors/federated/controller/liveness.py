@@ -324,15 +324,19 @@ class LivenessMonitor:
         waiting. Each client has BYE_S for that from its first message after the end began, so that one that comes only
         now, or was cut off, hears of it, too. Clients that still fetch the last model have LAST_MODEL_S for it. Else it
         is sent once: they are to wait. With ``linger`` it is repeated for a while also without known clients, for a
-        controller that has just started: those that come meanwhile get their Welcome, and then this.
+        controller that has just started: those that come meanwhile get their Welcome, and then this. That is over once
+        as many clients as are expected have been here and have left.
         """
         now_s = time.monotonic()
         bye_s, fetching_until_s = BYE_S if ok or final else 0.0, now_s + (LAST_MODEL_S if ok else 0.0)
         goodbyes = _Goodbyes(self._registry, now_s, bye_s, self._context.bus.remote_lease_s or 0.0)
+        expected, reached = self._context.config.clients.num, set[int]()
         while True:
+            reached.update(client_id for client_id, _ in self._registry.live_seen_s())
             with contextlib.suppress(BusError, JobInUse):  # a job with another controller has not ended
                 await self._context.publish(RunEnded(self._context.run_id, ok, plain_line(reason[:4096]), final))
-            if not self._registry.count_live() and not linger:
+            are_all_reached = expected is not None and len(reached) >= expected
+            if not self._registry.count_live() and (are_all_reached or not linger):
                 return
             wait_until_s = fetching_until_s if self._registry.has_fetching else goodbyes.until_s()
             if time.monotonic() >= wait_until_s:

@@ -1,4 +1,4 @@
-"""What the doctor looks at on links: each endpoint by itself, and how long certificates last."""
+"""Checks of links for the doctor: each endpoint by itself, and how long certificates last."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from urllib.parse import quote, unquote
 from gradbus.runtime.transport.peer_id import PEER_ID_BYTES, PeerId
 
 VERSION = 1
-"""Of the keys and of the messages below them: those of another version do not meet."""
+"""Version of the keys and of the messages below them. Processes of different versions do not meet."""
 
 _ENDPOINT = re.compile(rf"([0-9a-f]{{{2 * PEER_ID_BYTES}}})\.(0|[1-9][0-9]{{0,9}})")
 

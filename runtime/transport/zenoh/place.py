@@ -1,4 +1,4 @@
-"""What the endpoints of one transport share: their session and time, and what they know of the tokens of others.
+"""State that the endpoints of one transport share: their session and time, and what they know of the tokens of others.
 
 **Theory of operation.** Callbacks of the session only note what they are told (:meth:`ZenohPlace.post`). All decisions
 are made under the lock of the schedule, by its thread or by one that waits for news anyway. Nothing waits under it.
@@ -166,7 +166,7 @@ class ZenohPlace:
 
 
 class ZenohEndpoint(ABC):
-    """What outlets and inlets have in common.
+    """Holds the parts that outlets and inlets have in common.
 
     Attributes:
         id: see :mod:`.keys`.

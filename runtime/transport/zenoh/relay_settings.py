@@ -1,4 +1,4 @@
-"""What a session that passes messages on needs, so that a peer that reads slowly, or not at all, holds up no other.
+"""Settings of a session that forwards, so that a peer that reads slowly, or not at all, holds up no other.
 
 Zenoh passes a message on, on the thread that has received it. Outlets publish large messages so that a full queue is
 waited for, and the message says so to the relay, too: there such a wait holds up the receiving thread, all other

@@ -1,4 +1,7 @@
-"""What an inlet may make an outlet repeat: anybody on the relay can ask in its name, with a few bytes for megabytes."""
+"""Limits on what an inlet may make an outlet repeat.
+
+Anybody on the relay can ask in its name, with a few bytes for megabytes.
+"""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ _MESSAGES = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RouterLimits:
-    """What a router bears.
+    """Bounds the load of a router.
 
     Attributes:
         sessions: most sessions at a time; further ones are refused. message_bytes: larger messages are dropped before
@@ -51,7 +51,7 @@ class RouterLimits:
 
 
 MEMBER_LIMITS = RouterLimits(sessions=1_000, message_bytes=16 << 20)
-"""Of a member of a job that listens: as a relay has them by default."""
+"""Limits of a member that listens; a relay has the same ones by default."""
 
 
 @dataclass(frozen=True, slots=True)

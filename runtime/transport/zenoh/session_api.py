@@ -1,4 +1,4 @@
-"""What outlets and inlets use of a session: a link to a relay that passes messages on, and reports who is there.
+"""The interface of a session for outlets and inlets: a link to a relay that forwards, and reports who is there.
 
 A message travels under a key; whoever has subscribed to an expression that matches it gets it. Messages of one urgency
 arrive in the order in which they were published, as long as the link stands; those on their way when it breaks are

@@ -1,4 +1,4 @@
-"""What is wrong with TLS at the other end of a connection: the steps of a client, with the octets that come in view."""
+"""Find what is wrong with TLS at the other end of a connection, by the steps of a client that sees all octets."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from gradbus.runtime.transport.zenoh.certificates import date_fault, is_authorit
 T = TypeVar("T")
 
 Wrong = tuple[str, str]
-"""What is wrong, and what to do about it."""
+"""A sentence that names the fault and what to do about it."""
 
 HANDSHAKE_S = 3.0
 _ALERT_S = 0.7  # a server of TLS 1.3 refuses a client's certificate after the client takes the handshake for done

@@ -232,7 +232,8 @@ def test_the_end_of_a_run_is_announced_with_its_reason_also_where_that_names_a_f
     async def publish(sender: Identity, body: Any) -> None:
         said.append(body)
 
-    config = SimpleNamespace(clients=SimpleNamespace(heartbeat_s=HEARTBEAT_S), evaluation=EvaluationSettings())
+    clients = SimpleNamespace(heartbeat_s=HEARTBEAT_S, num=None)
+    config = SimpleNamespace(clients=clients, evaluation=EvaluationSettings())
     context: Any = RunContext(
         SimpleNamespace(publish=publish, remote_lease_s=None),
         Identity(CONTROLLER, 1),
@@ -255,7 +256,7 @@ def test_the_end_of_a_run_waits_for_a_client_that_fetches_the_last_model(monkeyp
     async def publish(sender: Identity, body: Any) -> None:
         said.append(body)
 
-    config = SimpleNamespace(clients=SimpleNamespace(heartbeat_s=0.01), evaluation=EvaluationSettings())
+    config = SimpleNamespace(clients=SimpleNamespace(heartbeat_s=0.01, num=None), evaluation=EvaluationSettings())
     context: Any = RunContext(
         SimpleNamespace(publish=publish, remote_lease_s=None),
         Identity(CONTROLLER, 1),
