@@ -12,7 +12,7 @@ PROGRAM = Path(__file__).resolve().with_name("test_deploy.sh")
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A checkout with parts that are green, cannot be run, leave something out, fail, and end with 77 without a reason."""
+    """A checkout with a part for each way to end."""
     parts = {
         "green": "[ -d tests/deploy ]",
         "absent": "echo 'NOT RUN: absent, no such tool'; exit 77",
