@@ -21,7 +21,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .DEFAULT_GOAL := help
 .SUFFIXES:
 .PHONY: help setup links setup-fuzz setup-integrations setup-flower demo run-controller run-client run-ddp run-aggregator run-parameter-server \
-	report simulate doctor test nightly check lint docs format typecheck wheel smoke fuzz bench conformance figures soak simulate-faults lock clean distclean
+	report simulate doctor test test-deploy nightly check lint docs format typecheck wheel smoke fuzz bench conformance figures soak simulate-faults lock clean distclean
 
 # uv installs in seconds what takes pip minutes. It is taken from PATH, else fetched into .venv; NO_UV=1 (or UV=) keeps to pip.
 FETCH_UV :=
@@ -118,6 +118,10 @@ DEBIAN ?= trixie
 # Some parts make the environment that they run in.
 test: $(if $(filter python oldest debian,$(PART)),,$(STAMP)) $(if $(filter flower,$(PART)),setup-flower)  ## every test, with WORKERS=3; or PART=again (at most three that failed), faults, portable, flower, gpu, slice (SLICE=tests/codecs), python (the slice under PYTHON=3.13), oldest (with the lowest versions), debian, python-3.14, arm64 and arm64-torch (the wheels, over Zenoh)
 	@BIN='$(BIN)' PYTHON='$(PYTHON)' SPREAD='$(SPREAD)' SLICE='$(SLICE)' DEBIAN='$(DEBIAN)' bash tests/tools/test_part.sh '$(PART)' $(ARGS)
+
+# What it fetches stays outside the clone (GRADBUS_ROOTS), for the next time. It needs root, and Debian's packages for containers.
+test-deploy: $(STAMP)  ## what deploy/ has, run for real where this machine can: make test-deploy PART=containers; an unknown part lists them
+	@BIN='$(BIN)' bash tests/tools/test_deploy.sh '$(PART)'
 
 # Results go into docs/nightly.md.
 nightly: $(STAMP)  ## what takes longer than .ci/run, part by part: make nightly PART=debian-trixie; docs/nightly.md has the parts

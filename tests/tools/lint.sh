@@ -3,4 +3,5 @@
 set -euo pipefail
 "$BIN/ruff" format --check
 "$BIN/ruff" check
-exec "$BIN/shellcheck" tests/tools/*.sh .ci/run
+shopt -s nullglob
+exec "$BIN/shellcheck" tests/tools/*.sh tests/deploy/*.sh .ci/run

@@ -1,0 +1,45 @@
+#!/usr/bin/env bash
+# test_deploy.sh [PART]: runs the tests of what lies in deploy/, for `make test-deploy`. No PART: all of them, one after the other.
+#
+# A part is an executable tests/deploy/PART.sh. It runs from the root of the checkout and ends with
+#   0   when everything that it ran was right; each check that it left out has a line `NOT RUN: PART, reason` on stdout
+#   77  when it ran nothing, as a program or a mirror cannot be had: then that line is the reason
+# and with anything else when it failed. What a part had to leave out is printed once more at the end.
+set -euo pipefail
+part="${1:-}"
+limit_s=1500 # of one part, which first may make its root of Debian
+
+shopt -s nullglob
+scripts=(tests/deploy/*.sh)
+names=("${scripts[@]##*/}")
+names=("${names[@]%.sh}")
+if [[ -n "$part" && ! -e "tests/deploy/$part.sh" ]]; then
+  echo "make test-deploy: there is no part '$part'. The parts: ${names[*]}; none: all of them" >&2
+  exit 2
+fi
+output=$(mktemp) missing=$(mktemp)
+trap 'rm -f "$output" "$missing"' EXIT
+
+failed=()
+for name in ${part:-"${names[@]}"}; do
+  began_s=$SECONDS code=0
+  echo "== $name"
+  timeout --kill-after=60 "$limit_s" "tests/deploy/$name.sh" </dev/null 2>&1 | tee "$output" || code=$?
+  grep '^NOT RUN: ' "$output" >>"$missing" || [[ $code != 77 ]] || {
+    echo "tests/deploy/$name.sh ended with 77 and gave no line 'NOT RUN: $name, reason'" >&2
+    code=1
+  }
+  case $code in
+  0) outcome=green ;;
+  77) outcome="not run" ;;
+  124 | 137) outcome="not at its end after $limit_s s" ;;
+  *) outcome="failed with exit code $code" ;;
+  esac
+  echo "== $name: $outcome, $((SECONDS - began_s)) s"
+  [[ $code == 0 || $code == 77 ]] || failed+=("$name: $outcome")
+done
+cat "$missing"
+((${#failed[@]} == 0)) || {
+  printf 'make test-deploy: %s\n' "${failed[@]}" >&2
+  exit 1
+}

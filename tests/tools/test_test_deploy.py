@@ -1,0 +1,59 @@
+"""``make test-deploy``: what it makes of the exit codes of its parts, and what it prints once more at its end."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+PROGRAM = Path(__file__).resolve().with_name("test_deploy.sh")
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A checkout with a part for each way to end."""
+    parts = {
+        "green": "[ -d tests/deploy ]",
+        "absent": "echo 'NOT RUN: absent, no such tool'; exit 77",
+        "partly": "echo 'NOT RUN: partly, one check'; exit 0",
+        "broken": "echo a fault; exit 3",
+        "silent": "exit 77",
+    }
+    folder = tmp_path / "tests" / "deploy"
+    folder.mkdir(parents=True)
+    for name, text in parts.items():
+        (folder / f"{name}.sh").write_text(f"#!/bin/sh\n{text}\n")
+        (folder / f"{name}.sh").chmod(0o755)
+    return tmp_path
+
+
+def deploy(checkout: Path, *part: str) -> subprocess.CompletedProcess[str]:
+    command = ["bash", str(PROGRAM), *part]
+    return subprocess.run(command, cwd=checkout, capture_output=True, text=True, timeout=60, check=False)
+
+
+@pytest.mark.parametrize(("part", "code", "outcome"), [
+    ("green", 0, "green"), ("absent", 0, "not run"), ("partly", 0, "green"), ("broken", 1, "failed with exit code 3"),
+    ("silent", 1, "failed with exit code 1"),
+])  # fmt: skip
+def test_a_part_is_green_not_run_or_failed_by_its_exit_code(checkout: Path, part: str, code: int, outcome: str) -> None:
+    done = deploy(checkout, part)
+    assert done.returncode == code, done.stderr
+    assert f"== {part}: {outcome}," in done.stdout
+
+
+def test_one_part_that_fails_leaves_the_others_their_turn_and_what_was_not_run_comes_last(checkout: Path) -> None:
+    done = deploy(checkout)
+    assert done.returncode == 1
+    assert [line for line in done.stdout.splitlines() if line.startswith("== ") and ":" not in line] == [
+        "== absent", "== broken", "== green", "== partly", "== silent",
+    ]  # fmt: skip
+    assert done.stdout.splitlines()[-2:] == ["NOT RUN: absent, no such tool", "NOT RUN: partly, one check"]
+    assert "broken: failed with exit code 3" in done.stderr
+
+
+def test_an_unknown_part_is_refused_with_the_names_of_those_there_are(checkout: Path) -> None:
+    done = deploy(checkout, "helms")
+    assert done.returncode == 2
+    assert "no part 'helms'. The parts: absent broken green partly silent" in done.stderr
