@@ -46,6 +46,10 @@ class ExitCode(IntEnum):
     REPLACED = 16
 
 
+RESTART_CANNOT_HELP = (ExitCode.CONFIG, ExitCode.REFUSED, ExitCode.PACKAGE, ExitCode.REPLACED)
+"""The codes after which the same command fails again, or shall not run again, until a person has changed something."""
+
+
 class NoData(GradbusError):
     """A data set is neither on disk nor available in the network."""
 

@@ -12,7 +12,7 @@ import typer
 
 import gradbus
 from gradbus.commands.choices import DATA_HELP, PARTITION_HELP, CodecName, LogLevel
-from gradbus.commands.cli import data, flower, inspection, keys, relay, settings
+from gradbus.commands.cli import data, flower, inspection, keys, relay, service, settings
 from gradbus.commands.cli.options import (
     Bind,
     Config,
@@ -577,7 +577,7 @@ def simulate(
     run(read_simulation(config, overrides or ()), out)
 
 
-for _commands in (inspection, settings, keys, relay, flower, data):
+for _commands in (inspection, settings, keys, relay, service, flower, data):
     _commands.add_to(app)
 
 

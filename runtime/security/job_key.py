@@ -95,7 +95,8 @@ def check_secret(mode: os.stat_result, data: bytes, path: Path, what: str) -> st
     """Check what :func:`read_beginning` has read, as :func:`read_secret_file` does; returns the text."""
     if not stat.S_ISREG(mode.st_mode) or len(data) > MAX_KEY_FILE_BYTES:
         raise ConfigError(f"{what} {path}: expected a regular file of at most {MAX_KEY_FILE_BYTES} bytes")
-    if mode.st_mode & 0o077:
+    closed_to = 0o037 if is_credential(path) else 0o077
+    if mode.st_mode & closed_to:
         raise ConfigError(
             f"{what} {path} has mode {stat.S_IMODE(mode.st_mode):04o}: others on this machine can use it. Expected "
             f"0600; do: chmod 600 {path}; and if they may have read it, make a new key"
@@ -106,6 +107,16 @@ def check_secret(mode: os.stat_result, data: bytes, path: Path, what: str) -> st
         return data.decode("ascii")
     except UnicodeDecodeError:
         raise ConfigError(f"{what} {path} is no text file") from None
+
+
+def is_credential(path: Path) -> bool:
+    """Return whether systemd gives this service the file (``LoadCredential``), in a folder that others cannot enter.
+
+    It may let the user of the service read a file of root by an entry of an access control list, whose mask the mode
+    shows as rights of the group, which has none.
+    """
+    folder = os.environ.get("CREDENTIALS_DIRECTORY")
+    return bool(folder) and path.parent == Path(str(folder))
 
 
 def key_file(path: Path | None) -> Path | None:

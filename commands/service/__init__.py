@@ -1,0 +1,1 @@
+"""``gradbus service``: units of systemd for controllers, clients, hosts and relays."""
