@@ -129,8 +129,8 @@ nightly: $(STAMP)  ## what takes longer than .ci/run, part by part: make nightly
 
 # Processes die, stand still, are cut off from each other, and lose what they send; then what they have left is checked.
 soak: MINUTES ?= 30
-soak: $(STAMP)  ## controller, clients and ranks for MINUTES=30, something breaks every few seconds, and the history is checked
-	@$(TOOL) soak --minutes $(MINUTES) $(ARGS)
+soak: $(STAMP)  ## controller, clients and ranks for MINUTES=30, something breaks every few seconds, and the history is checked; over a relay: TRANSPORT=zenoh
+	@$(TOOL) soak --minutes $(MINUTES) $(if $(TRANSPORT),--transport $(TRANSPORT)) $(ARGS)
 
 # A seed that fails prints the command that runs it again. Without a git tree that decides the first seed, it is 0.
 simulate-faults: SEEDS ?= 300
@@ -224,8 +224,8 @@ $(FLOWER_VENV)-%/.set-up: $(FLOWER_SET_UP)
 
 setup-flower: $(if $(filter $(FLOWER_NEWEST),$(FLOWER)),$(FLOWER_SET_UP),$(FLOWER_VENV)-$(FLOWER)/.set-up)  ## Flower and scikit-learn, for gradbus flower and its tests; an older one beside it: FLOWER=1.41; with Ray, for virtual clients: FLOWER=simulation
 
-conformance: $(STAMP)  ## PyTorch's own tests of torch.distributed: dds passes what gloo passes
-	@$(TOOL) conformance $(ARGS)
+conformance: $(STAMP)  ## PyTorch's own tests of torch.distributed: dds passes what gloo passes; over a relay: TRANSPORT=zenoh
+	@$(TOOL) conformance $(if $(TRANSPORT),--transport $(TRANSPORT)) $(ARGS)
 
 # What has been run before is not run again. QUICK=1: smaller runs, less than 5 minutes; without it 35, on 2 idle cores.
 figures: $(STAMP)  ## the figures of docs/figures.md, from runs of their own (QUICK=1: small ones)

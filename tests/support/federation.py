@@ -125,7 +125,7 @@ class Federation(AbstractContextManager["Federation"]):
     def __init__(self, *, domain: int, silence_s: float = 1.0, **common: Any) -> None:
         """``silence_s``: who says nothing for so long is taken for dead, by DDS and by the controller. With
         ``NOBODY_DIES_S`` there is no haste either in asking for what is on its way, nor in ending. ``common``: of all
-        nodes."""
+        nodes; ``is_remote``: each counts as a process of another machine."""
         self._common = {
             "job": f"test-{os.getpid()}-{time.monotonic_ns()}", "domain": domain, "dim": DIM,
             "patient": silence_s >= NOBODY_DIES_S, **common,
@@ -140,7 +140,8 @@ class Federation(AbstractContextManager["Federation"]):
 
     def _start(self, prefix: tuple[str, ...], spec: dict[str, Any]) -> Node:
         spec = {**self._common, **spec}
-        spec["network"] = {"lease_s": self._silence_s, **spec.get("network", {})}
+        shared = self._common.get("network", {})
+        spec["network"] = {"lease_s": self._silence_s, **shared, **spec.get("network", {})}
         if prefix[:3] == ("ip", "netns", "exec"):  # a fork may enter it as well, and has torch loaded
             prefix, spec = (), {**spec, "namespace": prefix[3]}
         node = Node(*(_spawn(prefix, spec) if prefix else _fork(spec)))

@@ -43,12 +43,14 @@ from gradbus.models import NoopTask
 from gradbus.runtime import logs
 from gradbus.runtime.config.federated import UpstreamConfig
 from gradbus.runtime.errors import GradbusError
+from gradbus.runtime.network.links import LinkConfig
 from gradbus.runtime.security import Security
 from gradbus.runtime.security.identity import join_transport
 from gradbus.runtime.shm import shared_payload
 from gradbus.runtime.shm.segment import SharedMemoryFault
 from gradbus.runtime.tasks import single_error
 from gradbus.runtime.testing import failpoints
+from gradbus.runtime.transport import peer_processes
 from gradbus.runtime.transport.dds import foreign_readers
 from gradbus.runtime.wire.control import Hello, UploadRequest
 from gradbus.runtime.wire.messages import Identity, TrainCmd
@@ -64,8 +66,7 @@ async def _controller(spec: dict[str, Any], say: Say) -> None:
         _wait_for_rivals(spec["duplicate_after_s"])
     if "clock_offset_s" in spec:
         _jump(spec["clock_offset_s"])
-    network = gradbus.NetworkConfig(**spec["network"])
-    place = {"job": spec["job"], "domain": spec["domain"], "network": network, "security": _security(spec)}
+    place = {"job": spec["job"], "domain": spec["domain"], "network": _network(spec), "security": _security(spec)}
     async with AsyncExitStack() as buses:
         bus = await buses.enter_async_context(gradbus.connect(**place, faults=spec.get("faults", "")))
         task, controller = NoopTask(spec["dim"]), None
@@ -159,8 +160,7 @@ async def _client(spec: dict[str, Any], say: Say) -> None:
             return result
 
     config = gradbus.ClientConfig(**spec.get("client", {}))
-    network = gradbus.NetworkConfig(**spec["network"])
-    place = {"job": spec["job"], "domain": spec["domain"], "network": network, "security": _security(spec)}
+    place = {"job": spec["job"], "domain": spec["domain"], "network": _network(spec), "security": _security(spec)}
     async with gradbus.connect(**place, faults=spec.get("faults", "")) as bus:
         if "die_after_bytes" in spec:
             bus._sender.sent_bytes = _Deadly(spec["die_after_bytes"])  # noqa: SLF001 - in the middle of an update
@@ -180,6 +180,14 @@ async def _client(spec: dict[str, Any], say: Say) -> None:
 def _fired(bus: gradbus.Bus) -> dict[str, int]:
     """Faults that fired, of those that the test has ordered."""
     return dict(bus.faults.fired) if bus.faults is not None else {}
+
+
+def _network(spec: dict[str, Any]) -> gradbus.NetworkConfig:
+    """Return the settings of the network. ``connect``: the endpoint of a relay, and then the bus is on Zenoh."""
+    said = dict(spec["network"])
+    if "connect" in said:
+        said["links"] = LinkConfig(connect=(said.pop("connect"),), lease_s=said.pop("lease_s"))
+    return gradbus.NetworkConfig(**said)
 
 
 def _security(spec: dict[str, Any]) -> Security:
@@ -340,6 +348,8 @@ def run(spec: dict[str, Any], say: Say) -> int:
     _tell_warnings(say)
     if spec["patient"]:
         _be_patient()
+    if spec.get("is_remote"):
+        peer_processes.own_claim = lambda: ""  # as a process of another machine, of which the kernel does not tell
     if spec.get("refuse_memory"):
         _refuse_memory()
     if "read_delay_s" in spec:

@@ -82,8 +82,19 @@ PARTS = (
         45 * 60,
     ),
     Part(
+        "soak-zenoh", "the same over a relay with TLS, which is killed as well, for 20 minutes",
+        "make soak TRANSPORT=zenoh MINUTES=20", 35 * 60,
+    ),
+    Part(
+        "relay-kills", "federated runs with 50 kills of the relay or a link down for 30 s: the bits of an unbroken run",
+        "RELAY_KILLS=50 LINK_DOWN_S=30 make test ARGS=tests/faults/test_relays.py", 20 * 60,
+    ),
+    Part(
         "conformance", "PyTorch's own tests of torch.distributed: dds passes what gloo passes", "make conformance",
         60 * 60,
+    ),
+    Part(
+        "conformance-zenoh", "the same over a relay with TLS", "make conformance TRANSPORT=zenoh", 60 * 60,
     ),
     Part("fuzz", "each parser gets inputs for 5 minutes", "make setup-fuzz && make fuzz", 3 * 3600),
     Part(

@@ -21,8 +21,9 @@ SOME = (
 )  # fmt: skip
 
 
-def test_dds_passes_what_gloo_passes_of_pytorchs_own_tests(tmp_path: Path) -> None:
-    command = [sys.executable, "-P", "-m", "conformance", "--out", str(tmp_path)]
+@pytest.mark.parametrize("transport", ["dds", "zenoh"])
+def test_dds_passes_what_gloo_passes_of_pytorchs_own_tests(transport: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-P", "-m", "conformance", "--transport", transport, "--out", str(tmp_path)]
     ran = subprocess.run(
         [*command, *(f"--only={name}" for name in SOME)],
         capture_output=True,

@@ -63,6 +63,34 @@ def test_what_crosses_a_link_in_a_soak_is_sealed_else_nothing_would_start(
         check(load(kind, Path(member.arguments[1])).bus)
 
 
+@pytest.mark.parametrize("hosts", [None, (Host("a", "va", "10.0.0.1"), Host("b", "vb", "10.0.0.2"))])
+def test_a_soak_over_zenoh_has_everybody_dial_a_relay_with_tls_and_kills_it_too(
+    hosts: tuple[Host, Host] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, sent = Clock(), list[str]()
+    monkeypatch.setattr(nemesis_module, "time", clock)
+    monkeypatch.setattr(SoakProcess, "send", lambda self, number: sent.append(f"{self.name} {number.name}"))
+    processes = make_processes(tmp_path, clients=8, ranks=3, hosts=hosts, transport="zenoh")
+    assert processes.relay is not None
+    listens = processes.relay.arguments[processes.relay.arguments.index("--listen") + 1]
+    for member, kind in (
+        (processes.controller, ControllerFile),
+        (processes.clients[0], ClientFile),
+        (processes.ranks[0], WorkerFile),
+    ):
+        settings = load(kind, Path(member.arguments[1])).bus
+        check(settings)
+        assert settings.connect == (listens,)
+        assert settings.tls_ca is not None
+        assert settings.tls_ca.exists()
+    nemesis = Nemesis(processes, seed=3, far=None, log=tmp_path / "nemesis.jsonl")
+    for _ in range(800):
+        clock.now_s += 0.25
+        nemesis.turn()
+    processes.end()
+    assert "relay SIGKILL" in sent
+
+
 def test_the_first_partition_of_a_long_soak_is_longer_than_dds_remembers_who_is_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -90,7 +118,7 @@ def test_every_kind_of_fault_comes_again_and_again_and_ends_before_the_next_begi
 ) -> None:
     noted, sent = strikes(tmp_path / "one", monkeypatch, seed=3)
     begun = [event["kind"] for event in noted if event["event"] == "begins"]
-    assert set(begun[:5]) == set(begun[5:10]) == set(KINDS) - {"partition"}
+    assert set(begun[:5]) == set(begun[5:10]) == set(KINDS) - {"partition", "kill relay"}
     stopped = [line.split()[0] for line in sent if "SIGSTOP" in line]
     assert stopped == [line.split()[0] for line in sent if "SIGCONT" in line][: len(stopped)]
     lasting = [event for event in noted if event["kind"] in ("stop client", "sick client")]

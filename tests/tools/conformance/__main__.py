@@ -1,19 +1,22 @@
 """PyTorch's own tests of torch.distributed, over gloo and over dds: dds must pass what gloo passes.
 
-``make conformance`` or ``python -m conformance``; the exit code is 1 if dds misses a test that gloo
-passes on the CPU, 2 if nothing could be compared. The tests come with the torch wheel and need the package expecttest.
+``make conformance`` or ``python -m conformance``; with ``make conformance TRANSPORT=zenoh`` dds's data passes a relay.
+The exit code is 1 if dds misses a test that gloo passes on the CPU, 2 if nothing could be compared. The tests come with
+the torch wheel and need the package expecttest.
 Most of them need a GPU or NCCL besides, and are skipped.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import multiprocessing
+import os
 import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 
@@ -21,6 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from conformance.suite import Result, Run, run
+from gradbus.experiments.bench.relay import TlsFolder, relay_process
 from gradbus.experiments.bench.results import machine
 from gradbus.runtime.needs import install_line
 
@@ -57,6 +61,20 @@ def measure(spec: Run, console: Console) -> Results:
     finally:
         process.terminate()
         process.join()
+
+
+@contextlib.contextmanager
+def relayed(folder: Path) -> Iterator[None]:
+    """Have processes that are started meanwhile dial a relay of loopback, with TLS."""
+    files = TlsFolder(folder.resolve())
+    with relay_process(files) as (_, port):
+        settings = {"GRADBUS_BUS__CONNECT": json.dumps(files.link(port).connect), "GRADBUS_BUS__TLS_CA": str(files.ca)}
+        os.environ.update(settings)
+        try:
+            yield
+        finally:
+            for name in settings:
+                del os.environ[name]
 
 
 def best(results: Iterable[Result]) -> Results:
@@ -97,6 +115,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--world", type=int, default=3, help="number of ranks; some tests name rank 2 (default: 3)")
     parser.add_argument("--only", action="append", default=[], metavar="NAME", help="only tests such as test_ddp_*")
     parser.add_argument("--limit", type=int, default=120, metavar="SECONDS", help="for one test (default: 120)")
+    parser.add_argument(
+        "--transport", choices=("dds", "zenoh"), default="dds", help="what carries dds's data; zenoh: over a relay"
+    )
     parser.add_argument("--out", type=Path, default=Path("runs/conformance"), help="folder for results and logs")
     chosen = parser.parse_args(arguments)
     console = Console(width=None if sys.stdout.isatty() else 150)
@@ -108,14 +129,16 @@ def main(arguments: list[str] | None = None) -> int:
     chosen.out.mkdir(parents=True, exist_ok=True)
     for stale in chosen.out.glob("*.log"):
         stale.unlink()
+    spec = Run(chosen.world, tuple(chosen.only), chosen.limit, chosen.out.resolve())
     try:
-        results = measure(Run(chosen.world, tuple(chosen.only), chosen.limit, chosen.out.resolve()), console)
+        with relayed(chosen.out / "tls") if chosen.transport == "zenoh" else contextlib.nullcontext():
+            results = measure(spec, console)
     except RuntimeError as error:
         console.print(f"nothing to compare: {error}", markup=False)
         return 2
     show(results, chosen.world, console)
     rows = [asdict(result) for tests in results.values() for result in tests.values()]
-    body = {"world": chosen.world, "machine": machine(), "results": rows}
+    body = {"world": chosen.world, "transport": chosen.transport, "machine": machine(), "results": rows}
     (chosen.out / "results.json").write_text(json.dumps(body, indent=1), encoding="utf-8")
     expected = passed(results[REFERENCE])
     missed = expected - passed(results[OURS])

@@ -1,4 +1,4 @@
-"""``python -m soak --minutes 30``, or ``make soak MINUTES=30``."""
+"""``python -m soak --minutes 30``, or ``make soak MINUTES=30``; over a relay: ``make soak TRANSPORT=zenoh``."""
 
 from __future__ import annotations
 
@@ -42,6 +42,7 @@ def main() -> int:
     parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--ranks", type=int, default=3)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--transport", choices=("dds", "zenoh"), default="dds", help="zenoh: everybody dials a relay")
     parser.add_argument("--out", type=Path, default=None, help="a folder; by default runs/soak-TIME")
     options = parser.parse_args()
     out: Path = options.out or Path("runs", f"soak-{time.strftime('%Y%m%d-%H%M%S')}")
@@ -53,7 +54,9 @@ def main() -> int:
             hosts = stack.enter_context(two_hosts())
         except NoNamespaces as error:
             print(f"without partitions: {error}")
-        processes = make_processes(out, clients=options.clients, ranks=options.ranks, hosts=hosts)
+        processes = make_processes(
+            out, clients=options.clients, ranks=options.ranks, hosts=hosts, transport=options.transport
+        )
         (out / "nemesis.jsonl").touch()
         sampled_s = 0.0
         try:

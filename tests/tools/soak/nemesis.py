@@ -14,9 +14,9 @@ from soak.processes import SoakProcess, SoakProcesses
 PAUSE_S = (8.0, 16.0)  # between two faults
 SICK = "drop p=0.05; delay p=0.1 seconds=0.3; duplicate p=0.05; reorder p=0.05; corrupt p=0.03; seed={seed}"
 
-LONG_S = 90.0  # a partition after which DDS has forgotten the other side
+LONG_S = 90.0  # a partition after which the transport has forgotten the other side
 
-KINDS = ("kill client", "kill controller", "kill rank", "stop client", "sick client", "partition")
+KINDS = ("kill client", "kill controller", "kill rank", "stop client", "sick client", "partition", "kill relay")
 PARTITIONS = ("partition", "long partition")
 
 
@@ -49,7 +49,12 @@ class Nemesis:
     def _choose(self) -> str:
         """Each kind once before any comes again, in an order of the seed's."""
         if not self._kinds:
-            self._kinds = [kind for kind in KINDS if kind != "partition" or self._far is not None]
+            impossible = set()
+            if self._far is None:
+                impossible.add("partition")
+            if self._processes.relay is None:
+                impossible.add("kill relay")
+            self._kinds = [kind for kind in KINDS if kind not in impossible]
             self._random.shuffle(self._kinds)
         return self._kinds.pop()
 
@@ -63,6 +68,10 @@ class Nemesis:
                 victim.send(signal.SIGKILL)
             case "kill rank":
                 victim = self._random.choice(processes.ranks)
+                victim.send(signal.SIGKILL)
+            case "kill relay":
+                assert processes.relay is not None
+                victim = processes.relay
                 victim.send(signal.SIGKILL)
             case "kill client":
                 victim.send(signal.SIGKILL)

@@ -15,12 +15,17 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Literal, TextIO
 
 from gradbus.commands.lab.namespaces import Host, enter_namespace
+from gradbus.experiments.bench.relay import TlsFolder
 from gradbus.runtime.security.job_key import new_job_key, write_secret_file
 
+Transport = Literal["dds", "zenoh"]
 DOMAIN = 24
+LEASE_S = 1.0  # of those on a link that can be cut
+_CALM_LEASE_S = 60.0
+_LOOPBACK, _RELAY_PORT = "127.0.0.1", 7448
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["soak.task", "gradbus.commands.cli.main", "torch._dynamo"])
@@ -122,6 +127,7 @@ class SoakProcesses:
     Attributes:
         path: the folder of the soak: ``federated/``, ``parallel/``, logs, ``nemesis.jsonl``.
         spared: clients that nothing is done to, so that their memory can be watched.
+        relay: what all of them dial; None: they are on DDS.
     """
 
     path: Path
@@ -129,6 +135,7 @@ class SoakProcesses:
     clients: list[SoakProcess]
     ranks: list[SoakProcess]
     spared: int = 2
+    relay: SoakProcess | None = None
     _resources: TextIO = field(init=False)
 
     def __post_init__(self) -> None:
@@ -138,12 +145,14 @@ class SoakProcesses:
 
     @property
     def all(self) -> list[SoakProcess]:
-        return [self.controller, *self.clients, *self.ranks]
+        relays = [self.relay] if self.relay is not None else []
+        return [*relays, self.controller, *self.clients, *self.ranks]
 
     def keep_running(self) -> None:
         """Start what has ended. Ranks only together: a run of ranks is as one."""
-        for member in (self.controller, *self.clients):
-            member.start()
+        for member in self.all:
+            if member not in self.ranks:
+                member.start()
         if not any(rank.running for rank in self.ranks):
             for rank in self.ranks:
                 rank.start()
@@ -156,16 +165,21 @@ class SoakProcesses:
         self._resources.flush()
 
     def end(self) -> None:
-        """All processes: the clients last, so that they hear of the end."""
+        """All processes: the clients after the controller, so that they hear of the end, and last the relay."""
         for member in (*self.ranks, self.controller, *self.clients):
             member.end(20.0)
+        if self.relay is not None:
+            self.relay.end(20.0)
         self._resources.close()
 
 
-def make_processes(path: Path, *, clients: int, ranks: int, hosts: tuple[Host, Host] | None) -> SoakProcesses:
+def make_processes(
+    path: Path, *, clients: int, ranks: int, hosts: tuple[Host, Host] | None, transport: Transport = "dds"
+) -> SoakProcesses:
     """Configurations, and members that have not started.
 
     Args:
+        transport: on Zenoh everybody dials a relay, with TLS, which lives on the first host.
         hosts: two namespaces with a link that can be cut: the last quarter of the clients lives in the second one. What
             is federated is sealed, as it has to be where it leaves a machine.
     """
@@ -184,13 +198,21 @@ def make_processes(path: Path, *, clients: int, ranks: int, hosts: tuple[Host, H
     if hosts is not None:
         write_secret_file(key_file, new_job_key().text)
 
+    relay, link = _make_relay(path, hosts[0] if hosts else None) if transport == "zenoh" else (None, {})
+
     def bus(host: Host | None, name: str) -> dict[str, Any]:
-        own = {"job": f"{job}-{name}", "domain": DOMAIN}
+        own: dict[str, Any] = {"job": f"{job}-{name}"}
+        if relay is not None:
+            own |= link
+            if hosts is None:
+                return {**own, "security": "none"}
+            return {**own, "security": "psk", "key_file": str(key_file), "lease_s": LEASE_S}
+        own["domain"] = DOMAIN
         if hosts is None or host is None:
             return {**own, "security": "none"}  # so that doubled and damaged messages come as far as the actors
         peers = [one.address for one in hosts]
         own |= {"security": "psk", "key_file": str(key_file)}
-        return {**own, "network": "network", "interface": host.interface, "peers": peers, "lease_s": 1.0}
+        return {**own, "network": "network", "interface": host.interface, "peers": peers, "lease_s": LEASE_S}
 
     def write(name: str, values: dict[str, Any]) -> str:
         file = path / f"{name}.json"
@@ -222,10 +244,13 @@ def make_processes(path: Path, *, clients: int, ranks: int, hosts: tuple[Host, H
                 f"client-{number}", ("client", config, "--id", str(number), *quiet), path / f"client-{number}.log", host
             )
         )
+    ranks_bus: dict[str, Any] = {"job": f"{job}-p", "domain": DOMAIN + 1}
+    if relay is not None:  # on the relay's host, where no link is cut: nothing but its death disturbs them
+        ranks_bus = {**bus(here, "p"), "lease_s": _CALM_LEASE_S}
     config = write(
         "worker",
         {
-            "bus": {"job": f"{job}-p", "domain": DOMAIN + 1},
+            "bus": ranks_bus,
             "task": {"task": "soak.task:PacedShards", "threads": 1},
             "parallel": {
                 "epochs": 100_000,
@@ -252,7 +277,17 @@ def make_processes(path: Path, *, clients: int, ranks: int, hosts: tuple[Host, H
                 *quiet,
             ),
             path / f"rank-{rank}.log",
+            here if relay is not None else None,
         )
         for rank in range(ranks)
     ]
-    return SoakProcesses(path, controller, members, workers)
+    return SoakProcesses(path, controller, members, workers, relay=relay)
+
+
+def _make_relay(path: Path, host: Host | None) -> tuple[SoakProcess, dict[str, Any]]:
+    """Return a relay on a host, and the settings of a bus that dials it."""
+    files = TlsFolder(path / "tls", host.address if host is not None else _LOOPBACK)
+    endpoint = f"tls/{files.host}:{_RELAY_PORT}"
+    options = ("--listen", endpoint, "--tls-certificate", str(files.certificate), "--tls-key", str(files.key))
+    relay = SoakProcess("relay", ("relay", *options, "--log-style", "json"), path / "relay.log", host)
+    return relay, {"connect": [endpoint], "tls_ca": str(files.ca)}

@@ -1,0 +1,127 @@
+"""A federated run through one relay that is killed again and again, and over a link that is down for a while.
+
+The suite has a few kills and a short outage; the nightly part has more of both, by ``RELAY_KILLS`` and ``LINK_DOWN_S``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from federation import Federation, Node, finish
+from safetensors.torch import load_file
+from tcp_proxy import TcpProxy
+from torch import Tensor
+from zenoh_node import Relay
+
+KILLS = int(os.environ.get("RELAY_KILLS", "5"))
+DOWN_S = float(os.environ.get("LINK_DOWN_S", "5"))
+LEASE_S = 60.0
+CLIENTS = 3
+PATIENCE_S = 60.0  # for one event, as long as a relay takes to start on a busy machine included
+
+pytestmark = [pytest.mark.slow, pytest.mark.faults, pytest.mark.timeout(120 + 10 * KILLS + 8 * DOWN_S)]
+
+Break = Callable[[Node, list[Node]], None]
+
+
+class Outcome(NamedTuple):
+    """What a run has come to: its reports, without times, and its final weights."""
+
+    rounds: list[tuple[int, list[int], int, int, dict[str, Any]]]
+    weights: dict[str, Tensor]
+
+
+@pytest.fixture
+def relay() -> Iterator[Relay]:
+    with Relay() as relay:
+        yield relay
+
+
+def run(ports: list[int], rounds: int, folder: Path, breaks: Break) -> Outcome:
+    """Run a controller and clients, each at a port of its own, while ``breaks`` breaks something. The last round waits
+    until that has returned. The history must hold, as ``gradbus check`` says."""
+    folder.mkdir()
+    gate = folder / "gate"
+
+    def at(port: int) -> dict[str, Any]:
+        return {"connect": f"tcp/127.0.0.1:{port}"}
+
+    with Federation(domain=0, silence_s=LEASE_S, is_remote=True, network={"shared_memory": False}) as federation:
+        controller = federation.controller(
+            rounds=rounds,
+            clients__num=CLIENTS,
+            round__timeout_s=2 * PATIENCE_S,
+            checkpoint__dir=str(folder / "state"),
+            codec="fp32",
+            network=at(ports[0]),
+        )
+        clients = [
+            federation.client(number, train_s=0.1, hold={str(rounds): str(gate)}, network=at(port))
+            for number, port in enumerate(ports[1:])
+        ]
+        breaks(controller, clients)
+        gate.touch()
+        reports = finish(controller, *clients)
+    newest = max(folder.rglob("round-*.safetensors"), key=lambda path: int(path.stem.partition("-")[2]))
+    assert int(newest.stem.partition("-")[2]) == rounds
+    told = [(one["round_id"], one["clients"], one["attempt"], one["weights_crc32"], one["dropped"]) for one in reports]
+    return Outcome(told, load_file(newest))
+
+
+def check_equal(found: Outcome, unbroken: Outcome, rounds: int) -> None:
+    """Check that no round is lost or tried again, none lacks a client, and each bit is as without faults."""
+    everybody = list(range(CLIENTS))
+    assert [one[:3] for one in found.rounds] == [(number, everybody, 1) for number in range(1, rounds + 1)]
+    assert found.rounds == unbroken.rounds
+    assert found.weights.keys() == unbroken.weights.keys()
+    for name, tensor in found.weights.items():
+        assert tensor.numpy().tobytes() == unbroken.weights[name].numpy().tobytes(), name
+
+
+def test_a_run_whose_relay_is_killed_again_and_again_has_the_bits_of_an_unbroken_one(
+    relay: Relay, tmp_path: Path
+) -> None:
+    """Killed while a round is commanded, while each client trains, and while the round is committed."""
+    rounds = KILLS + 2
+    ports = [relay.port] * (1 + CLIENTS)
+
+    def breaks(controller: Node, clients: list[Node]) -> None:
+        moments = itertools.cycle(
+            [
+                lambda number: controller.wait_for("attempt", PATIENCE_S, round=number),
+                *(lambda number, one=one: one.wait_for("training", PATIENCE_S, round=number) for one in clients),
+                lambda number: controller.wait_for("round", PATIENCE_S, round_id=number),
+            ]
+        )
+        for number, moment in zip(range(1, KILLS + 1), moments, strict=False):
+            moment(number)
+            relay.kill()
+            relay.start()
+
+    unbroken = run(ports, rounds, tmp_path / "unbroken", lambda controller, clients: None)
+    check_equal(run(ports, rounds, tmp_path / "broken", breaks), unbroken, rounds)
+
+
+@pytest.mark.parametrize("who", ["the controller", "a client"])
+def test_a_run_whose_link_is_down_for_less_than_its_lease_has_the_bits_of_an_unbroken_one(
+    who: str, relay: Relay, tmp_path: Path
+) -> None:
+    rounds = 4
+    unbroken = run([relay.port] * (1 + CLIENTS), rounds, tmp_path / "unbroken", lambda controller, clients: None)
+    with TcpProxy(relay.port) as link:
+        ports = [relay.port] * (1 + CLIENTS)
+        ports[0 if who == "the controller" else 1] = link.port
+
+        def breaks(controller: Node, clients: list[Node]) -> None:
+            clients[0].wait_for("training", PATIENCE_S, round=2)
+            link.hold()
+            time.sleep(DOWN_S)  # the fault, not a wait for something
+            link.let_pass()
+
+        check_equal(run(ports, rounds, tmp_path / "broken", breaks), unbroken, rounds)
