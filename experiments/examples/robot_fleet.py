@@ -190,9 +190,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     certificate = [*keys, "tls", "localhost", "--out", f"{folder}/tls"]
     subprocess.run(certificate, check=True, timeout=_SET_UP_S, stdout=subprocess.DEVNULL)
     write_configurations(
-        folder, robots=options.robots, rounds=options.rounds, port=options.port, domains=options.domains,
+        folder,
+        robots=options.robots,
+        rounds=options.rounds,
+        port=options.port,
+        domains=options.domains,
         over_relay=options.relay,
-    )  # fmt: skip
+    )
     commands = commands_of(folder, options.robots, over_relay=options.relay)
     with running(folder, commands) as processes:
         failed = failed_in(processes, options.timeout)

@@ -47,8 +47,8 @@ Where gradbus was run, where it can be installed, and where it was never tried. 
 """
 _TAIL = """
 "emulated": by qemu, which shows that the code runs, and says nothing about speed. [arm.md](arm.md) has more on boards,
-[operations.md](operations.md#boards-macs-and-other-systems) what a system may lack, and [wan.md](wan.md) which transport
-a bus uses. Members on different transports do not meet.
+[operations.md](operations.md#boards-macs-and-other-systems) what a system may lack, and [wan.md](wan.md) which
+transport a bus uses. Members on different transports do not meet.
 """
 
 
