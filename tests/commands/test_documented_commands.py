@@ -32,6 +32,10 @@ HERE = (
     "* -m gradbus.commands.report.profile_table *",
 )  # fmt: skip
 ELSEWHERE = {
+    "tests/deploy/containers/compose.py": (
+        "mkdir -m 700 deploy/secrets", "sudo chown *", "sudo podman run *", "sudo podman-compose *",
+    ),
+    "tests/deploy/containers.sh": ("podman build * --target relay *",),
     "tests/commands/test_several_machines.py": (
         "cp *", "scp *", "*gradbus doctor --network network *", ".venv/bin/gradbus controller *",
         ".venv/bin/gradbus client *", ".venv/bin/gradbus worker ddp.json *", "export GRADBUS_BUS__SECURITY=psk *",
@@ -108,6 +112,7 @@ NOT_RUN = {
     "it installs, as .ci/run does": (
         "make setup*", "make wheel", "pip install *dist/*", ".venv/bin/pip install *dist/*", "python3 -m venv .venv",
     ),
+    "it fetches torch for minutes": ("podman build * --target full *",),
     "it needs another machine": ("ssh -L *", ".venv/bin/gradbus flower node *", "--set bus.job=boards *"),
     "it changes the machine, or shows what DDS does": ("printf 'net.core.*", "export CYCLONEDDS_URI=*"),
 }  # fmt: skip
