@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import shutil
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -20,9 +23,13 @@ class JobCollector(Collector):
     Counters cover the whole run: a controller that was started again from its state directory goes on where it was.
     """
 
-    def __init__(self, jobs: Mapping[str, Measured]) -> None:
-        """``jobs`` by name; it may grow later. Any thread may collect: it reads what the event loop changes."""
+    def __init__(self, jobs: Mapping[str, Measured], run_dirs: Mapping[str, Path] | None = None) -> None:
+        """``jobs`` by name; it may grow later. Any thread may collect: it reads what the event loop changes.
+
+        ``run_dirs``: run directories by job, whose disk is measured; they may not exist yet.
+        """
         self._jobs = jobs
+        self._run_dirs = {} if run_dirs is None else run_dirs
         self._collecting = threading.Lock()  # two at once would count a new report twice
 
     def describe(self) -> Iterable[Metric]:
@@ -33,6 +40,8 @@ class JobCollector(Collector):
         with self._collecting:
             for name, job in list(self._jobs.items()):
                 _measure(families, name, job)
+                if name in self._run_dirs:
+                    _measure_disk(families, name, self._run_dirs[name])
         yield from families.values()
 
     @staticmethod
@@ -47,6 +56,12 @@ class JobCollector(Collector):
             "up": gauge("controller_up", "1 while the controller runs, waiting for clients included"),
             "failed": gauge("controller_failed", "1 after the controller ended with an error"),
             "clients": gauge("clients", "Clients that are there"),
+            "quarantined": gauge("clients_quarantined", "Clients in quarantine, whose updates do not count"),
+            "committed": gauge(
+                "last_commit_timestamp_seconds", "Unix time of the newest committed round; of the start before it"
+            ),
+            "disk_free": gauge("disk_free_bytes", "Bytes that may still be written to the disk of the run directory"),
+            "disk_size": gauge("disk_size_bytes", "Size of the disk of the run directory"),
             "names": gauge(
                 "client_info", "1 for each client, or range of clients of a host, with a name", "client", "name"
             ),
@@ -89,6 +104,15 @@ def _measure_by_name(put: Callable[..., None], totals: Totals) -> None:
             put("by_clients", value, metric, of)
 
 
+def _measure_disk(families: Mapping[str, Family], name: str, run_dir: Path) -> None:
+    """Put the disk of a run directory; nothing where the system does not say."""
+    path = run_dir.absolute()
+    with contextlib.suppress(OSError):
+        disk = shutil.disk_usage(next(place for place in (path, *path.parents) if place.exists()))
+        families["disk_free"].add_metric([name], disk.free)
+        families["disk_size"].add_metric([name], disk.total)
+
+
 def _measure(families: Mapping[str, Family], name: str, job: Measured) -> None:
     def put(family: str, value: float, *labels: str) -> None:
         families[family].add_metric([name, *labels], value)
@@ -97,6 +121,8 @@ def _measure(families: Mapping[str, Family], name: str, job: Measured) -> None:
     put("up", job.running)
     put("failed", job.failed)
     put("clients", len(progress.clients) if job.running else 0)
+    put("quarantined", len(progress.out))
+    put("committed", progress.committed_unix_s)
     for ids, named in progress.names.rows(progress.clients) if job.running else ():
         put("names", 1, ids, named)
     put("ready", progress.ready)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from gradbus.commands.files import MetricsSettings
@@ -27,14 +28,16 @@ _LAST_PORT = 65_535
 log = get_logger("metrics")
 
 
-def controller_metrics(settings: MetricsSettings, job: str) -> AbstractContextManager[FollowedJob]:
+def controller_metrics(
+    settings: MetricsSettings, job: str, run_dir: Path | None = None
+) -> AbstractContextManager[FollowedJob]:
     """Serve the metrics of the controller that is followed, if a port is set. Raises ConfigError: it cannot be had."""
     from gradbus.commands.report.followed import FollowedJob
 
     def collector(followed: FollowedJob) -> Collector:
         from gradbus.commands.report.metrics import JobCollector
 
-        return JobCollector({job: followed})
+        return JobCollector({job: followed}, {} if run_dir is None else {job: run_dir})
 
     return _served(FollowedJob(), collector, settings)
 

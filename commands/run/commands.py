@@ -86,7 +86,7 @@ def demo_run(options: DemoOptions, screen: Screen) -> None:
     bus = planned.controller.bus
     with (
         open_scalars(planned.controller, planned.run_dir) as scalars,
-        controller_metrics(planned.controller.metrics, bus.job) as followed,
+        controller_metrics(planned.controller.metrics, bus.job, planned.run_dir) as followed,
         ControllerDirectory(planned.run_dir) as run,
     ):
         if_stopped.append(lambda: f"What was done until then is in {run.path}")
@@ -150,7 +150,7 @@ def controller_run(
         if file.has_trackers:
             scalars = stack.enter_context(open_scalars(file, path))
         if file.metrics.port is not None:
-            followed = stack.enter_context(controller_metrics(file.metrics, file.bus.job))
+            followed = stack.enter_context(controller_metrics(file.metrics, file.bus.job, path))
         run = stack.enter_context(ControllerDirectory(path))
         if_stopped.append(lambda: f"To continue: {to_continue(run.path)}")
 

@@ -82,6 +82,7 @@ ELSEWHERE = {
     "tests/experiments/test_communication_table.py": ("python -m gradbus.experiments.studies.communication_table *",),
     "tests/commands/test_matrix.py": ("gradbus matrix *",),
     "tests/commands/test_lab.py": ("gradbus lab *",),
+    "tests/commands/service/test_units.py": ("gradbus service install *",),
     "tests/commands/relay/test_relay.py": ("gradbus relay *",),
     "tests/commands/test_history.py": ("gradbus check *",),
     "tests/commands/test_settings_reference.py": ("gradbus config *",),
@@ -114,7 +115,8 @@ NOT_RUN = {
     ),
     "it fetches torch for minutes": ("podman build * --target full *",),
     "it needs another machine": ("ssh -L *", ".venv/bin/gradbus flower node *", "--set bus.job=boards *"),
-    "it changes the machine, or shows what DDS does": ("printf 'net.core.*", "export CYCLONEDDS_URI=*"),
+    "it changes the machine, or shows what DDS does": (
+        "systemctl daemon-reload *", "printf 'net.core.*", "export CYCLONEDDS_URI=*"),
 }  # fmt: skip
 
 

@@ -26,6 +26,7 @@ fi
 checkout=$PWD
 bin=$(realpath "${BIN:-.venv/bin}")
 python=$("$bin/python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+# shellcheck disable=SC1091
 suite=$(. /etc/os-release && echo "${VERSION_CODENAME:-bookworm}")
 mirror="${DEBIAN_MIRROR:-$(sed -nE 's/^(URIs:|deb) +(\[.*\] +)?(https?:[^ ]+debian\/?)( .*)?$/\3/p' /etc/apt/sources.list /etc/apt/sources.list.d/* 2>/dev/null | head -1 || true)}"
 
@@ -72,6 +73,7 @@ wait_until() { # SECONDS WHAT COMMAND...
   local end=$((SECONDS + $1)) what=$2
   shift 2
   until "$@" >/dev/null 2>&1; do
+    for name in ${needed:-}; do is_property "$name" ActiveState failed && fail "the $name ended while $what was awaited"; done
     ((SECONDS < end)) || fail "waited in vain for: $what"
     sleep 0.2
   done
@@ -80,6 +82,9 @@ is_booted() { [[ "$(inside systemctl is-system-running 2>/dev/null)" =~ ^(runnin
 wait_until 60 "systemd to have started" is_booted
 [[ "$(inside python3 -c 'import sys; print("%d.%d" % sys.version_info[:2])')" == "$python" ]] || not_run "Debian $suite has another Python than $bin, $python"
 
+# A helper of systemd mounts the credentials of a service, and the service sees them if mounts are shared, as they are on a machine.
+inside mount --make-rshared /
+# shellcheck disable=SC2016 # the shell in the container expands it
 inside sh -euc '
   mkdir -p /etc/gradbus /srv/gradbus
   python3 -m venv --without-pip /srv/gradbus/venv
@@ -123,16 +128,19 @@ inside env HOME=/srv/home sh -c 'cd /etc/gradbus && gradbus service install clie
 
 inside systemctl daemon-reload
 inside systemctl start gradbus-relay gradbus-controller gradbus-client
+needed="relay controller client"
 wait_until 90 "two rounds" has_rounds 2
 for role in relay controller client; do
   [[ "$(inside sh -c "stat -c %u /proc/$(property $role MainPID)")" != 0 ]] || fail "the $role runs as root"
 done
 [[ "$(inside stat -c %a /var/lib/private/gradbus-controller)" == 700 ]] || fail "others may enter the state of the controller"
 
-inside kill -9 "$(property controller MainPID)"
+needed="relay client"
+inside sh -c "kill -9 $(property controller MainPID)"
 wait_until 60 "the controller to be started again" is_property controller NRestarts 1
 wait_until 90 "rounds after the restart" has_rounds $(($(rounds) + 2))
 
+needed=""
 inside systemctl stop gradbus-controller gradbus-client gradbus-relay
 for expected in controller:143 client:143 relay:0; do
   role=${expected%:*}

@@ -377,6 +377,7 @@ class Progress:
         ended_early: why the run ended before its last round; empty: it did not.
         cross_site: at the end, local models on the data of all clients; None: that was not asked for.
         names: of clients.
+        committed_unix_s: time of the newest commit; before the first one, of the start.
     """
 
     phase: str = "starting"
@@ -397,9 +398,13 @@ class Progress:
     ended_early: str = ""
     cross_site: CrossSite | None = None
     names: ClientNames = field(default_factory=ClientNames)
+    committed_unix_s: float = field(
+        default_factory=lambda: time.time()
+    )  # looked up when it is called, as tests replace it
 
     def add(self, report: RoundReport) -> None:
         """A round is done."""
+        self.committed_unix_s = time.time()
         self.reports.append(report)
         if len(self.reports) > TIMELINES_IN_MEMORY:
             self.reports[-1 - TIMELINES_IN_MEMORY] = self.reports[-1 - TIMELINES_IN_MEMORY].without_timeline()

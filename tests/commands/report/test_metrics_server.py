@@ -172,3 +172,16 @@ def _until_above_zero(process: Forked, port: int, metric: str) -> None:
             return False
 
     until(above_zero, timeout_s=60.0)
+
+
+def test_the_time_of_the_newest_commit_clients_in_quarantine_and_the_disk_are_there_to_alert_on(tmp_path: Path) -> None:
+    followed = FollowedJob()
+    collector = JobCollector({"metrics": followed}, {"metrics": tmp_path / "not" / "there" / "yet"})
+    before = samples(collector.collect())
+    followed.progress.add(RoundReport(round_id=1))
+    followed.progress.out = {3: 7}
+    after = samples(collector.collect())
+    assert before["gradbus_last_commit_timestamp_seconds"] < after["gradbus_last_commit_timestamp_seconds"]
+    assert (before["gradbus_clients_quarantined"], after["gradbus_clients_quarantined"]) == (0, 1)
+    assert 0 < after["gradbus_disk_free_bytes"] <= after["gradbus_disk_size_bytes"]
+    assert "gradbus_disk_free_bytes" not in samples(JobCollector({"metrics": followed}).collect())

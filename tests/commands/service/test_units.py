@@ -160,3 +160,13 @@ def test_a_key_that_systemd_lets_a_service_read_is_taken_only_from_its_folder(
     key.chmod(0o444)
     with pytest.raises(ConfigError, match="0444"):
         load_job_key(key)
+
+
+def test_the_unit_of_a_program_has_the_rights_of_ours(place: Path, key: Path) -> None:
+    """deploy/systemd has it to be copied."""
+    ours = unit_of(Wanted(config=config(place, federated={}), key=key, unit="gradbus-program")).text.splitlines()
+    shipped = (CHECKOUT / "deploy/systemd/gradbus-program.service").read_text(encoding="utf-8").splitlines()
+    own = ("Description=", "WorkingDirectory=", "ExecStart=", "LoadCredential=", "Environment=GRADBUS", FIRST_LINE, "#")
+    assert sorted(line for line in shipped if not line.startswith(own)) == sorted(
+        line for line in ours if not line.startswith(own)
+    )
