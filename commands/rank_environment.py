@@ -9,7 +9,10 @@ from typing import NamedTuple
 from gradbus.runtime.errors import ConfigError
 
 MAX_WORLD = 1024
-_HOW = "Give --rank and --world, or RANK and WORLD in the environment, or start all ranks with 'gradbus run -n N'"
+_HOW = (
+    "Give --rank and --world, or RANK and WORLD in the environment, or start all ranks with 'gradbus run -n N', srun "
+    "or mpirun"
+)
 
 
 class RankPlace(NamedTuple):

@@ -331,11 +331,12 @@ def aggregator(
 def worker(
     config: Config,
     rank: Annotated[
-        int | None, typer.Option(help="Rank of this process, from 0. [default: the file, $GRADBUS_RANK, $RANK]")
+        int | None,
+        typer.Option(help="Rank of this process, from 0. [default: the file, $GRADBUS_RANK, $RANK, srun, mpirun]"),
     ] = None,
     world: Annotated[
         int | None,
-        typer.Option(help="Ranks in all. [default: the file, $GRADBUS_WORLD, $WORLD_SIZE, $WORLD]"),
+        typer.Option(help="Ranks in all. [default: the file, $GRADBUS_WORLD, $WORLD_SIZE, $WORLD, srun, mpirun]"),
     ] = None,
     job_name: Annotated[
         str | None,
@@ -399,7 +400,8 @@ def parameter_server(
         int | None, typer.Option(min=0, help="Number of this server, from 0. [default: that of $TF_CONFIG]")
     ] = None,
     world: Annotated[
-        int | None, typer.Option(help="Workers in all. [default: the file, $GRADBUS_WORLD, $WORLD_SIZE, $WORLD]")
+        int | None,
+        typer.Option(help="Workers in all. [default: the file, $GRADBUS_WORLD, $WORLD_SIZE, $WORLD, srun, mpirun]"),
     ] = None,
     run_dir: RunDir = None,
     resume: Resume = None,

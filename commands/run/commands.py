@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import sys
 from collections.abc import Coroutine, Sequence
 from dataclasses import replace
@@ -43,6 +42,7 @@ from gradbus.commands.run.live import (
 )
 from gradbus.commands.rundir.directory import ControllerDirectory, finished, new_path, open_log
 from gradbus.runtime.errors import ConfigError
+from gradbus.runtime.launcher_environment import adopt_launcher, launch_name
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.plain_text import plain_line
 from gradbus.runtime.tasks import single_error
@@ -239,12 +239,13 @@ def worker_run(
     binding: BindMode,
 ) -> None:
     """``gradbus worker``."""
+    adopt_launcher()
     role = None if place.rank is not None else find_role(place.job_name, place.task_index)
     rank, world = place.rank, place.world
     if role is not None:
         rank, world = role.index, world if world is not None else role.workers
         overrides = _with_servers(role, overrides)
-    file = load(WorkerFile, config, overrides=overrides, data_root=data_root, defaults=_from_torchrun())
+    file = load(WorkerFile, config, overrides=overrides, data_root=data_root, defaults=_from_launcher())
     _check_servers(role, file, overrides)
     if role is not None and role.kind == "server":
         return _serve(file, role.index, find_world(world=world, file_world=file.world), screen, loop)
@@ -336,7 +337,7 @@ def server_run(
             raise ConfigError("no index is given. Give --index, or TF_CONFIG with a task of type ps")
         index, world = role.index, world if world is not None else role.workers
         overrides = _with_servers(role, overrides)
-    file = load(WorkerFile, config, overrides=overrides, data_root=data_root, defaults=_from_torchrun())
+    file = load(WorkerFile, config, overrides=overrides, data_root=data_root, defaults=_from_launcher())
     _serve(file, index, find_world(world=world, file_world=file.world), screen, loop)
 
 
@@ -383,10 +384,10 @@ def _serve(file: WorkerFile, index: int, workers: int, screen: Screen, loop: Loo
     )
 
 
-def _from_torchrun() -> dict[str, object]:
-    """Two launches at once must not meet: where torchrun has a name for a launch, the job gets it."""
-    name = os.environ.get("TORCHELASTIC_RUN_ID", "none")
-    return {} if name == "none" else {"bus": {"job": re.sub(r"[^A-Za-z0-9._-]", "-", f"torchrun-{name}")[:64]}}
+def _from_launcher() -> dict[str, object]:
+    """Two launches at once must not meet: where torchrun or Slurm has a name for a launch, the job gets it."""
+    name = launch_name(os.environ)
+    return {} if name is None else {"bus": {"job": name}}
 
 
 def _conclude_epochs(screen: Screen, outcome: WorkerOutcome, *, title: str, whom: str) -> None:

@@ -25,6 +25,7 @@ from gradbus.runtime.collectives.operation import Operation
 from gradbus.runtime.collectives.staging import can_be_staged
 from gradbus.runtime.collectives.tensors import check_sendable
 from gradbus.runtime.errors import CollectiveError
+from gradbus.runtime.launcher_environment import adopt_launcher
 from gradbus.torch.backend import DdsBackend, checked_warning_s
 from gradbus.torch.calls import CollectiveCall
 from gradbus.torch.compression import Compressor, compression_of
@@ -105,6 +106,7 @@ def init(*, stall_warning_s: float | None = None, **options: Any) -> None:
                 "init: this process was started as one of an elastic run, where gradbus.torch.elastic.run makes the "
                 "process group, anew for each generation of ranks: leave init() out, or start it without --elastic"
             )
+        adopt_launcher()
         register()
         dist.init_process_group(NAME, **options)
     elif options:

@@ -17,7 +17,8 @@ def begin_at_once(lone_controllers: None) -> None:
 def plain_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Run a test in a folder of its own, without settings in the environment and without data."""
     launched = {"RANK", "WORLD", "WORLD_SIZE", "TORCHELASTIC_RUN_ID"}
-    for name in [name for name in os.environ if name.startswith(("GRADBUS_", "CYCLONEDDS_")) or name in launched]:
+    prefixes = ("GRADBUS_", "CYCLONEDDS_", "SLURM_", "OMPI_", "PMI_")
+    for name in [name for name in os.environ if name.startswith(prefixes) or name in launched]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("GRADBUS_DATA", str(tmp_path / "no-data"))
     monkeypatch.chdir(tmp_path)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from gradbus.runtime.collectives.generations import LOST, NoGeneration, WaitedInVain
 from gradbus.runtime.errors import ConfigError, GradbusError
+from gradbus.runtime.launcher_environment import adopt_launcher
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.user_errors import user_error
 from gradbus.torch.backend import first_errors
@@ -107,6 +108,7 @@ def _writes(meeting: ElasticMembership | FixedRanks | None) -> bool:
 
 
 def _make_meeting(state: TorchState) -> ElasticMembership | FixedRanks:
+    adopt_launcher()
     place = member_place()
     if place is None:
         return FixedRanks(os.environ.get("LOCAL_RANK", "0") == "0")
