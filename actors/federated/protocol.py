@@ -11,3 +11,4 @@ SAT_OUT = "nothing to train"  # not a failure
 PAUSED = "paused"  # nor is this: the client's program wants no training for now; it may be back at any time
 
 REPEAT_AFTER_S = 0.5  # without an answer, request again
+ON_THE_WAY_S = 8.0  # most, for which frames that the transport has not delivered are not sent again

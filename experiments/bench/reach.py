@@ -196,7 +196,7 @@ def measure_cell(cell: ReachCell, chosen: argparse.Namespace) -> Iterator[Measur
         key = Path(folder) / "job.key"
         write_secret_file(key, new_job_key().text)
         files = TlsFolder(Path(folder) / "tls", network.hosts[0].address)
-        scene = ReachScene(cell, network, files, key, 1 + (1 if chosen.effort == "tiny" else ROUNDS))
+        scene = ReachScene(cell, network, files, key, 1 + (1 if chosen.effort == "tiny" else chosen.rounds))
         ways: dict[str, Callable[[], ReachLaunch]] = {"relay": scene.over_relay, "forwarder": scene.over_forwarder}
         if not (PROGRAMS / "flwr").exists():
             print("left out: Flower is not set up here: make setup-flower", file=sys.stderr)
@@ -255,7 +255,8 @@ def carried_by(network: Network) -> str:
 
 
 def _options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--launches", type=int, default=1, help=f"of each way, of {ROUNDS} rounds (%(default)s)")
+    parser.add_argument("--launches", type=int, default=1, help="of each way (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="of a launch, after the first one (%(default)s)")
     parser.add_argument("--without-flower", action="store_true", help="measure relay and forwarder only")
     add_effort(parser, "the same: use --part")
 

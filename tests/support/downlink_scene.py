@@ -63,6 +63,7 @@ class FakeBus:
         self.open = asyncio.Event()
         self.open.set()
         self.error: BusError | None = None
+        self.delivered = True
         self.news = asyncio.Event()
 
     def open_writer(self, kind: type, *, retained_samples: int = 1) -> None:
@@ -86,6 +87,9 @@ class FakeBus:
         self.sent.append(Sent(key, flags, None if only is None else list(only), blobs, size))
         self.news.set()
         return size
+
+    def is_delivered(self, kind: type) -> bool:
+        return self.delivered
 
     async def until(self, condition: Callable[[], Any]) -> None:
         async with asyncio.timeout(10.0):

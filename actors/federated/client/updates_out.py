@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from gradbus.actors.federated.protocol import REPEAT_AFTER_S
+from gradbus.actors.federated.protocol import ON_THE_WAY_S, REPEAT_AFTER_S
 from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.errors import BusError
 from gradbus.runtime.logs import get_logger
@@ -34,7 +34,6 @@ if TYPE_CHECKING:  # loading torch takes a second and 500 MB, which the nodes of
     from torch import Tensor
 
 HELD_REPEAT_AFTER_S = 4.0  # without an answer, where the controller holds updates
-ON_THE_WAY_S = 8.0  # most, for which frames that the transport has not delivered are not sent again
 MAX_REPEAT_AFTER_S = 8.0  # most, below the time after which a controller gives up an upload that stands still
 ANSWERS = (Grant, RetransmitRequest, Receipt)
 

@@ -27,6 +27,7 @@ from gradbus import codecs
 from gradbus.actors.federated.controller import publish as downlink_module
 from gradbus.actors.federated.controller.publish import RETAIN_BYTES
 from gradbus.actors.federated.controller.resend_queue import ResendQueue
+from gradbus.actors.federated.protocol import ON_THE_WAY_S
 from gradbus.runtime.compute import ComputeThread
 from gradbus.runtime.errors import WriteTimeout
 from gradbus.runtime.wire import frames
@@ -199,6 +200,66 @@ def test_frames_of_a_difference_are_sent_again_as_they_were(name: str) -> None:
         assert bytes(again.blobs[0].frame.data) == bytes(difference.blobs[0].frame.data)
 
     run_with(test, name)
+
+
+def test_frames_on_their_way_to_a_client_are_not_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 100.0
+    monkeypatch.setattr(downlink_module, "time", SimpleNamespace(monotonic=lambda: now_s))
+
+    async def test(scene: Scene) -> None:
+        nonlocal now_s
+        scene.join(0, "elsewhere")
+        await scene.downlink.publish_full(0)
+        transfer = scene.bus.sent[-1].key.transfer
+        scene.bus.delivered = False
+        now_s += ON_THE_WAY_S / 2
+        for wanted in [(0, []), (transfer, [1, 2])]:
+            scene.need(0, *wanted)
+        assert not scene.downlink.queue
+        scene.bus.delivered = True
+        scene.need(0, transfer, [1, 2])
+        await scene.bus.until(lambda: len(scene.bus.sent) == 2)
+        assert scene.bus.sent[-1].only == [1, 2]
+        scene.bus.delivered = False
+        scene.need(0, transfer, [2])
+        assert not scene.downlink.queue  # what was sent again is on its way, too
+        now_s += ON_THE_WAY_S
+        scene.need(0, transfer, [2])  # the transport takes too long
+        await scene.bus.until(lambda: len(scene.bus.sent) == 3)
+
+    run_with(test)
+
+
+def test_frames_are_not_requested_anew_while_the_model_is_handed_to_the_transport() -> None:
+    async def test(scene: Scene) -> None:
+        scene.join(0, "elsewhere")
+        scene.bus.open.clear()
+        sending = asyncio.create_task(scene.downlink.publish_full(0))
+        await scene.bus.until(lambda: scene.bus.started == 1)
+        scene.need(0, 1, [1])
+        assert not scene.downlink.queue
+        scene.bus.open.set()
+        await sending
+        scene.need(0, 1, [1])
+        await scene.bus.until(lambda: len(scene.bus.sent) == 2)
+
+    run_with(test)
+
+
+def test_a_client_that_came_after_the_model_was_sent_does_not_wait_for_what_is_on_its_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(downlink_module, "RESEND_PAUSE_S", -1.0)
+
+    async def test(scene: Scene) -> None:
+        scene.join(0, "elsewhere")
+        await scene.downlink.publish_full(0)
+        scene.bus.delivered = False
+        scene.join(1, "elsewhere")
+        scene.need(0, client_id=1)
+        await scene.bus.until(lambda: len(scene.bus.sent) == 2)
+
+    run_with(test)
 
 
 def test_frames_of_the_full_model_of_a_late_client_are_sent_again_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from gradbus.actors.federated.client.updates_out import ON_THE_WAY_S, EncodedUpdate, UpdateSender
+from gradbus.actors.federated.client.updates_out import EncodedUpdate, UpdateSender
 from gradbus.actors.federated.controller.uploads import STALL_AFTER_S
+from gradbus.actors.federated.protocol import ON_THE_WAY_S
 from gradbus.runtime.wire.control import Grant, Receipt, RetransmitRequest, UploadRequest
 from gradbus.runtime.wire.frames import FrameKey, Kind
 from gradbus.runtime.wire.messages import Identity
