@@ -40,7 +40,7 @@ NEED_AN_EXTRA = {"gradbus.actors.flower.": "flwr", "gradbus.runtime.transport.dd
 # Commands that work with gradbus-core only. Not all of them exist yet. All others report that they need gradbus.
 CORE_COMMANDS = {
     "doctor", "flower node", "flower run", "keys allow", "keys new", "keys remove", "keys show", "keys tls", "relay",
-    "status",
+    "service install", "status",
 }  # fmt: skip
 
 PYPROJECT = read_pyproject()

@@ -8,7 +8,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from gradbus.commands.service.unit import FIRST_LINE, Unit
+from gradbus.commands.service.unit import FIRST_LINE, ServiceUnit
 from gradbus.runtime.errors import ConfigError
 
 _VERIFY_S = 60.0
@@ -22,7 +22,7 @@ def folder_of_units(*, is_user: bool) -> Path:
     return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "systemd" / "user"
 
 
-def verify(unit: Unit) -> None:
+def verify(unit: ServiceUnit) -> None:
     """Have ``systemd-analyze`` read a unit.
 
     Raises:
@@ -55,7 +55,7 @@ def verify(unit: Unit) -> None:
             raise ConfigError(f"systemd would not run this unit as it is meant: {lines.replace(folder + '/', '')}")
 
 
-def write(unit: Unit, folder: Path) -> Path:
+def write(unit: ServiceUnit, folder: Path) -> Path:
     """Write a unit in one step, so that systemd never reads a part of it. Returns the file.
 
     Raises:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from gradbus.commands.service.unit import Unit
+from gradbus.commands.service.unit import ServiceUnit
 from gradbus.runtime.config.bus import BusSettings
 from gradbus.runtime.config.settings import load_settings, read_settings
 from gradbus.runtime.errors import ConfigError
@@ -47,7 +47,7 @@ class Wanted:
     key: Path | None = None
 
 
-def unit_of(wanted: Wanted) -> Unit:
+def unit_of(wanted: Wanted) -> ServiceUnit:
     """Return the unit that runs a configuration.
 
     Raises:
@@ -60,7 +60,7 @@ def unit_of(wanted: Wanted) -> Unit:
         raise ConfigError(
             f"--id and --name are for a client, and this is the configuration of a {role}: leave them out"
         )
-    build: Mapping[Role, Callable[[Wanted, Path, str], Unit]] = {
+    build: Mapping[Role, Callable[[Wanted, Path, str], ServiceUnit]] = {
         "controller": _controller, "client": _client, "relay": _relay,
     }  # fmt: skip
     if not wanted.is_user:
@@ -107,7 +107,7 @@ def _role_in(config: Path) -> Role:
     return found[0]
 
 
-def _controller(wanted: Wanted, config: Path, name: str) -> Unit:
+def _controller(wanted: Wanted, config: Path, name: str) -> ServiceUnit:
     from gradbus.commands.buses import check
     from gradbus.commands.files import ControllerFile, load
 
@@ -118,7 +118,7 @@ def _controller(wanted: Wanted, config: Path, name: str) -> Unit:
         check(file.upstream.bus)
         buses["upstream.bus"] = file.upstream.bus
     secrets = _files_of(buses, wanted)
-    return Unit(
+    return ServiceUnit(
         name=name,
         description=f"gradbus controller of the job {file.bus.job}",
         command=(*_program(), "controller", str(config), *_log_words(), "--no-live", "--run-dir", _state(name)),
@@ -129,7 +129,7 @@ def _controller(wanted: Wanted, config: Path, name: str) -> Unit:
     )
 
 
-def _client(wanted: Wanted, config: Path, name: str) -> Unit:
+def _client(wanted: Wanted, config: Path, name: str) -> ServiceUnit:
     from gradbus.commands.buses import check
     from gradbus.commands.files import ClientFile, load
 
@@ -140,7 +140,7 @@ def _client(wanted: Wanted, config: Path, name: str) -> Unit:
     words = [] if wanted.client_id is None else ["--id", str(wanted.client_id)]
     words += ["--name", check_name(wanted.client_name)] if wanted.client_name else []
     secrets = _files_of({"bus": file.bus}, wanted)
-    return Unit(
+    return ServiceUnit(
         name=name,
         description=f"gradbus client of the job {file.bus.job}",
         command=(*_program(), "client", str(config), *words, *_log_words()),
@@ -152,7 +152,7 @@ def _client(wanted: Wanted, config: Path, name: str) -> Unit:
     )
 
 
-def _relay(wanted: Wanted, config: Path, name: str) -> Unit:
+def _relay(wanted: Wanted, config: Path, name: str) -> ServiceUnit:
     from gradbus.commands.relay.command import checked_values
     from gradbus.commands.relay.settings import RelayFile
 
@@ -163,7 +163,7 @@ def _relay(wanted: Wanted, config: Path, name: str) -> Unit:
     if not wanted.is_user:
         _check_readable(_named("relay", relay, _PUBLIC))
     ports = [int(port) for endpoint in relay.listen if (port := endpoint.rsplit(":", 1)[-1]).isdecimal()]
-    return Unit(
+    return ServiceUnit(
         name=name,
         description="gradbus relay",
         command=(*_program(), "relay", str(config), *_log_words()),

@@ -51,7 +51,7 @@ _SYSTEM_ONLY = (
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Unit:
+class ServiceUnit:
     """One service.
 
     Attributes:

@@ -127,7 +127,7 @@ done
 inside env HOME=/srv/home sh -c 'cd /etc/gradbus && gradbus service install client.json --name site-2 --user' >/dev/null 2>&1 || fail "no unit for a user was installed"
 
 inside systemctl daemon-reload
-inside systemctl start gradbus-relay gradbus-controller gradbus-client
+inside systemctl enable --quiet --now gradbus-relay gradbus-controller gradbus-client
 needed="relay controller client"
 wait_until 90 "two rounds" has_rounds 2
 for role in relay controller client; do
@@ -168,7 +168,7 @@ import gradbus
 
 
 async def main() -> None:
-    async with gradbus.connect("program", load_actors=False, security=gradbus.Security(level="psk")):
+    async with gradbus.connect("program", load_actors=False, security="psk"):
         print("connected as", os.getuid(), flush=True)
         await asyncio.Event().wait()
 

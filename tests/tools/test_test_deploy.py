@@ -33,10 +33,16 @@ def deploy(checkout: Path, *part: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=checkout, capture_output=True, text=True, timeout=60, check=False)
 
 
-@pytest.mark.parametrize(("part", "code", "outcome"), [
-    ("green", 0, "green"), ("absent", 0, "not run"), ("partly", 0, "green"), ("broken", 1, "failed with exit code 3"),
-    ("silent", 1, "failed with exit code 1"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("part", "code", "outcome"),
+    [
+        ("green", 0, "green"),
+        ("absent", 0, "not run"),
+        ("partly", 0, "green"),
+        ("broken", 1, "failed with exit code 3"),
+        ("silent", 1, "failed with exit code 1"),
+    ],
+)
 def test_a_part_is_green_not_run_or_failed_by_its_exit_code(checkout: Path, part: str, code: int, outcome: str) -> None:
     done = deploy(checkout, part)
     assert done.returncode == code, done.stderr
@@ -47,8 +53,12 @@ def test_one_part_that_fails_leaves_the_others_their_turn_and_what_was_not_run_c
     done = deploy(checkout)
     assert done.returncode == 1
     assert [line for line in done.stdout.splitlines() if line.startswith("== ") and ":" not in line] == [
-        "== absent", "== broken", "== green", "== partly", "== silent",
-    ]  # fmt: skip
+        "== absent",
+        "== broken",
+        "== green",
+        "== partly",
+        "== silent",
+    ]
     assert done.stdout.splitlines()[-2:] == ["NOT RUN: absent, no such tool", "NOT RUN: partly, one check"]
     assert "broken: failed with exit code 3" in done.stderr
 

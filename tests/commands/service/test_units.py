@@ -11,14 +11,14 @@ import pytest
 from gradbus.commands.exit_codes import ExitCode
 from gradbus.commands.service.install import write
 from gradbus.commands.service.roles import Wanted, unit_of
-from gradbus.commands.service.unit import FIRST_LINE, Unit, plain
+from gradbus.commands.service.unit import FIRST_LINE, ServiceUnit, plain
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.security.job_key import load_job_key, new_job_key, write_secret_file
 
 CHECKOUT = Path(__file__).resolve().parents[3]
 
 
-def lines_of(unit: Unit, key: str) -> list[str]:
+def lines_of(unit: ServiceUnit, key: str) -> list[str]:
     """The values of a key, in their order."""
     return [line.partition("=")[2] for line in unit.text.splitlines() if line.startswith(f"{key}=")]
 
@@ -139,7 +139,7 @@ def test_a_word_that_systemd_would_read_otherwise_is_refused(word: str) -> None:
 
 
 def test_a_unit_of_others_is_never_replaced_and_our_own_is(tmp_path: Path) -> None:
-    unit = Unit(name="gradbus-x", description="x", command=("/bin/true",), folder=tmp_path)
+    unit = ServiceUnit(name="gradbus-x", description="x", command=("/bin/true",), folder=tmp_path)
     file = write(unit, tmp_path / "units")
     assert file.read_text().startswith(f"{FIRST_LINE}\n")
     assert write(unit, tmp_path / "units") == file

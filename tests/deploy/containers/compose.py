@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
+import signal
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from podman_commands import await_line, healthy, inspected, podman
+from podman_commands import await_line, count_lines, healthy, inspected, podman
 
 ROOT = Path(__file__).resolve().parents[3]
 HERE = Path(__file__).resolve().parent
@@ -37,8 +40,13 @@ def compose(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compose]:
     def run(*arguments: str) -> None:
         done = subprocess.run(
             ["podman-compose", "-p", "gradbus", *files, *arguments],
-            cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False,
-        )  # fmt: skip
+            cwd=folder,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
         assert done.returncode == 0, f"{arguments}: {done.stdout}{done.stderr}"
 
     yield run
@@ -75,3 +83,44 @@ def test_members_have_a_read_only_root_no_capabilities_and_a_key_that_others_can
 def test_clients_have_no_network_in_common_but_that_of_prometheus(compose: Compose) -> None:
     networks = [set(inspected(name(client))["NetworkSettings"]["Networks"]) for client in ("client-1", "client-2")]
     assert networks[0] & networks[1] == {"gradbus_monitoring"}
+
+
+@pytest.mark.skipif(not Path("/usr/bin/prometheus").exists(), reason="there is no prometheus (Debian: apt-get install)")
+def test_prometheus_reads_the_numbers_of_the_controller_and_of_both_clients(compose: Compose) -> None:
+    compose("up", "-d", "--no-deps", "prometheus")
+    url = "http://127.0.0.1:9090/api/v1/query?query=sum(up)"
+    ask = f"import urllib.request as u; print(u.urlopen('{url}').read().decode())"
+    deadline_s, up = time.monotonic() + 60.0, "0"
+    while up != "3" and time.monotonic() < deadline_s:
+        time.sleep(1.0)  # it has no event that a scrape is over
+        done = podman("exec", name("prometheus"), "python3", "-c", ask, check=False)
+        found = json.loads(done.stdout)["data"]["result"] if done.returncode == 0 else []
+        up = found[0]["value"][1] if found else "0"
+    assert up == "3", podman("logs", "--tail", "20", name("prometheus")).stderr
+
+
+def test_a_client_that_is_killed_is_missed_by_name_and_started_again_by_its_restart_policy(compose: Compose) -> None:
+    before = inspected(name("client-1"))
+    await_line(name("controller"), "final-ready=0/2", nth=1 + count_lines(name("controller"), "final-ready=0/2"))
+    os.kill(before["State"]["Pid"], signal.SIGKILL)
+    await_line(name("controller"), "client lost", "site-1")
+    await_line(name("controller"), "client joined", "site-1", nth=2)
+    assert inspected(name("client-1"))["RestartCount"] == before["RestartCount"] + 1
+
+
+def test_a_client_that_needs_more_memory_than_its_limit_ends_with_137_and_the_controller_names_it(
+    compose: Compose,
+) -> None:
+    """The kernel takes the client, not the program beside it in the container that asks for the memory."""
+    pid = inspected(name("client-2"))["State"]["Pid"]
+    await_line(name("controller"), "final-ready=0/2", nth=1 + count_lines(name("controller"), "final-ready=0/2"))
+    Path("/proc", str(pid), "oom_score_adj").write_text("1000", encoding="ascii")
+    podman("exec", name("client-2"), "python3", "-c", "b'x' * (3 << 30)", check=False)
+    assert podman("wait", name("client-2")).stdout.strip() == "137"
+    await_line(name("controller"), "client lost", "site-2")
+
+
+def test_term_ends_clients_and_controller_with_the_code_of_a_clean_end(compose: Compose) -> None:
+    compose("stop", "-t", "45", "client-1", "controller")
+    for service in ("client-1", "controller"):
+        assert inspected(name(service))["State"]["ExitCode"] == 143, podman("logs", "--tail", "5", name(service)).stderr

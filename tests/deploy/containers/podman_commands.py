@@ -46,3 +46,9 @@ def await_line(name: str, *words: str, nth: int = 1, deadline_s: float = DEADLIN
             log.kill()
     rare = "".join([line for line in lines if "final-ready" not in line and "round done" not in line][-20:])
     raise AssertionError(f"{name}: no line with {words} within {deadline_s:g} s; the last of other events:\n{rare}")
+
+
+def count_lines(name: str, *words: str) -> int:
+    """Return how many lines of a container's log so far have all these words."""
+    done = podman("logs", name)
+    return sum(all(word in line for word in words) for line in (done.stdout + done.stderr).splitlines())
