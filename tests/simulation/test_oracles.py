@@ -218,3 +218,15 @@ def test_more_rounds_may_take_longer_by_their_trainings_and_messages_alone() -> 
     assert allowed_s(6, 1.0) == 0.0
     assert allowed_s(20, 1.0) == pytest.approx(84.0)
     assert allowed_s(20, 0.005) < 29
+
+
+def test_a_client_with_an_identity_may_miss_the_end_shortly_after_its_controller_was_paused() -> None:
+    client, last = SimpleNamespace(role="client-0"), SimpleNamespace(role="controller", ended_s=100.0, started_s=50.0)
+
+    def may_miss(client_s: float, controller_s: float) -> bool:
+        world = SimpleNamespace(excused_s={"client-0": client_s, "controller": controller_s})
+        return oracles.has_to_join_again(world, client, last)  # type: ignore[arg-type]
+
+    assert may_miss(0.0, 95.0)
+    assert may_miss(95.0, 0.0)
+    assert not may_miss(91.0, 91.0)

@@ -29,7 +29,7 @@ MESSAGES_S = 2.0  # of a round of which messages are lost, and sent again after 
 SLOWEST = 4.0  # times the mean: in the mean of many rounds, the slowest of five trainings is below 2.3 times that
 MISSED_END_S = 15.0  # who started so shortly before the end of the controller may have missed it
 MISSED_WORDS_S = 4.0
-REJOIN_S = 8.0  # with identities: from a start of the controller until its members have left the start before for it
+REJOIN_S = 8.0  # with identities: from a start of the controller, or a cut, until its members have joined again
 Key = tuple[str, int, int, int]
 """An update: run, client, incarnation, transfer."""
 
@@ -83,9 +83,18 @@ def _has_missed_end(world: World, process: VirtualProcess) -> bool:
     if isinstance(controller.result, Exception):  # of a site that has missed it, its clients never hear of the end
         return controller.role != CONTROLLER and _has_missed_end(world, controller)
     over_s = controller.ended_s
-    if world.identities is not None and controller.started_s > over_s - REJOIN_S:
+    if world.identities is not None and has_to_join_again(world, process, controller):
         return True
     return process.started_s > over_s - MISSED_END_S or world.excused_s[process.role] > over_s - MISSED_WORDS_S
+
+
+def has_to_join_again(world: World, process: VirtualProcess, controller: VirtualProcess) -> bool:
+    """Return whether a client with an identity may not have joined the last start of its controller before that ended:
+    the controller had just started, or one of the two was cut off or paused."""
+    since_s = controller.ended_s - REJOIN_S
+    return controller.started_s > since_s or any(
+        world.excused_s[role] > since_s for role in (process.role, controller.role)
+    )
 
 
 def _rounds_are_reported_in_order(world: World) -> None:
