@@ -20,9 +20,8 @@ from gradbus.runtime.token_buckets import TokenBucket
 from gradbus.runtime.transport.zenoh.router import JobMember, LinkChange
 
 FIND_S = 0.02  # after a session has opened: connections of those that come together are looked for once
-JOIN_S = 1.0  # and until the router is asked for its jobs: a bus opens its endpoints one after the other
+JOIN_S = 1.0  # and until its jobs are logged: it opens before it says what it takes part in
 LOOK_S = 1.0  # between two looks for sessions that have ended without a report
-ASK_S = 2.0  # for the router to say who takes part in what
 LINES_PER_S, LINES_BURST = 50.0, 200  # of the access log: who may connect can do so often
 _SENDERS_SHOWN = 8
 
@@ -38,7 +37,10 @@ class RouterLike(Protocol):
     def addresses(self) -> set[str]:
         """See there."""
 
-    def memberships(self, timeout_s: float) -> list[JobMember]:
+    def watch_members(self) -> None:
+        """See there."""
+
+    def memberships(self) -> list[JobMember]:
         """See there."""
 
     def close(self) -> None:
@@ -95,6 +97,7 @@ class Relay:
             with contextlib.suppress(RuntimeError):  # the loop is closed: this process ends
                 loop.call_soon_threadsafe(self._notice, change)
 
+        self._router.watch_members()
         self._router.watch_links(report)
         self._is_serving = True
         announce()
@@ -183,12 +186,11 @@ class Relay:
             await self._unasked.wait()
             await asyncio.sleep(JOIN_S)
             self._unasked.clear()
-            await self._log_jobs()
+            self._log_jobs()
 
-    async def _log_jobs(self) -> None:
-        members = await asyncio.to_thread(self._router.memberships, ASK_S)
+    def _log_jobs(self) -> None:
         by_peer: dict[str, dict[str, list[str]]] = {}
-        for member in members:
+        for member in self._router.memberships():
             by_peer.setdefault(member.peer, {}).setdefault(member.job, []).append(member.sender)
         for session in self._sessions.all():
             if session.address not in self._joined and session.peer in by_peer:

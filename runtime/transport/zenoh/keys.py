@@ -9,6 +9,9 @@ All begin with ``gradbus/<version>/<job>/<channel>/``, then:
 | ``to/<inlet>/<outlet>`` | from an outlet to one inlet |
 | ``ack/<outlet>/<inlet>`` | from an inlet to an outlet |
 
+Beside them stands ``gradbus/<version>/<job>/session/<session>/<transport>``, a token by which a relay knows which of
+its sessions take part in which job.
+
 An endpoint is named after its transport, so others know whose it is: the name of the transport
 (:data:`~gradbus.runtime.transport.peer_id.PeerId`) in hexadecimal digits, a dot, and a number.
 """
@@ -54,6 +57,11 @@ def owner_of(endpoint: str) -> PeerId | None:
 def last_part(key: str) -> str:
     """Return what is behind the last separator: of each key here, the endpoint that it comes from."""
     return key.rpartition("/")[2]
+
+
+def session_token(job: str, session: str, owner: PeerId) -> str:
+    """Return the token which says that a transport takes part in a job over a session, by its id in Zenoh."""
+    return f"gradbus/{VERSION}/{escape(job)}/session/{session}/{owner.hex()}"
 
 
 class ChannelKeys:

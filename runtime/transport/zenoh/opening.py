@@ -18,11 +18,11 @@ def open_on_links(job: str, domain: int, network: NetworkConfig) -> ZenohTranspo
     assert links is not None
     is_router = links.mode == "router"
     more = router_settings(MEMBER_LIMITS, {}) if is_router else {}
-    session = ZenohSession(open_session(links, more=more), is_router=is_router)
+    session, name = ZenohSession(open_session(links, more=more), is_router=is_router), _name_of(job, domain)
     try:
-        return ZenohTransport(
+        transport = ZenohTransport(
             session,
-            _name_of(job, domain),
+            name,
             reach=LinkReach(domain=domain, links=links),
             lease_s=links.effective_lease_s,
             traits=Traits(
@@ -31,6 +31,8 @@ def open_on_links(job: str, domain: int, network: NetworkConfig) -> ZenohTranspo
                 has_default_lease=links.lease_s is None,
             ),
         )
+        session.show_presence(name, transport.own)
+        return transport
     except BaseException:
         session.close()
         raise

@@ -6,13 +6,15 @@ both. Only this file knows how Zenoh writes them.
 
 from __future__ import annotations
 
+import re
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from gradbus.runtime.json_text import parse_json
 from gradbus.runtime.network.links import LinkConfig
-from gradbus.runtime.transport.zenoh.keys import escape, last_part, owner_of, unescape
+from gradbus.runtime.transport.peer_id import PEER_ID_BYTES
+from gradbus.runtime.transport.zenoh.keys import escape, unescape
 from gradbus.runtime.transport.zenoh.session import OPEN_S, open_checked_session
 
 if TYPE_CHECKING:
@@ -20,11 +22,14 @@ if TYPE_CHECKING:
 
 _ROOT = "gradbus"  # all keys of all versions begin with it
 ANY = "*"  # as a name: every client; as a job: every job
-_MAX_STATE_BYTES = 1 << 20
 # What must not be dropped, such as who subscribes to what, waits so long for room in the queue of a session. Then that
 # session is closed: it takes nothing.
 _STALL_S = 10.0
-_TOKEN_PARTS = 6  # gradbus, version, job, channel, side, endpoint
+_TOKENS = f"{_ROOT}/*/*/session/*/*"  # see .keys.session_token
+_TOKEN_PARTS = 6
+_MAX_TOKENS = 4  # that are remembered, for each session that may be open: who connects may declare any number
+_SESSION = re.compile(r"[0-9a-f]{1,32}")
+_SENDER = re.compile(rf"[0-9a-f]{{{2 * PEER_ID_BYTES}}}")
 # All that a member of a job does on its keys. What is not named here, such as asking for the router's own state, is
 # denied, and so is everything on other keys: nobody can use a relay of gradbus for anything else.
 _MESSAGES = (
@@ -71,7 +76,7 @@ class LinkChange:
 
 @dataclass(frozen=True, slots=True, order=True)
 class JobMember:
-    """Says that a session takes part in a job.
+    """Says that a session takes part in a job, by a token that its process has declared: nobody vouches for that.
 
     Attributes:
         peer: id of the session. sender: what the transport on it calls itself
@@ -133,9 +138,14 @@ def access_rules(jobs: Mapping[str, Sequence[str]]) -> dict[str, Any]:
 class Router:
     """An open router. Close it with :meth:`close`."""
 
-    def __init__(self, session: zenoh.Session) -> None:
+    def __init__(self, session: zenoh.Session, *, max_members: int) -> None:
+        """``max_members``: how many of those that take part in jobs are remembered."""
         self._session = session
         self._watch: Any = None
+        self._tokens: Any = None
+        self._lock = threading.Lock()
+        self._members: dict[str, JobMember] = {}  # by token
+        self._max_members = max_members
 
     def watch_links(self, report: Callable[[LinkChange], None]) -> None:
         """Report every link that is up, and every change from now on, on a thread of Zenoh's. ``report`` must neither
@@ -153,20 +163,31 @@ class Router:
         full queue, so whoever watches links has to look as well."""
         return {_address_of(link) for link in self._session.info.links()}
 
-    def memberships(self, timeout_s: float) -> list[JobMember]:
-        """Return which sessions take part in which jobs, by the tokens that they have declared. It waits: not for the
-        event loop. What is no token of a job is left out, and so is what the router does not answer within the time."""
-        import zenoh
+    def watch_members(self) -> None:
+        """Take note of who takes part in what from now on, for :meth:`memberships`.
 
-        found: set[JobMember] = set()
-        tokens = f"@/{self._session.zid()}/router/token/"
-        try:
-            for reply in self._session.get(f"{tokens}{_ROOT}/**", timeout=timeout_s):
-                if (sample := reply.ok) is not None:
-                    found |= set(members_of(str(sample.key_expr).removeprefix(tokens), sample.payload.to_bytes()))
-        except zenoh.ZError:  # it is being closed
-            return []
-        return sorted(found)
+        The router itself could be asked for tokens and their sessions, but it must not: in zenoh 1.10, it answers
+        while it holds the lock of its tables for reading, and takes that once more for each answer. A session that
+        declares something meanwhile waits for the lock, the answer for that session, and nothing is forwarded again.
+        """
+        from zenoh import SampleKind
+        from zenoh.handlers import Callback
+
+        def note(sample: Any) -> None:
+            token = str(sample.key_expr)
+            with self._lock:
+                if sample.kind != SampleKind.PUT:
+                    self._members.pop(token, None)
+                elif len(self._members) < self._max_members and (member := member_of(token)) is not None:
+                    self._members[token] = member
+
+        watch = self._session.liveliness().declare_subscriber
+        self._tokens = watch(_TOKENS, Callback(note, indirect=False), history=True)
+
+    def memberships(self) -> list[JobMember]:
+        """Return which sessions take part in which jobs now, as they say. What is no token of a job is left out."""
+        with self._lock:
+            return sorted(self._members.values())
 
     def close(self) -> None:
         """Close all links, which their other ends notice at once, and stop listening."""
@@ -182,23 +203,14 @@ def _keys_of(job: str) -> str:
     return f"{_ROOT}/**" if job == ANY else f"{_ROOT}/*/{escape(job)}/**"
 
 
-def members_of(token: str, state: bytes) -> list[JobMember]:
-    """Return who has declared a token, by what Zenoh reports of it. Wrong and foreign ones give nobody.
-
-    Args:
-        token: its key: of a job it is that of an endpoint. state: JSON, with the sessions as ``clients``.
-    """
+def member_of(token: str) -> JobMember | None:
+    """Return who has declared a token (:func:`.keys.session_token`). None: it is another one."""
     parts = token.split("/")
-    sender = owner_of(last_part(token))
-    if parts[0] != _ROOT or len(parts) != _TOKEN_PARTS or sender is None or len(state) > _MAX_STATE_BYTES:
-        return []
-    try:
-        clients = parse_json(state.decode())["clients"]
-    except (ValueError, KeyError, TypeError):
-        return []
-    if not isinstance(clients, list):
-        return []
-    return [JobMember(str(peer), unescape(parts[2]), sender.hex()) for peer in clients]
+    if len(parts) != _TOKEN_PARTS or (parts[0], parts[3]) != (_ROOT, "session"):
+        return None
+    if _SESSION.fullmatch(parts[4]) is None or _SENDER.fullmatch(parts[5]) is None:
+        return None
+    return JobMember(peer=parts[4], job=unescape(parts[2]), sender=parts[5])
 
 
 def open_router(links: LinkConfig, limits: RouterLimits, jobs: Mapping[str, Sequence[str]]) -> Router:
@@ -207,6 +219,5 @@ def open_router(links: LinkConfig, limits: RouterLimits, jobs: Mapping[str, Sequ
     Raises:
         BusError: it cannot listen there. ConfigError: a package is missing.
     """
-    # For Router.memberships; the rules of access keep it from everybody else.
-    more = {**router_settings(limits, jobs), "adminspace/enabled": True}
-    return Router(open_checked_session(links, "router", more=more))
+    session = open_checked_session(links, "router", more=router_settings(limits, jobs))
+    return Router(session, max_members=_MAX_TOKENS * limits.sessions)

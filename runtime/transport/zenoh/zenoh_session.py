@@ -24,6 +24,8 @@ from zenoh.handlers import Callback
 from gradbus.runtime.errors import BusError
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.transport.channels import WINDOW_BYTES
+from gradbus.runtime.transport.peer_id import PeerId
+from gradbus.runtime.transport.zenoh.keys import session_token
 from gradbus.runtime.transport.zenoh.session_api import Declaration
 
 SMALL_BYTES = 8 << 10  # put at once
@@ -51,6 +53,11 @@ class ZenohSession:
         self._lanes = {urgent: _Lane() for urgent in (True, False)}
         self._is_closed = False
         self._listener: Declaration | None = None
+        self._presence: Declaration | None = None
+
+    def show_presence(self, job: str, owner: PeerId) -> None:
+        """Tell relays that a transport takes part in a job over this session while it is open. Raises BusError."""
+        self._presence = self.declare_token(session_token(job, str(self._session.zid()), owner))
 
     # Links
 

@@ -24,6 +24,7 @@ from tls_scene import TlsFiles
 from zenoh import CongestionControl
 
 from gradbus.runtime.errors import BusError
+from gradbus.runtime.transport.zenoh.keys import session_token
 from gradbus.runtime.transport.zenoh.relay_settings import DROP_LARGE_AFTER_S
 
 pytestmark = pytest.mark.slow
@@ -116,16 +117,13 @@ def test_a_relay_forwards_and_counts_and_logs_who_came_and_went(port: int) -> No
         assert relay.counts()["received_bytes_total "] >= closed["received_bytes"]
 
 
-def test_a_session_that_shows_its_endpoints_is_logged_with_its_job_and_its_sender(port: int) -> None:
-    sender = bytes(range(12)).hex()
+def test_a_session_that_says_what_it_takes_part_in_is_logged_with_its_job_and_its_sender(port: int) -> None:
+    sender = bytes(range(12))
     with plain(port) as relay, linked(relay) as session:
-        tokens = [
-            session.liveliness().declare_token(f"gradbus/1/my%20cells/train/in/{sender}.1"),
-            session.liveliness().declare_token(f"gradbus/1/my%20cells/train/out/{sender}.2"),
-        ]
+        token = session.liveliness().declare_token(session_token("my cells", str(session.zid()), sender))
         joined = relay.wait_for("session joined", peer=str(session.zid()))
-        assert (joined["job"], joined["senders"]) == ("my cells", [sender])
-        assert len(tokens) == 2
+        assert (joined["job"], joined["senders"]) == ("my cells", [sender.hex()])
+        token.undeclare()
 
 
 def test_a_client_takes_part_only_in_the_jobs_of_its_certificate(port: int, files: TlsFiles, tmp_path: Path) -> None:

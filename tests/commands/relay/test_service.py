@@ -40,7 +40,10 @@ class PlayedRouter:
     def addresses(self) -> set[str]:
         return set(self.up)
 
-    def memberships(self, timeout_s: float) -> list[JobMember]:
+    def watch_members(self) -> None:
+        pass
+
+    def memberships(self) -> list[JobMember]:
         return self.members
 
     def close(self) -> None:
