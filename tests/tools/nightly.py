@@ -104,6 +104,10 @@ PARTS = (
         90 * 60,
     ),
     Part(
+        "simulated-relay", "1,000 seeds of the day over a simulated relay",
+        "make simulate-faults SEEDS=1000 TRANSPORT=zenoh ARGS='--first today'", 30 * 60,
+    ),
+    Part(
         "planted-faults", "each fault that is planted in the product is found, by one of 2,000 seeds or by its test",
         "make simulate-faults PLANT=all SEEDS=2000 ARGS='--first 0'", 120 * 60,
     ),

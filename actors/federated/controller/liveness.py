@@ -23,7 +23,7 @@ from gradbus.runtime.plain_text import plain_line
 from gradbus.runtime.transport.channels import ToClients
 from gradbus.runtime.wire.control import RunEnded, Status
 from gradbus.runtime.wire.frames import CONTROLLER
-from gradbus.runtime.wire.messages import Control, Identity, Message, TrainCmd, new_incarnation
+from gradbus.runtime.wire.messages import Control, Identity, Message, ModelBlob, TrainCmd, new_incarnation
 
 if TYPE_CHECKING:  # these load torch, which the hub of an app without it is spared
     from gradbus.actors.federated.controller.current_round import CurrentRound
@@ -325,7 +325,8 @@ class LivenessMonitor:
         now, or was cut off, hears of it, too. Clients that still fetch the last model have LAST_MODEL_S for it. Else it
         is sent once: they are to wait. With ``linger`` it is repeated for a while also without known clients, for a
         controller that has just started: those that come meanwhile get their Welcome, and then this. That is over once
-        as many clients as are expected have been here and have left.
+        as many clients as are expected have been here and have left. While clients are matched that lack it, it takes
+        as long as for one that is silent: over a lossy link, to join takes seconds.
         """
         now_s = time.monotonic()
         bye_s, fetching_until_s = BYE_S if ok or final else 0.0, now_s + (LAST_MODEL_S if ok else 0.0)
@@ -339,6 +340,8 @@ class LivenessMonitor:
             if not self._registry.count_live() and (are_all_reached or not linger):
                 return
             wait_until_s = fetching_until_s if self._registry.has_fetching else goodbyes.until_s()
+            if linger and self._context.bus.matched_readers(ModelBlob):  # clients that are here, and still join
+                wait_until_s = max(wait_until_s, goodbyes.silent_until_s)
             if time.monotonic() >= wait_until_s:
                 return
             left_s = max(0.0, wait_until_s - time.monotonic())
@@ -356,7 +359,8 @@ class _Goodbyes:
         self._registry = registry
         self._began_s = began_s
         self._bye_s = bye_s
-        self._silent_until_s = began_s + bye_s + lease_s
+        self._latest_s = began_s + max(bye_s, LAST_MODEL_S)
+        self.silent_until_s = min(began_s + bye_s + lease_s, self._latest_s)
         self._heard_s: dict[int, float] = {}
 
     def until_s(self) -> float:
@@ -366,5 +370,5 @@ class _Goodbyes:
             if seen_s > self._began_s:
                 until_s = max(until_s, self._heard_s.setdefault(client_id, seen_s) + self._bye_s)
             else:
-                until_s = max(until_s, self._silent_until_s)
-        return min(until_s, self._began_s + max(self._bye_s, LAST_MODEL_S))
+                until_s = max(until_s, self.silent_until_s)
+        return min(until_s, self._latest_s)

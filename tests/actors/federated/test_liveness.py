@@ -283,6 +283,34 @@ def test_the_end_of_a_run_waits_for_a_client_that_fetches_the_last_model(monkeyp
     asyncio.run(main())
 
 
+def test_the_end_of_a_run_waits_for_clients_that_are_here_and_have_not_joined_yet(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Over a lossy link to join takes seconds. A start after the last round was gone before its clients had joined."""
+    monkeypatch.setattr(liveness, "BYE_S", 0.0)
+    said: list[Any] = []
+    matched = 1
+
+    async def publish(sender: Identity, body: Any) -> None:
+        said.append(body)
+
+    config = SimpleNamespace(clients=SimpleNamespace(heartbeat_s=0.01, num=None), evaluation=EvaluationSettings())
+    bus = SimpleNamespace(publish=publish, remote_lease_s=PATIENT_S, matched_readers=lambda kind: matched)
+    context: Any = RunContext(bus, Identity(CONTROLLER, 1), None, config, SimpleNamespace(run_id=1), None)  # type: ignore[arg-type]
+    members = ClientRegistry(ExpectedModel(1, 0), session=1, dead_after_s=1.0, duplicate_after_s=1.0)
+    monitor = monitor_of(context, members)
+
+    async def main() -> None:
+        nonlocal matched
+        ending = asyncio.create_task(monitor.announce_end(ok=True, reason="all rounds are done", linger=True))
+        await eventually(lambda: len(said) > 3)
+        assert not ending.done()
+        matched = 0
+        await asyncio.wait_for(ending, PATIENT_S)
+
+    asyncio.run(main())
+
+
 def test_the_end_of_a_run_waits_for_each_client_from_its_first_message_on() -> None:
     """One that comes only now, or was cut off, would else miss it, and wait for a controller that has gone."""
     members = ClientRegistry(ExpectedModel(1, 0), session=1, dead_after_s=60.0, duplicate_after_s=1.0)

@@ -76,7 +76,7 @@ def _run_found() -> int:
 
     failed = 0
     for found in FOUND:
-        world = run(new_world(found.seed, found.flavour, plan=found.plan))
+        world = run(new_world(found.seed, found.flavour, plan=found.plan, transport=found.transport))
         missed = [fault for fault in found.plan if fault not in world.happened]
         if world.findings or missed:
             failed += 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from fault_simulation.faults import CONTROLLER, Fault, Moment
+from fault_simulation.seeds import MEMORY, ZENOH
 
 
 class Found(NamedTuple):
@@ -12,13 +13,14 @@ class Found(NamedTuple):
 
     Attributes:
         effect: what it would have done to a user. plan: the faults that show it, which no later version of the plan of
-            a seed changes.
+            a seed changes. transport: the network under the bus.
     """
 
     effect: str
     seed: int
     flavour: str
     plan: tuple[Fault, ...]
+    transport: str = MEMORY
 
 
 def _killed(place: str, round_id: int, again_s: float) -> tuple[Fault, ...]:
@@ -184,5 +186,20 @@ FOUND = (
             Fault(Moment("step", 178, CONTROLLER), "power", CONTROLLER, 0.92),
             Fault(Moment("note", 1, "client-1", "receipt", "after"), "revoke", "client-1", 0.5),
         ),
+    ),
+    Found(
+        "At a relay, a start after the last round waits 3 s for clients, which need longer to find and join it over a "
+        "lossy link: one of them ended without the receipt for its last update, another waited in vain and failed.",
+        1643364851, "admission",
+        (
+            Fault(Moment("place", 1, CONTROLLER, "before_command"), "kill", CONTROLLER, 3.8365761163778758),
+            Fault(Moment("sync", 24, CONTROLLER, "", "after"), "kill", CONTROLLER, 1.7600209275950351),
+            Fault(Moment("sync", 9, CONTROLLER, "", "before"), "power", CONTROLLER, 3.005930947484587),
+            Fault(Moment("step", 1538, CONTROLLER), "reset", CONTROLLER, 3.0),
+            Fault(Moment("note", 6, CONTROLLER, "committed", "after"), "power", CONTROLLER, 0.6316429694502542),
+            Fault(Moment("step", 7429, CONTROLLER), "power", CONTROLLER, 3.7423043882745057),
+            Fault(Moment("note", 3, CONTROLLER, "committed", "before"), "twin", "client-2", 0.5),
+        ),
+        ZENOH,
     ),
 )  # fmt: skip
