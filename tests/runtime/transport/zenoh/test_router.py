@@ -73,10 +73,15 @@ def test_who_takes_part_is_read_from_the_token_of_its_session() -> None:
 @pytest.mark.parametrize(
     "token",
     [
-        "", "gradbus", f"gradbus/1/job/channel/in/{SENDER}.3", f"other/1/job/session/c1/{SENDER}",
-        f"gradbus/1/job/session/x/{SENDER}", f"gradbus/1/job/session/{33 * 'c'}/{SENDER}",
-        "gradbus/1/job/session/c1/0a", f"gradbus/1/job/session/c1/{SENDER}/more",
+        "",
+        "gradbus",
+        f"gradbus/1/job/channel/in/{SENDER}.3",
+        f"other/1/job/session/c1/{SENDER}",
+        f"gradbus/1/job/session/x/{SENDER}",
+        f"gradbus/1/job/session/{33 * 'c'}/{SENDER}",
+        "gradbus/1/job/session/c1/0a",
+        f"gradbus/1/job/session/c1/{SENDER}/more",
     ],
-)  # fmt: skip
+)
 def test_a_token_that_is_not_of_a_session_gives_nobody(token: str) -> None:
     assert member_of(token) is None
