@@ -181,6 +181,3 @@ def test_log_lines_that_the_page_names_are_written_somewhere(page: str, root: Pa
 def test_the_exit_codes_are_those_of_the_program(page: str) -> None:
     told = [row[0] for row in rows(section(page, "Exit codes"), "code")]
     assert told == [*(str(code.value) for code in exit_codes.ExitCode), "130, 143"]
-    (never,) = re.findall(r"RestartPreventExitStatus=([\d ]+)", page)
-    useless = (exit_codes.ExitCode.CONFIG, exit_codes.ExitCode.REFUSED, exit_codes.ExitCode.REPLACED)
-    assert never == " ".join(f"{code:d}" for code in useless)
