@@ -7,7 +7,9 @@ not_run() {
   exit 77
 }
 if ! command -v mpirun >/dev/null; then
-  [[ $EUID == 0 ]] && command -v apt-get >/dev/null || not_run "there is no mpirun, and only root can install it: apt-get install openmpi-bin"
+  if [[ $EUID != 0 ]] || ! command -v apt-get >/dev/null; then
+    not_run "there is no mpirun, and only root can install it: apt-get install openmpi-bin"
+  fi
   { apt-get -qq -o DPkg::Lock::Timeout=300 update && DEBIAN_FRONTEND=noninteractive apt-get -qq -y -o DPkg::Lock::Timeout=300 \
     install --no-install-recommends openmpi-bin; } >/dev/null 2>&1 || not_run "apt-get could not install openmpi-bin"
 fi
@@ -32,5 +34,8 @@ ranks=(run/state/rank-*)
 
 code=0
 launch --world 3 >out 2>&1 || code=$?
-[[ $code == 2 ]] && grep -q "rank must be 0 to 2" out || { cat out >&2 && exit 1; }
+if [[ $code != 2 ]] || ! grep -q "rank must be 0 to 2" out; then
+  cat out >&2
+  exit 1
+fi
 echo "mpi: 4 ranks of mpirun trained one epoch; a wrong world ended with exit code 2"
