@@ -20,6 +20,7 @@ from gradbus.runtime.foreign_files import open_to_append
 from gradbus.runtime.private_folder import make_private
 
 _COMPLETED = "saved-by-all"
+_HELD_BY = ".run"  # all processes of a run that goes on have a lock on it
 
 
 class JointCheckpoints:
@@ -84,7 +85,7 @@ def held_together(directory: Path, *, begins: bool) -> Iterator[None]:
     """
     try:
         make_private(directory)
-        lock = open_to_append(directory / ".run", 0o600)
+        lock = open_to_append(directory / _HELD_BY, 0o600)
     except OSError as error:
         raise CheckpointError(
             f"checkpoint.dir {directory} cannot be written: {error.strerror}. Choose another, or change its rights"
@@ -103,6 +104,23 @@ def held_together(directory: Path, *, begins: bool) -> Iterator[None]:
         yield
     finally:
         os.close(lock)
+
+
+def is_held(directory: Path) -> bool:
+    """Return whether processes of a run hold this directory together."""
+    try:
+        lock = open_to_append(directory / _HELD_BY, 0o600)
+    except OSError:  # there is no directory, or what is wrong there is another's to report
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # a file system without locks
+        return False
+    finally:
+        os.close(lock)
+    return False
 
 
 class HeldDirectory(contextlib.ExitStack):

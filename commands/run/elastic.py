@@ -12,13 +12,14 @@ from pathlib import Path
 import torch
 
 from gradbus.actors import ElasticPlace, ElasticWorker, EpochReport
+from gradbus.actors.data_parallel.joint_checkpoints import is_held
 from gradbus.commands.buses import elastic_bus, open_bus
 from gradbus.commands.configured_task import ConfiguredShardTask
 from gradbus.commands.files import WorkerFile
 from gradbus.commands.lifecycle import Interrupted, off_the_loop, stopping
 from gradbus.commands.rank_environment import RankPlace
 from gradbus.commands.run.data_parallel import Output, WorkerOutcome
-from gradbus.commands.rundir.directory import WorkerDirectory
+from gradbus.commands.rundir.directory import WorkerDirectory, job_in
 from gradbus.runtime.config.data_parallel import DataParallelConfig
 from gradbus.runtime.cores import usable_cores
 from gradbus.runtime.errors import ConfigError
@@ -57,6 +58,9 @@ async def run_elastic_worker(file: WorkerFile, place: RankPlace, output: Output)
     if directory.is_finished(config):
         output.say(f"finished: all of this run is done, and {directory.path} stays as it is")
         return None
+    if founders and number == 0 and goes_on(directory, file.bus.job, config):
+        output.say("process 0 joins its run, which goes on: other processes hold its checkpoints")
+        founders = 0
     run = _ElasticRun(file.model_copy(update={"parallel": config}), directory, output)
     own = config.replaced("profile.dir", config.profile.dir or directory.path)
     async with contextlib.AsyncExitStack() as stack:
@@ -80,6 +84,12 @@ async def run_elastic_worker(file: WorkerFile, place: RankPlace, output: Output)
                 if not ends.cancelled() and (fault := ends.exception()) is not None:  # the training is worth more
                     log.error("no look at whether the run is finished", path=str(directory.path), error=repr(fault))
     return run.outcome(worker)
+
+
+def goes_on(directory: WorkerDirectory, job: str, config: DataParallelConfig) -> bool:
+    """Whether other processes of this job train in this directory: a supervisor has started process 0 again, with the
+    command of its first start. The other founders join by themselves, as they make no first generation."""
+    return job_in(directory.path) == job and is_held(config.checkpoint.dir or directory.state)
 
 
 async def leave_when_finished(worker: ElasticWorker, directory: WorkerDirectory, config: DataParallelConfig) -> None:

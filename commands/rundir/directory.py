@@ -362,6 +362,13 @@ def outcome_of(path: Path) -> tuple[str, str] | None:
     return None
 
 
+def job_in(path: Path) -> str | None:
+    """The job whose run this directory is of, as its settings say; None: there are none. Nothing is written."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        return str(parse_json(text_inside(path, "config.json", MAX_FILE_BYTES))["bus"]["job"])
+    return None
+
+
 def begun_at(path: Path) -> int:
     """When training has begun in this directory, at the newest start that has come so far, which writes its settings
     then: a time of the file system, in ns; 0: never."""
