@@ -1,4 +1,4 @@
-"""What a launcher tells its processes, as torchrun's variables: Slurm, Open MPI, PMI.
+"""Translate the variables of a launcher (Slurm, Open MPI, PMI) into those of torchrun.
 
 The rest of gradbus reads RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE only. A launcher with other names is
 translated here, once, where a process begins.
@@ -93,7 +93,7 @@ def first_host(nodelist: str) -> str:
 
 
 def _is_slurm_task(environment: Mapping[str, str]) -> bool:
-    """Whether ``srun`` has started this process, and not a batch script, which has a part of the variables only.
+    """Return whether ``srun`` has started this process: a batch script has only a part of the variables.
 
     With PMI of another size, a process manager has started this process, and ``srun`` the manager.
     """

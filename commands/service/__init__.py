@@ -1,1 +1,1 @@
-"""``gradbus service``: units of systemd for controllers, clients, hosts and relays."""
+"""``gradbus service``: units of systemd for controllers, clients and relays."""

@@ -27,7 +27,7 @@ def verify(unit: ServiceUnit) -> None:
 
     Raises:
         ConfigError: there is no such program, or it finds something: a key that this systemd does not know, for
-            example. It exits with 0 then, so all that it prints about the unit counts.
+            example. It exits with 0 then, so whatever it prints about the unit is a fault.
     """
     program = shutil.which("systemd-analyze")
     if program is None:
@@ -40,10 +40,7 @@ def verify(unit: ServiceUnit) -> None:
         file.write_text(unit.text, encoding="utf-8")
         words = [program, *(["--user"] if unit.is_user else []), "--man=no", "verify", str(file)]
         try:
-            environment = {
-                "XDG_RUNTIME_DIR": folder,
-                **os.environ,
-            }  # without it the check of a user's unit has no place
+            environment = {"XDG_RUNTIME_DIR": folder, **os.environ}  # the check of a user's unit needs such a folder
             done = subprocess.run(
                 words, env=environment, capture_output=True, text=True, timeout=_VERIFY_S, check=False
             )
@@ -52,7 +49,7 @@ def verify(unit: ServiceUnit) -> None:
         found = [line for line in done.stderr.splitlines() if unit.file_name in line]  # others' units are not ours
         if found or done.returncode:
             lines = "; ".join((found or done.stderr.splitlines())[:_MAX_SHOWN])
-            raise ConfigError(f"systemd would not run this unit as it is meant: {lines.replace(folder + '/', '')}")
+            raise ConfigError(f"systemd-analyze verify finds faults in this unit: {lines.replace(folder + '/', '')}")
 
 
 def write(unit: ServiceUnit, folder: Path) -> Path:

@@ -1,4 +1,4 @@
-"""What each role of a service needs of its configuration: it is checked as the run would check it, and becomes a unit.
+"""Make a unit of a configuration, by the role of its process, after the checks that the run itself would make.
 
 A configuration is never changed. Secrets that it names are given to the service as credentials, whose paths stand in
 environment variables, which are stronger than the file.
@@ -30,10 +30,10 @@ _PUBLIC = ("allow_file", "tls_ca", "tls_certificate")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wanted:
-    """What the user of ``gradbus service install`` asks for.
+    """The request of a user of ``gradbus service install``.
 
     Attributes:
-        config: the configuration file. role: None: what the sections of the file say.
+        config: the configuration file. role: None: by the sections of the file.
         unit: name of the unit; empty: ``gradbus-`` and the role. is_user: for the manager of this user.
         client_id, client_name: of a client. key: file with the key of the job, if the configuration names none.
     """

@@ -6,6 +6,8 @@ set -euo pipefail
 part=containers
 # shellcheck source=tests/tools/roots.sh
 . tests/tools/roots.sh
+# shellcheck source=tests/tools/podman.sh
+. tests/tools/podman.sh
 not_run() {
   echo "NOT RUN: $part, $1"
   exit 77
@@ -20,7 +22,7 @@ if [[ ! -e "$root/ready" ]]; then
   make_root bookworm-image bookworm ca-certificates
   touch "$root/ready"
 fi
-mkdir -p "$place/networks" build
+mkdir -p "$place" build
 tools="$place/tools"
 if [[ ! -e "$tools/ready" ]]; then
   rm -rf "$tools"
@@ -29,25 +31,8 @@ if [[ ! -e "$tools/ready" ]]; then
   touch "$tools/ready"
 fi
 
-# crun does not start where both versions of cgroups are mounted, and without systemd there is no other manager of cgroups.
-cat >"$place/containers.conf" <<END
-[containers]
-default_ulimits = ["nofile=4096:4096", "nproc=4096:4096"]
-[engine]
-runtime = "runc"
-cgroup_manager = "cgroupfs"
-events_logger = "file"
-[network]
-network_backend = "netavark"
-network_config_dir = "$place/networks"
-END
-cat >"$place/storage.conf" <<END
-[storage]
-driver = "overlay"
-graphroot = "$place/storage"
-runroot = "$place/run"
-END
-export CONTAINERS_CONF="$place/containers.conf" CONTAINERS_STORAGE_CONF="$place/storage.conf" PATH="$tools/bin:$PATH"
+podman_in "$place"
+export PATH="$tools/bin:$PATH"
 
 hadolint deploy/Containerfile
 if ! buildah inspect localhost/gradbus-debian >/dev/null 2>&1; then

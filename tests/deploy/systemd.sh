@@ -5,6 +5,8 @@
 # folder, and all processes are those of the container, which goes at the end. BIN: where gradbus is, by default .venv/bin.
 set -euo pipefail
 part=systemd
+# shellcheck source=tests/tools/podman.sh
+. tests/tools/podman.sh
 not_run() {
   echo "NOT RUN: $part, $1"
   exit 77
@@ -39,21 +41,7 @@ clean_up() {
   rm -rf "$place"
 }
 trap clean_up EXIT
-cat >"$place/containers.conf" <<END
-[containers]
-default_ulimits = ["nofile=4096:4096", "nproc=4096:4096"]
-[engine]
-runtime = "runc"
-cgroup_manager = "cgroupfs"
-events_logger = "file"
-END
-cat >"$place/storage.conf" <<END
-[storage]
-driver = "overlay"
-graphroot = "$place/storage"
-runroot = "$place/run"
-END
-export CONTAINERS_CONF="$place/containers.conf" CONTAINERS_STORAGE_CONF="$place/storage.conf"
+podman_in "$place"
 
 root=${GRADBUS_SYSTEMD_ROOT:-$place/root.tar}
 if [[ ! -e "$root" ]]; then

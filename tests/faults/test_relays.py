@@ -31,7 +31,7 @@ Break = Callable[[Node, list[Node]], None]
 
 
 class Outcome(NamedTuple):
-    """What a run has come to: its reports, without times, and its final weights."""
+    """Holds the result of a run: its reports without times, and its final weights."""
 
     rounds: list[tuple[int, list[int], int, int, dict[str, Any]]]
     weights: dict[str, Tensor]
@@ -70,8 +70,10 @@ def run(ports: list[int], rounds: int, folder: Path, breaks: Break) -> Outcome:
         reports = finish(controller, *clients)
     newest = max(folder.rglob("round-*.safetensors"), key=lambda path: int(path.stem.partition("-")[2]))
     assert int(newest.stem.partition("-")[2]) == rounds
-    told = [(one["round_id"], one["clients"], one["attempt"], one["weights_crc32"], one["dropped"]) for one in reports]
-    return Outcome(told, load_file(newest))
+    reported = [
+        (one["round_id"], one["clients"], one["attempt"], one["weights_crc32"], one["dropped"]) for one in reports
+    ]
+    return Outcome(reported, load_file(newest))
 
 
 def check_equal(found: Outcome, unbroken: Outcome, rounds: int) -> None:

@@ -194,7 +194,7 @@ def test_a_step_counts_as_the_newest_generation_has_applied_it() -> None:
 
 
 def out_of_reach(*controllers: Any) -> bool:
-    """Whether a client that ends at 100 s, after a wait of 2 s, may have missed its last receipt."""
+    """Return whether the oracle excuses a client that ends at 100 s, after a wait of 2 s, without its last receipt."""
     world = SimpleNamespace(excused_s={"client-0": 0.0, "controller": 0.0}, above=lambda _: "controller")
     world.processes = list(controllers)
     return oracles.was_out_of_reach_at_the_end(world, SimpleNamespace(role="client-0", ended_s=100.0))  # type: ignore[arg-type]

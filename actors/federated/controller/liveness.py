@@ -325,8 +325,8 @@ class LivenessMonitor:
         now, or was cut off, hears of it, too. Clients that still fetch the last model have LAST_MODEL_S for it. Else it
         is sent once: they are to wait. With ``linger`` it is repeated for a while also without known clients, for a
         controller that has just started: those that come meanwhile get their Welcome, and then this. That is over once
-        as many clients as are expected have been here and have left. While clients are matched that lack it, it takes
-        as long as for one that is silent: over a lossy link, to join takes seconds.
+        as many clients as are expected have been here and have left. Clients may be matched and have yet to join, which
+        takes seconds over a lossy link: it waits for them as long as for a client that is silent.
         """
         now_s = time.monotonic()
         bye_s, fetching_until_s = BYE_S if ok or final else 0.0, now_s + (LAST_MODEL_S if ok else 0.0)

@@ -398,9 +398,8 @@ class Progress:
     ended_early: str = ""
     cross_site: CrossSite | None = None
     names: ClientNames = field(default_factory=ClientNames)
-    committed_unix_s: float = field(
-        default_factory=lambda: time.time()
-    )  # looked up when it is called, as tests replace it
+    # The lambda looks the function up when it is called, as simulated runs replace it.
+    committed_unix_s: float = field(default_factory=lambda: time.time())
 
     def add(self, report: RoundReport) -> None:
         """A round is done."""

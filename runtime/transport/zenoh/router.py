@@ -28,6 +28,7 @@ _STALL_S = 10.0
 _TOKENS = f"{_ROOT}/*/*/session/*/*"  # see .keys.session_token
 _TOKEN_PARTS = 6
 _MAX_TOKENS = 4  # that are remembered, for each session that may be open: who connects may declare any number
+_MAX_TOKEN_CHARS = 512  # a job has 64 characters, of at most three here each, and a domain
 _SESSION = re.compile(r"[0-9a-f]{1,32}")
 _SENDER = re.compile(rf"[0-9a-f]{{{2 * PEER_ID_BYTES}}}")
 # All that a member of a job does on its keys. What is not named here, such as asking for the router's own state, is
@@ -205,7 +206,7 @@ def _keys_of(job: str) -> str:
 
 def member_of(token: str) -> JobMember | None:
     """Return who has declared a token (:func:`.keys.session_token`). None: it is another one."""
-    parts = token.split("/")
+    parts = token.split("/") if len(token) <= _MAX_TOKEN_CHARS else []
     if len(parts) != _TOKEN_PARTS or (parts[0], parts[3]) != (_ROOT, "session"):
         return None
     if _SESSION.fullmatch(parts[4]) is None or _SENDER.fullmatch(parts[5]) is None:

@@ -81,6 +81,7 @@ def test_who_takes_part_is_read_from_the_token_of_its_session() -> None:
         f"gradbus/1/job/session/{33 * 'c'}/{SENDER}",
         "gradbus/1/job/session/c1/0a",
         f"gradbus/1/job/session/c1/{SENDER}/more",
+        f"gradbus/1/{600 * 'j'}/session/c1/{SENDER}",
     ],
 )
 def test_a_token_that_is_not_of_a_session_gives_nobody(token: str) -> None:
