@@ -69,6 +69,8 @@ class InletState:
         is_reliable: it is sent again what it lacks. has_missed: something that it lacks is not there any more.
         progressed_s: when it has last acknowledged something new, or came to lack something. interval_s: between two
             such times, on average. probe_s: when the next PROBE is due, ``patience_s`` after the last one.
+        delivery_s: what a sample has taken lately until it was acknowledged, with what was queued before it. timed: a
+            sample that is on its way, and when it was sent, from which that is measured.
         delayed_s: how long it was waited for. flight: what is on its way to it. repeats: what it has had again.
         silent_s: how long it has answered no PROBE. is_silent: for so long that it counts as lost.
     """
@@ -93,6 +95,8 @@ class InletState:
     probe_s: float = 0.0
     patience_s: float = PROBE_S
     round_trip_s: float = 0.0
+    delivery_s: float = 0.0
+    timed: tuple[int, float] | None = None
     delayed_s: float = 0.0
     silent_s: float = 0.0
     is_silent: bool = False
@@ -113,6 +117,8 @@ class InletState:
     def note_arrival(self, number: int, now_s: float) -> None:
         """Take note that all samples up to this one have arrived."""
         self.acknowledged, self.sent = number, max(self.sent, number)
+        if self.timed is not None and number >= self.timed[0]:
+            self.delivery_s, self.timed = now_s - self.timed[1], None
         self.flight.note_acknowledged(number)
         self.interval_s += (now_s - self.progressed_s - self.interval_s) / 4
         self.note_progress(now_s)
@@ -125,16 +131,22 @@ class InletState:
         """Return whether it has room for a sample, and the way to it has."""
         return not self.is_reliable or (sample.number <= self.granted and self.flight.has_room(sample.num_bytes))
 
-    def note_sent(self, sample: NumberedSample) -> None:
+    def note_sent(self, sample: NumberedSample, now_s: float) -> None:
         """Take note that it was sent a sample."""
         self.sent = sample.number
         if self.is_reliable:
+            self.timed = self.timed or (sample.number, now_s)
             self.flight.note_sent(sample.number, sample.num_bytes)
 
     @property
     def least_patience_s(self) -> float:
         """Return the time after which an answer is overdue."""
         return max(PROBE_S, 2 * self.round_trip_s)
+
+    @property
+    def repeat_interval_s(self) -> float:
+        """Return the time for which a sample that was sent again is on its way: requests until then are older."""
+        return min(max(self.least_patience_s / 2, self.delivery_s), PROBE_MAX_S)
 
 
 class ZenohOutlet(ZenohEndpoint):
@@ -209,6 +221,7 @@ class ZenohOutlet(ZenohEndpoint):
 
     def _lose_inlet(self, inlet: InletState) -> None:
         inlet.is_there, inlet.lost_s = False, self.schedule.now_s()
+        inlet.timed = None
         if inlet.is_matched:
             self.note_match()
         self.schedule.notify()  # writes that wait for it
@@ -230,6 +243,7 @@ class ZenohOutlet(ZenohEndpoint):
         inlet.acknowledged = inlet.sent = first - 1
         inlet.granted = 0
         inlet.flight.clear()
+        inlet.timed = None
         self._kept.keep_since(first)
         inlet.note_progress(self.schedule.now_s())
         self._probe(inlet)
@@ -299,6 +313,7 @@ class ZenohOutlet(ZenohEndpoint):
                 inlet.note_arrival(arrived, now_s)
             if ack.ask_last:
                 inlet.flight.note_lost(ack.ask_first)
+                inlet.timed = None  # what ends the wait for it may be either of two samples
                 inlet.patience_s = inlet.least_patience_s  # it answers; what is lost again is to be found soon
                 inlet.probe_s = min(inlet.probe_s, now_s + inlet.patience_s)
                 self._send_again(inlet, ack)
@@ -366,7 +381,7 @@ class ZenohOutlet(ZenohEndpoint):
                 if len(ready) < len(lacking):
                     return False
         for inlet in ready:
-            inlet.note_sent(one)
+            inlet.note_sent(one, now_s)
         self._sent = one.number
         return True
 
@@ -376,7 +391,7 @@ class ZenohOutlet(ZenohEndpoint):
             is_due = one.number <= self._sent or self.channel.keep_last
             if not (is_due and inlet.has_room_for(one) and self._publish_to(inlet, one.sample)):
                 break
-            inlet.note_sent(one)
+            inlet.note_sent(one, self.schedule.now_s())
         if not inlet.is_reliable:  # what was sent while it was away, and is not there any more, is lost for it
             inlet.sent = max(inlet.sent, self._sent)
 
@@ -386,7 +401,7 @@ class ZenohOutlet(ZenohEndpoint):
             if not self.channel.keep_last and first < self._kept.first:
                 return  # what is retained is not sent anew on its word
             room = FOREIGN_BYTES
-        now_s, interval_s = self.schedule.now_s(), inlet.least_patience_s / 2
+        now_s, interval_s = self.schedule.now_s(), inlet.repeat_interval_s
         for one in self._in_reach(inlet, first):
             room -= one.num_bytes
             if room < 0 or one.number > inlet.sent or (one.number > ack.ask_last and not self.channel.keep_last):

@@ -9,7 +9,8 @@ from joined_endpoints import LEASE_S, VOLATILE, Joined, Members, NoThread, Stran
 from transport_scenes import SteppedZenohScene, take, write
 
 from gradbus.runtime.security.identity.join_transport import BEACON, LAST_BEACON
-from gradbus.runtime.transport.zenoh.outlet import PROBE_S
+from gradbus.runtime.transport.kept_samples import NumberedSample
+from gradbus.runtime.transport.zenoh.outlet import PROBE_MAX_S, PROBE_S, InletState
 
 REPAIRED_S = 2 * PROBE_S  # a PROBE, and what it has the inlet ask for
 ROUND_S = 0.1
@@ -135,3 +136,18 @@ def test_an_inlet_that_has_forgotten_an_idle_outlet_is_found_again_though_the_pr
     published = session.published
     scene.pass_time(LEASE_S)
     assert session.published == published
+
+
+def test_what_was_sent_again_is_not_sent_once_more_before_it_can_have_arrived() -> None:
+    inlet = InletState("an inlet", b"its process")
+    at_first_s = inlet.repeat_interval_s
+    inlet.note_sent(NumberedSample(1, 1 << 20, b""), 10.0)
+    inlet.note_sent(NumberedSample(2, 1 << 20, b""), 11.0)
+    inlet.note_arrival(1, 12.0)  # behind what waited for the link
+    assert (at_first_s, inlet.repeat_interval_s) == (PROBE_S / 2, 2.0)
+    inlet.note_sent(NumberedSample(3, 1 << 20, b""), 20.0)
+    inlet.note_arrival(3, 20.01)
+    assert inlet.repeat_interval_s == PROBE_S / 2
+    inlet.note_sent(NumberedSample(4, 1 << 20, b""), 30.0)
+    inlet.note_arrival(4, 90.0)
+    assert inlet.repeat_interval_s == PROBE_MAX_S
