@@ -2,76 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
-import os
-import subprocess
-import sys
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from bus_helpers import membership_of
 from dds_domains import new_domain
-from identities import Identities
-
-import gradbus
-from gradbus.runtime.bus.bus import Bus
-from gradbus.runtime.security import Security
-
-WITHIN_S = 15.0  # a lost Hello is said again after 5 s and half of it at most
-FLOOD = Path(__file__).parents[2] / "support" / "join_flood.py"
-
-
-@contextmanager
-def flooded(job: str, domain: int, name: str, public: bytes) -> Iterator[dict[str, int]]:
-    """While the flood comes. What is given is filled with how many messages it was, when it is over."""
-    sent: dict[str, int] = {}
-    command = [sys.executable, str(FLOOD), job, str(domain), name, public.hex()]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        try:
-            assert process.stdout.readline() == "floods\n"
-            yield sent
-            process.stdin.close()
-            sent |= json.loads(process.stdout.readlines()[-1])
-        finally:
-            process.kill()
-
-
-async def in_s(bus: Bus) -> float:
-    """How long it takes to be let in."""
-    began_s = time.monotonic()
-    async with asyncio.timeout(60):
-        while membership_of(bus).party.keys is None:  # noqa: ASYNC110 - it has no event
-            await asyncio.sleep(0.002)
-    return time.monotonic() - began_s
+from join_under_flood import join_while_flooded
+from warm import fork
 
 
 @pytest.mark.faults
 def test_a_flood_of_hellos_in_its_name_and_of_answers_does_not_keep_a_node_of_the_list_out(tmp_path: Path) -> None:
-    known = Identities(tmp_path, clients=3)
-    place = {"job": f"flood-{os.getpid()}", "domain": new_domain(), "lease_s": 1.0}
-
-    def opens(name: str) -> Bus:
-        said = {k: Path(v) if k.endswith("_file") else v for k, v in known.security(name).items()}
-        return gradbus.connect(**place, security=Security(**said))  # type: ignore[arg-type, return-value]
-
-    async def main() -> None:
-        async with opens("server") as server:
-            target = known.keys["robot-1"]
-            times = []
-            with flooded(place["job"], place["domain"], target.name, target.public) as sent:  # type: ignore[arg-type]
-                async with asyncio.timeout(60):
-                    while min(server.rejected[why] for why in ("stamp", "busy")) < 500:  # noqa: ASYNC110 - no event
-                        await asyncio.sleep(0.01)
-                for _ in range(3):
-                    async with opens("robot-1") as bus:
-                        times.append(await in_s(bus))
-            assert sent["hello"] > 1000
-            assert max(times) < WITHIN_S, times
-
-    asyncio.run(main())
+    # In a process of its own: while it is flooded, Cyclone may take more than 10 s to delete a reader, and a bus that
+    # is closed leaves that to a thread. The domain would still be open in the next test here.
+    process = fork(join_while_flooded, str(tmp_path), new_domain())
+    try:
+        process.join(100)
+        assert process.exitcode == 0, "it shows its error with the output of the processes"
+    finally:
+        process.kill()
