@@ -119,7 +119,7 @@ class InletState:
         self.acknowledged, self.sent = number, max(self.sent, number)
         if self.timed is not None and number >= self.timed[0]:
             self.delivery_s, self.timed = now_s - self.timed[1], None
-        self.flight.note_acknowledged(number)
+        self.flight.note_acknowledged(number, now_s)
         self.interval_s += (now_s - self.progressed_s - self.interval_s) / 4
         self.note_progress(now_s)
 
@@ -136,7 +136,7 @@ class InletState:
         self.sent = sample.number
         if self.is_reliable:
             self.timed = self.timed or (sample.number, now_s)
-            self.flight.note_sent(sample.number, sample.num_bytes)
+            self.flight.note_sent(sample.number, sample.num_bytes, now_s)
 
     @property
     def least_patience_s(self) -> float:
@@ -206,7 +206,8 @@ class ZenohOutlet(ZenohEndpoint):
                 inlet.handle = self.place.next_number()
                 self.note_match()
         inlet.is_heard = inlet.is_silent = False
-        inlet.silent_s = 0.0
+        inlet.silent_s = inlet.delivery_s = 0.0  # the link may be a new one
+        inlet.timed = None
         inlet.note_progress(self.schedule.now_s())
         self._probe(inlet)
         self._probe_later()
@@ -312,7 +313,7 @@ class ZenohOutlet(ZenohEndpoint):
                     inlet.delayed_s += now_s - inlet.progressed_s
                 inlet.note_arrival(arrived, now_s)
             if ack.ask_last:
-                inlet.flight.note_lost(ack.ask_first)
+                inlet.flight.note_lost(ack.ask_first, inlet.round_trip_s)
                 inlet.timed = None  # what ends the wait for it may be either of two samples
                 inlet.patience_s = inlet.least_patience_s  # it answers; what is lost again is to be found soon
                 inlet.probe_s = min(inlet.probe_s, now_s + inlet.patience_s)

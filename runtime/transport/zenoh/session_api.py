@@ -38,7 +38,8 @@ class LinkSession(Protocol):
         """Send a message, without waiting. ``urgent``: before all that is not.
 
         Returns:
-            False: it was dropped, because too much is waiting to leave. What was accepted can be lost as well.
+            False: it was dropped, because too much is waiting to leave, or there is no link. What was accepted can be
+            lost as well.
         """
 
     def subscribe(self, expression: str, received: Callable[[str, bytes], None]) -> Declaration:

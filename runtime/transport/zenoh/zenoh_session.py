@@ -5,7 +5,9 @@ link is stalled. So threads (``gradbus-put``), one for urgent messages and one f
 messages, and outlets stop when too much waits for them. A small message, before which none waits, is put at once by
 whoever publishes it, which saves two changes of threads; where the queue of its priority is full, Zenoh drops it after
 a millisecond, and it is sent again as what is lost on the way. A router puts nothing at once: as it passes messages on,
-it waits longer for each of its links (:mod:`.relay_settings`).
+it waits longer for each of its links (:mod:`.relay_settings`). None is *express*: such a message takes a batch for
+itself, here and in the relay, of which a queue has a few, so that most of a burst would be dropped. A single one
+leaves as soon without.
 
 Zenoh calls back on threads of its own, which hold up the link as long as they are away.
 """
@@ -94,7 +96,7 @@ class ZenohSession:
         """See :meth:`.LinkSession.publish`."""
         with self._changed:
             lane = self._lanes[urgent]
-            if self._is_closed or lane.waiting_bytes >= MAX_WAITING_BYTES:
+            if self._is_closed or not self.is_linked or lane.waiting_bytes >= MAX_WAITING_BYTES:
                 return False
             if self._is_router or lane.is_busy or len(message) > SMALL_BYTES:
                 self._put_later(key, message, urgent)
@@ -119,7 +121,6 @@ class ZenohSession:
                 message,
                 congestion_control=control.DROP if may_drop else control.BLOCK,
                 priority=_URGENT if urgent else _DATA,
-                express=may_drop,
             )
         except zenoh.ZError as error:
             if not self._is_closed:

@@ -1,0 +1,66 @@
+"""What a session of Zenoh does with what is published, over a true relay."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+import zenoh
+from patience import until
+from zenoh_node import Relay, session_config
+
+from gradbus.runtime.transport.zenoh.zenoh_session import ZenohSession
+
+BURST = 2000
+KEY = "gradbus/1/a-job/a-channel"
+WITHIN_S = 50.0
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def relay() -> Iterator[Relay]:
+    with Relay() as relay:
+        yield relay
+
+
+@pytest.fixture
+def session(relay: Relay) -> Iterator[ZenohSession]:
+    session = ZenohSession(zenoh.open(session_config("client", relay.port)))
+    session.start(lambda _: None, lambda: None)
+    yield session
+    session.close()
+
+
+@pytest.mark.parametrize("urgent", [True, False])
+def test_a_burst_of_small_messages_arrives_whole(relay: Relay, session: ZenohSession, urgent: bool) -> None:
+    found: list[bytes] = []
+    all_are_here, is_subscribed = threading.Event(), threading.Event()
+
+    def note(_: str, message: bytes) -> None:
+        if message == b"first":
+            is_subscribed.set()
+        else:
+            found.append(message)
+            if len(found) == BURST:
+                all_are_here.set()
+
+    receiver = ZenohSession(zenoh.open(session_config("client", relay.port)))
+    try:
+        receiver.subscribe(KEY, note)
+        until(lambda: session.publish(KEY, b"first", urgent=urgent) and is_subscribed.wait(0.05))
+        for number in range(BURST):
+            assert session.publish(KEY, number.to_bytes(64, "big"), urgent=urgent)
+        assert all_are_here.wait(WITHIN_S), f"{len(found)} of {BURST}"
+    finally:
+        receiver.close()
+    assert [int.from_bytes(one, "big") for one in found] == list(range(BURST))
+
+
+@pytest.mark.parametrize("size", [64, 1 << 20])
+def test_what_is_published_without_a_link_is_refused(relay: Relay, session: ZenohSession, size: int) -> None:
+    assert session.publish(KEY, bytes(size), urgent=False)
+    relay.kill()
+    until(lambda: not session.is_linked)
+    assert not session.publish(KEY, bytes(size), urgent=False)
