@@ -349,7 +349,7 @@ class MessageNode:
             async with asyncio.timeout(min(EVERY_S, HEARTBEAT_S)):
                 await self._changed.wait()
         bus, session = self._bus, self._session
-        session.check_controller(bus.misconfiguration, partial(bus.reach.advice, one=True))
+        session.check_controller(lambda: bus.misconfiguration, partial(bus.reach.advice, one=True))
         self._waiting.look(
             f"the controller of job {bus.job!r}", began_s=session.seen_s, misconfiguration=bus.misconfiguration
         )
@@ -458,8 +458,8 @@ class MessageNode:
     def _awaits_answers_of(self, session: int) -> bool:
         """Whether receipts may come from this hub: the end of its run may overtake the last one. Raises
         BarrierTimeout: as :meth:`_is_current`."""
-        current = self._session
-        current.check_controller(self._bus.misconfiguration, partial(self._bus.reach.advice, one=True))
+        bus, current = self._bus, self._session
+        current.check_controller(lambda: bus.misconfiguration, partial(bus.reach.advice, one=True))
         return current.incarnation == session and current.is_open
 
     # Instructions

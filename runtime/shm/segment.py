@@ -43,6 +43,7 @@ Bytes = NDArray[np.uint8]  # shape (bytes,)
 MAX_BYTES = 1 << 30  # of one segment
 F_SEAL_FUTURE_WRITE = 0x10  # linux/fcntl.h; Python has no name for it before 3.13
 _NAME = "gradbus"
+_HAS_MEMFD = fast_paths.has_memfd()
 _MAGIC = b"gradbus\x01"
 TOKEN_BYTES = 16
 _HEAD_BYTES = len(_MAGIC) + TOKEN_BYTES
@@ -163,7 +164,7 @@ def _seal_for_others(file: int) -> None:
 
 def make_file() -> int:
     """A new memfd, empty and not sealed yet. Raises SharedMemoryFault: this system has none, or has no more."""
-    if not fast_paths.has_memfd():
+    if not _HAS_MEMFD:
         raise SharedMemoryFault("this system has no memfd")
     try:
         return os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -212,7 +213,7 @@ def opened(place: str, size: int, *, seals: int) -> Iterator[tuple[int, bytes]]:
         SharedMemoryFault: there is no such thing, or it cannot be opened or mapped from here.
     """
     found = _PLACE.fullmatch(place)
-    if found is None or not fast_paths.has_memfd():
+    if found is None or not _HAS_MEMFD:
         raise SharedMemoryFault("the other process has none")
     host, process, number, token = found.groups()
     if host != machine():

@@ -58,7 +58,7 @@ from gradbus.runtime.logs import get_logger
 from gradbus.runtime.misuse import awaited, check_task
 from gradbus.runtime.names import check_name
 from gradbus.runtime.tasks import TaskGroup, items_of, single_error
-from gradbus.runtime.testing.instrumentation import Probe
+from gradbus.runtime.testing.journal import Probe
 from gradbus.runtime.transport.channels import Inbox, ToClients
 from gradbus.runtime.transport.wait_log import EVERY_S, WaitLog
 from gradbus.runtime.wire.control import (
@@ -789,8 +789,8 @@ class Client:
 
     def _check_waiting(self) -> None:
         """Log who is waited for, if that takes long. Raises BarrierTimeout: no controller for too long."""
-        misconfiguration = self._bus.misconfiguration
-        self._session.check_controller(misconfiguration, partial(self._bus.reach.advice, one=True))
+        bus = self._bus
+        self._session.check_controller(lambda: bus.misconfiguration, partial(bus.reach.advice, one=True))
         self._waiting.look(
-            f"the controller of job {self._bus.job!r}", began_s=self._session.seen_s, misconfiguration=misconfiguration
+            f"the controller of job {bus.job!r}", began_s=self._session.seen_s, misconfiguration=bus.misconfiguration
         )

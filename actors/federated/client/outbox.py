@@ -9,7 +9,7 @@ from gradbus.actors.federated.client.packets_out import PacketSender
 from gradbus.actors.federated.client.update_masks import ClientMasking
 from gradbus.actors.federated.client.updates_out import UpdateSender
 from gradbus.runtime.bus.bus import Bus
-from gradbus.runtime.testing.instrumentation import Probe
+from gradbus.runtime.testing.journal import Probe
 from gradbus.runtime.wire.control import Grant, PacketsMissing, Receipt, RetransmitRequest
 from gradbus.runtime.wire.messages import Identity
 

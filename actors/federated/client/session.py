@@ -17,7 +17,7 @@ from gradbus.runtime.compute import ComputeThread
 from gradbus.runtime.config.federated import ClientConfig
 from gradbus.runtime.errors import BarrierTimeout, BusClosed, BusError, GradbusError, JoinRefused, TrainingFailed
 from gradbus.runtime.logs import get_logger
-from gradbus.runtime.testing.instrumentation import Probe
+from gradbus.runtime.testing.journal import Probe
 from gradbus.runtime.transport.channels import ToClients, ToController
 from gradbus.runtime.wire.control import (
     PAUSED_PHASE,
@@ -374,9 +374,9 @@ class ControllerSession:
         """Give up after another time without a message of a controller."""
         self.controller_timeout_s = controller_timeout_s
 
-    def check_controller(self, misconfiguration: str, advice: Callable[[], str] = str) -> None:
-        """Raises BarrierTimeout: no controller for too long. ``misconfiguration``: the likely reason, for its text,
-        and ``advice``: says what to do; to find that out takes a while."""
+    def check_controller(self, misconfiguration: Callable[[], str] = str, advice: Callable[[], str] = str) -> None:
+        """Raises BarrierTimeout: no controller for too long. ``misconfiguration``, ``advice``: return the likely reason,
+        and what to do, for its text; to find that out takes a while."""
         self.note_turn()
         limit_s = self.controller_timeout_s
         if time.monotonic() - self._seen_s > limit_s:
@@ -386,7 +386,7 @@ class ControllerSession:
                 ready=0,
                 needed=1,
                 timeout_s=limit_s,
-                misconfiguration=misconfiguration or self.replaced,
+                misconfiguration=misconfiguration() or self.replaced,
                 hint=advice(),
             )
 
@@ -554,4 +554,5 @@ class ClientContext:
         return self.session.run_id == run_id and self.session.is_open
 
     def _check_controller(self) -> None:
-        self.session.check_controller(self.bus.misconfiguration, partial(self.bus.reach.advice, one=True))
+        bus = self.bus
+        self.session.check_controller(lambda: bus.misconfiguration, partial(bus.reach.advice, one=True))

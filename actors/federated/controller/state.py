@@ -43,8 +43,7 @@ from gradbus.runtime.config.federated import FederatedConfig
 from gradbus.runtime.errors import CheckpointError, ControllerReplaced
 from gradbus.runtime.logs import get_logger, process_name
 from gradbus.runtime.saved_state import BUFFER, own_copies
-from gradbus.runtime.testing.instrumentation import Probe, no_probe
-from gradbus.runtime.testing.journal import History, weights_name
+from gradbus.runtime.testing.journal import History, Probe, no_probe, weights_name
 from gradbus.runtime.torch_compat import uncompiled_names
 from gradbus.runtime.wire.control import Body
 from gradbus.runtime.wire.frames import FrameKey, Kind

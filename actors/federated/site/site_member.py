@@ -45,7 +45,7 @@ class _UpstreamSession(ControllerSession):
 
     lost = False
 
-    def check_controller(self, misconfiguration: str, advice: Callable[[], str] = str) -> None:
+    def check_controller(self, misconfiguration: Callable[[], str] = str, advice: Callable[[], str] = str) -> None:
         try:
             super().check_controller(misconfiguration, advice)
         except BarrierTimeout:
