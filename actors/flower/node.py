@@ -42,8 +42,7 @@ from gradbus.runtime.errors import (
 )
 from gradbus.runtime.logs import get_logger, process_name
 from gradbus.runtime.plain_text import plain_line
-from gradbus.runtime.shm.segment import SharedMemoryFault, is_here
-from gradbus.runtime.shm.shared_payload import read
+from gradbus.runtime.shm.segment import SharedMemoryFault, is_here, read
 from gradbus.runtime.tasks import TaskGroup, single_error
 from gradbus.runtime.transport.channels import Inbox, ToClients
 from gradbus.runtime.transport.wait_log import EVERY_S, WaitLog

@@ -37,7 +37,7 @@ from gradbus.runtime.errors import BarrierTimeout, BusClosed, ConfigError, Gradb
 from gradbus.runtime.misuse import check_instance, opening
 from gradbus.runtime.network.network_config import NetworkConfig
 from gradbus.runtime.security import Level, Security
-from gradbus.runtime.shm.shared_payload import PayloadMemory
+from gradbus.runtime.shm.segment import PayloadMemory
 from gradbus.runtime.testing.fault_injection import FaultInjector
 from gradbus.runtime.testing.faults import Faults
 from gradbus.runtime.traffic import Traffic
@@ -188,9 +188,7 @@ class Bus:
 
     def _control_sample(self, sender: Identity, message: control.Body) -> Sample:
         self._messages_out = (self._messages_out + 1) & 0xFFFF_FFFF
-        key = FrameKey(
-            frames.Kind.CONTROL, 0, 0, sender.sender, sender.incarnation, self._messages_out, self._claim
-        )
+        key = FrameKey(frames.Kind.CONTROL, 0, 0, sender.sender, sender.incarnation, self._messages_out, self._claim)
         (frame,) = frames.split(key, control.encode(message), chunk_bytes=control.MAX_BODY_BYTES)
         return (), frame
 

@@ -34,8 +34,7 @@ from gradbus.commands.history.reader import read_history
 from gradbus.models import ClassificationTask, NoopTask, glyphs
 from gradbus.runtime.errors import ConfigError, TrainingFailed
 from gradbus.runtime.fast_paths import has_memfd
-from gradbus.runtime.shm.segment import SharedMemoryFault
-from gradbus.runtime.shm.shared_payload import read
+from gradbus.runtime.shm.segment import SharedMemoryFault, read
 from gradbus.runtime.wire.control import EvaluationRequest, Receipt, Welcome
 from gradbus.runtime.wire.messages import TrainCmd
 

@@ -31,7 +31,7 @@ from gradbus.actors.federated.controller.update_sum import UpdateForm, UpdateSum
 from gradbus.actors.federated.controller.updates_in import UpdateReceiver
 from gradbus.runtime.compute import ComputeThread
 from gradbus.runtime.config.federated import AsynchronousSettings, FederatedConfig
-from gradbus.runtime.shm.shared_payload import PayloadMemory
+from gradbus.runtime.shm.segment import PayloadMemory
 from gradbus.runtime.testing.journal import History
 from gradbus.runtime.wire import frames
 from gradbus.runtime.wire.control import Grant, Receipt, UploadRequest

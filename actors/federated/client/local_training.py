@@ -25,7 +25,7 @@ from gradbus.actors.secure_aggregation.masked_values import UpdateMasks
 from gradbus.runtime.compute_limiter import TRAINING
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.optimization.deferred_compiler import defer_compiler
-from gradbus.runtime.shm.shared_payload import PayloadMemory
+from gradbus.runtime.shm.segment import PayloadMemory
 from gradbus.runtime.testing.journal import Probe, no_probe
 from gradbus.runtime.wire.control import Receipt, UploadRequest, Welcome
 from gradbus.runtime.wire.frames import FrameKey, Kind

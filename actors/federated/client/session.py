@@ -375,8 +375,8 @@ class ControllerSession:
         self.controller_timeout_s = controller_timeout_s
 
     def check_controller(self, misconfiguration: Callable[[], str] = str, advice: Callable[[], str] = str) -> None:
-        """Raises BarrierTimeout: no controller for too long. ``misconfiguration``, ``advice``: return the likely reason,
-        and what to do, for its text; to find that out takes a while."""
+        """Raises BarrierTimeout: no controller for too long. ``misconfiguration``, ``advice``: return the likely
+        reason, and what to do, for its text; to find that out takes a while."""
         self.note_turn()
         limit_s = self.controller_timeout_s
         if time.monotonic() - self._seen_s > limit_s:

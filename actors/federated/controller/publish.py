@@ -31,7 +31,7 @@ from gradbus.codecs import Codec, NonFiniteError, add_into, residual_step
 from gradbus.codecs.registry import TABLE
 from gradbus.runtime.errors import BusError, ConfigError
 from gradbus.runtime.logs import get_logger
-from gradbus.runtime.shm.shared_payload import SHARED_BYTES, SharedPayload
+from gradbus.runtime.shm.segment import SHARED_BYTES, SharedPayload
 from gradbus.runtime.testing.journal import model_name
 from gradbus.runtime.user_errors import user_error
 from gradbus.runtime.wire.control import FROZEN_ROUND, ModelAvailable, ModelRequest

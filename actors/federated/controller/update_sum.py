@@ -29,7 +29,7 @@ from gradbus.actors.federated.controller.masked_attempt import MaskedAttempt
 from gradbus.actors.federated.controller.state import RunContext
 from gradbus.actors.federated.controller.uploads import IncomingUpload, RequestedUpload
 from gradbus.codecs import Codec, CodecError
-from gradbus.runtime.shm.shared_payload import read
+from gradbus.runtime.shm.segment import read
 from gradbus.runtime.testing.journal import update_name
 from gradbus.runtime.wire.control import UploadRequest
 from gradbus.runtime.wire.frames import FrameKey

@@ -41,7 +41,7 @@ from gradbus.actors.secure_aggregation.shamir import SHARE_BYTES, Interpolation
 from gradbus.models import NoopTask
 from gradbus.models.task import TrainResult
 from gradbus.runtime.errors import ConfigError, JoinRefused, RoundTimeout
-from gradbus.runtime.shm.shared_payload import PayloadMemory
+from gradbus.runtime.shm.segment import PayloadMemory
 from gradbus.runtime.transport.channels import ToClients
 from gradbus.runtime.wire.control import (
     Hello,
