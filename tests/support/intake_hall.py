@@ -23,10 +23,9 @@ from gradbus.actors.aggregation.strategies import FedAvg
 from gradbus.actors.aggregation.updates import Facts, Update
 from gradbus.actors.federated.client_names import ClientNames
 from gradbus.actors.federated.controller import uploads
-from gradbus.actors.federated.controller.participation import Quarantine, Strike
 from gradbus.actors.federated.controller.rounds import Round, RoundRules
 from gradbus.actors.federated.controller.state import RunContext
-from gradbus.actors.federated.controller.update_admission import UpdateAdmission
+from gradbus.actors.federated.controller.update_admission import Quarantine, Strike, UpdateAdmission
 from gradbus.actors.federated.controller.update_sum import UpdateForm, UpdateSum
 from gradbus.actors.federated.controller.updates_in import UpdateReceiver
 from gradbus.runtime.compute import ComputeThread
