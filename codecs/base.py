@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, TypeAlias
 
+import numpy as np
 import torch
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor
@@ -15,6 +16,7 @@ from torch import Tensor
 from gradbus.codecs.errors import NonFiniteError
 
 VERSIONS = (1, 2)
+_BLOCK_ELEMS = 30 * 1024  # stays in the cache
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -177,6 +179,14 @@ def check_finite(values: Tensor, what: str) -> float:
         bad = int((~values.isfinite()).nonzero()[0, 0])
         raise NonFiniteError(f"non-finite {what}: element {bad} of {values.numel()} is {float(values[bad])}")
     return max(-low, high)
+
+
+def l2_norm(vector: Tensor) -> float:
+    """Return the L2 norm of a float32 vector on the CPU; infinite or NaN where it is too large or not finite."""
+    values = vector.detach().numpy()
+    blocks = (values[start : start + _BLOCK_ELEMS] for start in range(0, len(values), _BLOCK_ELEMS))
+    with np.errstate(over="ignore", invalid="ignore"):
+        return math.sqrt(sum(float(np.dot(block, block)) for block in blocks))
 
 
 def _as_float32(vector: Tensor) -> Tensor:

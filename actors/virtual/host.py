@@ -20,9 +20,9 @@ from typing import Any, NoReturn
 from torch import Tensor
 
 from gradbus.actors.federated.client.client import Client
+from gradbus.actors.federated.client.client_observer import ClientSummary
 from gradbus.actors.federated.client.client_optimizer import split_terms
 from gradbus.actors.federated.client.client_parts import Prepared
-from gradbus.actors.federated.client.client_report import ClientSummary
 from gradbus.actors.federated.client.local_evaluation import DECLINED, HOSTED
 from gradbus.actors.federated.client.round_inputs import RoundInputs
 from gradbus.actors.federated.client.session import ControllerSession

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import gradbus
 from gradbus.actors.federated.client.client import Client
-from gradbus.actors.federated.client.client_report import CALLED_OFF, ClientReport
+from gradbus.actors.federated.client.client_observer import CALLED_OFF, ClientReport
 from gradbus.models import NoopTask, TrainResult
 from gradbus.runtime import callbacks as callback_module
 from gradbus.runtime import compute as compute_module

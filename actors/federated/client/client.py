@@ -18,10 +18,9 @@ from torch import Tensor
 
 from gradbus.actors.federated.chosen_codecs import CLIENT_SETTING, own_codecs
 from gradbus.actors.federated.client.client_models import ClientModels
-from gradbus.actors.federated.client.client_observer import MAX_REPORTS, ClientObserver
+from gradbus.actors.federated.client.client_observer import MAX_REPORTS, ClientObserver, ClientReport, ClientSummary
 from gradbus.actors.federated.client.client_parts import ClientParts, LocalParts, Prepared, hello_of
-from gradbus.actors.federated.client.client_report import ClientReport, ClientSummary
-from gradbus.actors.federated.client.client_rounds import ClientRounds, UpdateMaking
+from gradbus.actors.federated.client.client_rounds import ClientRounds, Outbox, UpdateMaking
 from gradbus.actors.federated.client.client_state import ClientStateStore
 from gradbus.actors.federated.client.evaluation_answers import EvaluationAnswers
 from gradbus.actors.federated.client.failures import ClientFailures
@@ -30,7 +29,6 @@ from gradbus.actors.federated.client.last_model import fetch_last_model
 from gradbus.actors.federated.client.local_evaluation import LocalEvaluation
 from gradbus.actors.federated.client.local_training import LocalTraining
 from gradbus.actors.federated.client.older_controllers import ask_older_controller
-from gradbus.actors.federated.client.outbox import Outbox
 from gradbus.actors.federated.client.pacing import TrainingBudget
 from gradbus.actors.federated.client.round_inputs import RoundInputs
 from gradbus.actors.federated.client.run_terms import Allowed, RunChoices, RunTerms, check_run

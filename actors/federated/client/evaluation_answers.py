@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 
 from gradbus.actors.federated.client.client_models import ClientModels
+from gradbus.actors.federated.client.client_rounds import Outbox
 from gradbus.actors.federated.client.local_evaluation import (
     DECLINED,
     MASKED,
@@ -20,7 +21,6 @@ from gradbus.actors.federated.client.local_evaluation import (
     LocalEvaluation,
 )
 from gradbus.actors.federated.client.local_training import LocalTraining
-from gradbus.actors.federated.client.outbox import Outbox
 from gradbus.actors.federated.client.session import ClientContext
 from gradbus.runtime.errors import BusError
 from gradbus.runtime.wire.control import EvaluationRequest, EvaluationResult, LocalModelRequest, Welcome
