@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from gradbus.actors.federated.client.older_controllers import ask_older_controller
-from gradbus.actors.federated.client.session import ControllerSession
+from gradbus.actors.federated.client.session import ControllerSession, check_waiting
 from gradbus.actors.federated.client.updates_out import ANSWERS, EncodedUpdate, UpdateSender
 from gradbus.actors.federated.request_patience import RequestPatience
 from gradbus.actors.flower.protocol import (
@@ -347,11 +347,7 @@ class MessageNode:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(min(EVERY_S, HEARTBEAT_S)):
                 await self._changed.wait()
-        bus, session = self._bus, self._session
-        session.check_controller(lambda: bus.misconfiguration, partial(bus.reach.advice, one=True))
-        self._waiting.look(
-            f"the controller of job {bus.job!r}", began_s=session.seen_s, misconfiguration=bus.misconfiguration
-        )
+        check_waiting(self._bus, self._session, self._waiting)
 
     def _set_phase(self, phase: str, number: int) -> None:
         self._phase, self._phase_s, self._current = phase, time.monotonic(), number

@@ -97,6 +97,7 @@ class ClientObserver:
         ending: why the client is to leave, as a callback has asked for it; empty: it goes on.
         newest: the newest global model; None: none has arrived.
         personal: tensors that this client keeps of its own, by name, as its newest update that counts has left them.
+        models: names the tensors of models that have arrived.
     """
 
     def __init__(
@@ -120,7 +121,7 @@ class ClientObserver:
         """
         self._callbacks = Callbacks("client", given, named)
         self._wait = CallbackWait(self._callbacks)
-        self._models = models
+        self.models = models
         self._changed = changed
         self._thread = ComputeThread(f"{name}-callbacks")
         self._copying = ComputeThread(f"{name}-state")  # a callback may be slow, and may itself wait for a state
@@ -173,10 +174,10 @@ class ClientObserver:
             model = self.newest
             if model is None or model is self._shown or not self.follows_models:
                 return
-            if not self._models.is_complete(model.welcome):  # it comes again once it is
+            if not self.models.is_complete(model.welcome):  # it comes again once it is
                 return
             self._shown = model
-            await self._call("on_model", lambda: (model.round_id, self._models.state(model, self.personal)))
+            await self._call("on_model", lambda: (model.round_id, self.models.state(model, self.personal)))
 
     async def round_begins(self, round_id: int) -> None:
         """Call ``on_round``. Raises CallbackFailed."""
@@ -200,12 +201,12 @@ class ClientObserver:
         model = self.newest
         if model is None:
             raise RuntimeError("no global model has arrived yet: await this after the client's first round has begun")
-        if not self._models.is_complete(model.welcome):
+        if not self.models.is_complete(model.welcome):
             raise RuntimeError(
                 "the model is not complete yet: its layout and frozen parameters come before the first round. Await "
                 "this after that has begun"
             )
-        return await self._copying.run_or_follow(lambda: self._models.state(model, self.personal))
+        return await self._copying.run_or_follow(lambda: self.models.state(model, self.personal))
 
     async def _call(self, method: str, make: Callable[[], tuple[Any, ...]]) -> None:
         """Call this method of all callbacks that have it, with what ``make`` makes on their thread."""

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from gradbus.actors.federated.client.client_models import ClientModels
 from gradbus.actors.federated.client.client_observer import CALLED_OFF, ClientObserver, ClientReport
-from gradbus.actors.federated.client.failures import ClientFailures
 from gradbus.actors.federated.client.local_training import LocalTraining
 from gradbus.actors.federated.client.packets_out import PacketSender
 from gradbus.actors.federated.client.session import ClientContext
@@ -120,7 +119,6 @@ class ClientRounds:
         training: LocalTraining,
         models: ClientModels,
         observer: ClientObserver,
-        failures: ClientFailures,
         making: UpdateMaking,
     ) -> None:
         self._context = context
@@ -128,13 +126,12 @@ class ClientRounds:
         self._training = training
         self._models = models
         self._observer = observer
-        self._failures = failures
+        self._failures = context.failures
         self._making = making
         self.counted = self.refused = 0
 
-    async def take_part(self, welcome: Welcome, command: TrainCmd, base: Tensor, group: asyncio.TaskGroup) -> None:
-        """Make the update of a round, send it until it is answered, and report to the program; tasks belong to
-        ``group``.
+    async def take_part(self, welcome: Welcome, command: TrainCmd, base: Tensor) -> None:
+        """Make the update of a round, send it until it is answered, and report to the program.
 
         Raises:
             CallbackFailed: a callback has. BarrierTimeout: there has been no controller for too long.
@@ -143,7 +140,7 @@ class ClientRounds:
         began_s = time.monotonic()
         if not await self._may_begin(command):
             return
-        update, reason = await self._train(welcome, command, base, group)
+        update, reason = await self._train(welcome, command, base)
         if update is not None:
             with status.delivering():
                 update, reason = await self._deliver(welcome, command, base, update)
@@ -176,15 +173,13 @@ class ClientRounds:
 
     # The update
 
-    async def _train(
-        self, welcome: Welcome, command: TrainCmd, base: Tensor, group: asyncio.TaskGroup
-    ) -> tuple[EncodedUpdate | None, str]:
+    async def _train(self, welcome: Welcome, command: TrainCmd, base: Tensor) -> tuple[EncodedUpdate | None, str]:
         """Make the update of a round; None: there is none, and why."""
         context, current, session = self._context, self._context.session, self._context.session.incarnation
         failure: Exception | None = None
         context.status.set("training")
         # It goes out as training starts: a later one may come late, as training may hold the interpreter.
-        group.create_task(context.heartbeat.send_hello(), name=f"client-{context.client_id}-hello")
+        context.group.create_task(context.heartbeat.send_hello(), name=f"client-{context.client_id}-hello")
         update: EncodedUpdate | None = None
         try:
             update = await self._making.make(welcome, command, base)
