@@ -217,12 +217,6 @@ class ClientHost(Client):
             "virtual clients cannot be paused: a client that is to pause is a process, or a Client, of its own"
         )
 
-    def _concerns(self, message: Message) -> bool:
-        if not isinstance(message, Control):
-            return not isinstance(message, PeerGone)
-        to = getattr(message.body, "to", self._identity.sender)
-        return message.sender == CONTROLLER and (to == self._identity.sender or has_id(self._ids, to))
-
 
 class ModelOfHost:
     """The model of a host, for its frozen parameters. Both methods are called on the compute thread."""
@@ -286,6 +280,13 @@ class HostRun(ClientRun):
         """Do nothing: no program follows the models of a host."""
 
     # Messages
+
+    def concerns(self, message: Message) -> bool:
+        if not isinstance(message, Control):
+            return not isinstance(message, PeerGone)
+        own = self._context.identity.sender
+        to = getattr(message.body, "to", own)
+        return message.sender == CONTROLLER and (to == own or has_id(self._ids, to))
 
     def handle(self, message: Message) -> None:
         super().handle(message)

@@ -49,19 +49,13 @@ from gradbus.runtime.misuse import awaited, check_task
 from gradbus.runtime.names import check_name
 from gradbus.runtime.tasks import TaskGroup, items_of, single_error
 from gradbus.runtime.testing.journal import Probe
-from gradbus.runtime.transport.channels import Inbox, ToClients
 from gradbus.runtime.transport.wait_log import WaitLog
 from gradbus.runtime.wire.control import (
     Hello,
 )
-from gradbus.runtime.wire.frames import CONTROLLER, UNASSIGNED
+from gradbus.runtime.wire.frames import UNASSIGNED
 from gradbus.runtime.wire.messages import (
-    ClientUpdate,
-    Control,
     Identity,
-    Message,
-    PeerGone,
-    TrainCmd,
     new_incarnation,
 )
 
@@ -290,14 +284,10 @@ class Client:
 
     async def _take_part(self, prepared: Prepared, opened: contextlib.ExitStack) -> None:
         """Take part with what is prepared. ``opened``: closes what this makes."""
-        # The inbox last: what arrives there shows that the controller has found the other readers, too.
-        kinds = (TrainCmd, ToClients, Inbox(self._identity.incarnation))
-        with self._bus.subscribe(*kinds, only=self._concerns) as inbox:
-            self._bus.open_writer(ClientUpdate)
-            async with TaskGroup() as group:
-                running = self._running = self._make_run(self._make_context(group), prepared)
-                opened.callback(running.models.close)
-                await running.take_part(inbox)
+        async with TaskGroup() as group:
+            running = self._running = self._make_run(self._make_context(group), prepared)
+            opened.callback(running.models.close)
+            await running.take_part()
 
     def _make_run(self, context: ClientContext, prepared: Prepared) -> ClientRun:
         return ClientRun(context, prepared, self._outbox, self._observer)
@@ -384,9 +374,3 @@ class Client:
         own_id, name = (UNASSIGNED, self.name) if self.client_id == NO_ID else (self.client_id, "")
         identity = Identity(own_id, self._identity.incarnation)  # of a host: of its first client
         await self._failures.report_unwelcomed(identity, name, error)
-
-    def _concerns(self, message: Message) -> bool:
-        """Whether a message is for this client: from the controller, to all clients or to this one."""
-        if isinstance(message, Control):
-            return message.sender == CONTROLLER and getattr(message.body, "to", self.client_id) == self.client_id
-        return not isinstance(message, PeerGone)

@@ -34,6 +34,7 @@ from gradbus.codecs import Codec
 from gradbus.runtime.bus.bus import Subscription
 from gradbus.runtime.errors import ConfigError, JoinDeclined, JoinRefused
 from gradbus.runtime.logs import get_logger, process_name
+from gradbus.runtime.transport.channels import Inbox, ToClients
 from gradbus.runtime.transport.wait_log import EVERY_S, WaitLog
 from gradbus.runtime.wire.control import (
     PROTOCOL,
@@ -55,7 +56,7 @@ from gradbus.runtime.wire.control import (
 )
 from gradbus.runtime.wire.frames import CONTROLLER
 from gradbus.runtime.wire.id_ranges import has_id, parse_ids
-from gradbus.runtime.wire.messages import Control, Identity, Message, TrainCmd
+from gradbus.runtime.wire.messages import ClientUpdate, Control, Identity, Message, PeerGone, TrainCmd
 
 log = get_logger("client")
 
@@ -156,12 +157,20 @@ class ClientRun:
         local = self._local
         return ClientSummary(local.rounds.counted, local.rounds.refused, self._outbox.bytes_up, local.training.train_s)
 
-    async def take_part(self, inbox: Subscription) -> None:
+    async def take_part(self) -> None:
         """Take part until all rounds are done.
 
         Raises:
             As :meth:`.Client.run`, possibly in a group.
         """
+        bus = self._context.bus
+        # The inbox last: what arrives there shows that the controller has found the other readers, too.
+        kinds = (TrainCmd, ToClients, Inbox(self._context.identity.incarnation))
+        with bus.subscribe(*kinds, only=self.concerns) as inbox:
+            bus.open_writer(ClientUpdate)
+            await self._follow(inbox)
+
+    async def _follow(self, inbox: Subscription) -> None:
         context = self._context
         self.models.receive(True)
         helpers = [
@@ -249,6 +258,13 @@ class ClientRun:
         await self._failures.report(identity, "", error, run_id)
 
     # Messages
+
+    def concerns(self, message: Message) -> bool:
+        """Whether a message is for this client: from the controller, to all clients or to this one."""
+        if isinstance(message, Control):
+            client_id = self._context.client_id
+            return message.sender == CONTROLLER and getattr(message.body, "to", client_id) == client_id
+        return not isinstance(message, PeerGone)
 
     def handle(self, message: Message) -> None:
         """Take a message that is for this client. Raises JoinRefused, JoinDeclined, TrainingFailed: it ends its run."""
