@@ -1,5 +1,5 @@
-"""What all codecs share: ``encode`` a vector, and what comes out of the bytes again; bytes as tensors without a copy; the
-header that all version 2 messages begin with."""
+"""What all codecs share: ``encode`` a vector, and what comes out of the bytes again; bytes as tensors without a copy,
+and the header that all version 2 messages begin with."""
 
 from __future__ import annotations
 
