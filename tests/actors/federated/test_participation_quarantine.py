@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradbus.actors.federated.controller import participation as module
+from gradbus.actors.federated.controller import update_admission as module
 from gradbus.actors.federated.controller.participation import MAX_TEXT
 from gradbus.actors.federated.controller.update_admission import FOR_GOOD, MAX_REPORTED_STRIKES, Quarantine, Strike
 
