@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from gradbus.actors.data_parallel.task import DataParallelTask, ShardCounts
     from gradbus.actors.data_parallel.worker import Worker
     from gradbus.actors.federated.client.client import Client
-    from gradbus.actors.federated.client.client_report import ClientReport, ClientSummary
+    from gradbus.actors.federated.client.client_observer import ClientReport, ClientSummary
     from gradbus.actors.federated.controller.controller import Controller
     from gradbus.actors.federated.controller.report import Progress, RoundReport
     from gradbus.actors.federated.site.site import Site
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 _WHERE = {
     "Client": "federated.client.client",
     "ClientOrder": "aggregation.orders",
-    "ClientReport": "federated.client.client_report",
-    "ClientSummary": "federated.client.client_report",
+    "ClientReport": "federated.client.client_observer",
+    "ClientSummary": "federated.client.client_observer",
     "Controller": "federated.controller.controller",
     "CoordinateMedian": "aggregation.robust",
     "DataParallelTask": "data_parallel.task",

@@ -28,11 +28,21 @@ import torch
 from pydantic import BaseModel
 from torch import Tensor
 
-from gradbus.codecs.base import Codec, CodecOptions, DenseBlock, Parsed, SparseBlock, check_finite
+from gradbus.codecs.base import (
+    V2_HEADER,
+    Codec,
+    CodecOptions,
+    DenseBlock,
+    Parsed,
+    SparseBlock,
+    as_view,
+    check_finite,
+    pack_header,
+    unpack_header,
+)
 from gradbus.codecs.errors import CodecError
 from gradbus.codecs.index_coding import check_ascending
 from gradbus.codecs.sparse import SparseVector
-from gradbus.codecs.wire import V2_HEADER, as_view, pack_header, unpack_header
 
 
 @dataclass(frozen=True, init=False)

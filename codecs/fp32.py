@@ -12,8 +12,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradbus.codecs.base import VERSIONS, BothVersions, Codec, DenseBlock, Parsed, check_finite
-from gradbus.codecs.wire import V2_HEADER, check_length, pack_header, tensor_bytes, tensor_view, unpack_header
+from gradbus.codecs.base import (
+    V2_HEADER,
+    VERSIONS,
+    BothVersions,
+    Codec,
+    DenseBlock,
+    Parsed,
+    check_finite,
+    check_length,
+    pack_header,
+    tensor_bytes,
+    tensor_view,
+    unpack_header,
+)
 
 MAGIC_V2 = b"F4\x00\x02"
 

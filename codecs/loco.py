@@ -18,10 +18,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gradbus.codecs.base import Codec, Parsed, SparseBlock, check_finite
+from gradbus.codecs.base import (
+    V2_HEADER,
+    Codec,
+    Parsed,
+    SparseBlock,
+    check_finite,
+    check_length,
+    pack_header,
+    unpack_header,
+)
 from gradbus.codecs.errors import CodecError
 from gradbus.codecs.two_levels import level_bytes, pack_codes, read_levels, two_levels, unpack_codes, values_of
-from gradbus.codecs.wire import V2_HEADER, check_length, pack_header, unpack_header
 
 MAGIC = b"LC\x00\x02"
 BLOCK, LARGEST = 4096, 64

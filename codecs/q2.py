@@ -12,11 +12,21 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradbus.codecs.base import Codec, DenseBlock, Parsed, check_finite
+from gradbus.codecs.base import (
+    V2_HEADER,
+    Codec,
+    DenseBlock,
+    Parsed,
+    check_finite,
+    check_length,
+    count_chunks,
+    pack_header,
+    unpack_fields,
+    unpack_header,
+)
 from gradbus.codecs.q4 import SmallChunkOptions
 from gradbus.codecs.quantize import check_chunk_elems, chunk_spans, num_chunks
 from gradbus.codecs.two_levels import level_bytes, pack_codes, read_levels, two_levels, unpack_codes, values_of
-from gradbus.codecs.wire import V2_HEADER, check_length, count_chunks, pack_header, unpack_fields, unpack_header
 
 MAGIC = b"Q2\x00\x02"
 

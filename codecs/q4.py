@@ -17,11 +17,12 @@ from numpy.typing import NDArray
 from pydantic import Field
 from torch import Tensor
 
-from gradbus.codecs.base import Codec, CodecOptions, DenseBlock, Parsed
-from gradbus.codecs.errors import CodecError
-from gradbus.codecs.quantize import check_chunk_elems, check_quantized, dequantized_blocks, num_chunks, quantize
-from gradbus.codecs.wire import (
+from gradbus.codecs.base import (
     V2_HEADER,
+    Codec,
+    CodecOptions,
+    DenseBlock,
+    Parsed,
     check_length,
     count_chunks,
     pack_header,
@@ -30,6 +31,8 @@ from gradbus.codecs.wire import (
     unpack_fields,
     unpack_header,
 )
+from gradbus.codecs.errors import CodecError
+from gradbus.codecs.quantize import check_chunk_elems, check_quantized, dequantized_blocks, num_chunks, quantize
 
 MAGIC = b"Q4\x00\x02"
 Q_MAX = 7

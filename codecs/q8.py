@@ -10,10 +10,13 @@ from typing import Annotated, TypeAlias
 from pydantic import Field
 from torch import Tensor
 
-from gradbus.codecs.base import VERSIONS, BothVersions, Codec, DenseBlock, Parsed
-from gradbus.codecs.quantize import check_chunk_elems, dequantized_blocks, num_chunks, quantize, quantized_views
-from gradbus.codecs.wire import (
+from gradbus.codecs.base import (
     V2_HEADER,
+    VERSIONS,
+    BothVersions,
+    Codec,
+    DenseBlock,
+    Parsed,
     check_dim,
     check_length,
     count_chunks,
@@ -22,6 +25,7 @@ from gradbus.codecs.wire import (
     unpack_fields,
     unpack_header,
 )
+from gradbus.codecs.quantize import check_chunk_elems, dequantized_blocks, num_chunks, quantize, quantized_views
 
 MAGIC_V1 = b"Q8\x00\x01"
 MAGIC_V2 = b"Q8\x00\x02"

@@ -12,9 +12,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from gradbus.codecs.base import DenseBlock, check_finite
+from gradbus.codecs.base import DenseBlock, check_finite, tensor_view
 from gradbus.codecs.errors import CodecError, NonFiniteError
-from gradbus.codecs.wire import tensor_view
 
 Q_MAX = 127
 

@@ -20,9 +20,8 @@ from pydantic import BaseModel
 from torch import Tensor
 
 from gradbus.codecs import fp32
-from gradbus.codecs.base import Codec, Decoded, DenseBlock, Parsed, Parser
+from gradbus.codecs.base import Codec, Decoded, DenseBlock, Parsed, Parser, Payload, as_view
 from gradbus.codecs.errors import CodecError, DimMismatchError
-from gradbus.codecs.wire import Payload, as_view
 
 MAGIC_BYTES = 4
 

@@ -18,13 +18,16 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from gradbus.codecs.base import VERSIONS, BothVersions, Codec, Parsed, SparseBlock, check_finite
-from gradbus.codecs.index_coding import check_ascending, decode_indices, encode_indices, max_index_bytes
-from gradbus.codecs.sparse import top_k
-from gradbus.codecs.wire import (
+from gradbus.codecs.base import (
     V2_HEADER,
+    VERSIONS,
+    BothVersions,
+    Codec,
+    Parsed,
+    SparseBlock,
     check_count,
     check_dim,
+    check_finite,
     check_length,
     pack_header,
     tensor_bytes,
@@ -32,6 +35,8 @@ from gradbus.codecs.wire import (
     unpack_fields,
     unpack_header,
 )
+from gradbus.codecs.index_coding import check_ascending, decode_indices, encode_indices, max_index_bytes
+from gradbus.codecs.sparse import top_k
 
 MAGIC_V1 = b"S4\x00\x01"
 MAGIC_V2 = b"S4\x00\x02"

@@ -13,6 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from gradbus.codecs.base import count_chunks, tensor_bytes, tensor_view
 from gradbus.codecs.q8 import ChunkOptions
 from gradbus.codecs.quantize import (
     check_chunk_elems,
@@ -23,7 +24,6 @@ from gradbus.codecs.quantize import (
     quantized_views,
 )
 from gradbus.codecs.s4 import TopKCodec, TopKOptions, ValueFormat, parse_sparse_v1, parse_sparse_v2
-from gradbus.codecs.wire import count_chunks, tensor_bytes, tensor_view
 
 MAGIC_V1 = b"SQ\x00\x01"
 MAGIC_V2 = b"SQ\x00\x02"

@@ -11,7 +11,6 @@ import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
-import numpy as np
 from torch import Tensor
 
 from gradbus.actors.aggregation.partial_sum import PartialSum
@@ -22,14 +21,6 @@ from gradbus.codecs.base import Block
 from gradbus.runtime.config.federated import FederatedConfig
 
 _BLOCK_ELEMS = 30 * 1024  # stays in the cache, and torch computes so few on the calling thread
-
-
-def l2_norm(vector: Tensor) -> float:
-    """Return the L2 norm of a float32 vector on the CPU; infinite or NaN where it is too large or not finite."""
-    values = vector.detach().numpy()
-    blocks = (values[start : start + _BLOCK_ELEMS] for start in range(0, len(values), _BLOCK_ELEMS))
-    with np.errstate(over="ignore", invalid="ignore"):
-        return math.sqrt(sum(float(np.dot(block, block)) for block in blocks))
 
 
 CAPPED = "samples capped"  # in the marks of a round's report

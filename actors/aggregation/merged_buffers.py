@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gradbus.codecs import CodecError
-from gradbus.codecs.wire import Payload, as_view
+from gradbus.codecs.base import Payload, as_view
 from gradbus.runtime.torch_compat import uncompiled_names
 
 MAGIC = b"GBXB"

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from gradbus import codecs
 from gradbus.codecs import Codec, CodecError, Parsed, SparseBlock
+from gradbus.codecs.base import V2_HEADER, Payload, pack_header
 from gradbus.codecs.fp32 import MAGIC_V2
-from gradbus.codecs.wire import V2_HEADER, Payload, pack_header
 
 MAX_PACKETS = 256  # of one update
 _BLOCK_ELEMS = 1 << 16  # of a packet that are read at a time

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from gradbus.actors.aggregation.sum_summary import SumSummary
 from gradbus.codecs import CodecError, DimMismatchError
-from gradbus.codecs.wire import Payload, as_view
+from gradbus.codecs.base import Payload, as_view
 
 MAGIC = b"GBXS"
 VERSION = 1

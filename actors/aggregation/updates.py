@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from gradbus import codecs
 from gradbus.codecs import Codec, CodecError, Parsed
-from gradbus.codecs.wire import Payload, as_view
+from gradbus.codecs.base import Payload, as_view
 
 MODEL = "model"
 MAGIC = b"GBXU"

@@ -15,7 +15,7 @@ from gradbus.runtime.algorithms.replicas import fingerprint
 from gradbus.runtime.collectives import Group
 from gradbus.runtime.compute import ComputeThread
 from gradbus.runtime.errors import CollectiveError, ConfigError, ReplicasDiverged
-from gradbus.runtime.testing.instrumentation import Probe, no_probe
+from gradbus.runtime.testing.journal import Probe, no_probe
 
 K = TypeVar("K")
 

@@ -50,7 +50,7 @@ from gradbus.runtime.collectives.in_network import join_aggregator
 from gradbus.runtime.config.data_parallel import DataParallelConfig
 from gradbus.runtime.config.timeouts import log_timeouts, parallel_timeouts
 from gradbus.runtime.errors import CheckpointError, ConfigError, TrainingDiverged
-from gradbus.runtime.testing.instrumentation import Probe
+from gradbus.runtime.testing.journal import Probe
 
 
 @dataclass(slots=True)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from gradbus.actors.federated.protocol import SAT_OUT, TRAINING_FAILED
-from gradbus.actors.federated.task import TrainOutcome, implementation
+from gradbus.actors.federated.task import implementation
 from gradbus.runtime.user_errors import WrongResult
 from gradbus.runtime.wire.control import MAX_METRIC_CHARS, MAX_METRICS
 
@@ -32,42 +32,6 @@ class NothingToTrain(Exception):
 def reason_of(error: Exception) -> str:
     """Return the reason by which a client reports what it ends a training with."""
     return error.reason if isinstance(error, NonFiniteResult | NothingToTrain) else TRAINING_FAILED
-
-
-def check_counts(task: object, outcome: TrainOutcome) -> None:
-    """Check the number of samples and the loss that a training has returned.
-
-    Raises:
-        WrongResult: they are not numbers, or there are no samples. NothingToTrain: the task says so.
-    """
-    try:
-        _ = int(outcome.num_samples), None if outcome.loss is None else float(outcome.loss)
-    except Exception as error:
-        raise WrongResult(
-            f"train has returned {described(outcome)}: expected an object with num_samples, an integer, and loss, "
-            f"a number or None, such as gradbus.models.TrainResult(num_samples=..., loss=...) ({error})",
-            implementation(task, "train"),
-        ) from None
-    if int(outcome.num_samples) == 0 and outcome.loss is None:
-        raise NothingToTrain
-    if int(outcome.num_samples) < 1:
-        raise WrongResult(
-            f"train has returned num_samples={outcome.num_samples} and loss={outcome.loss}: expected at least one "
-            f"sample. If there was nothing to train, return gradbus.models.TrainResult.nothing()",
-            implementation(task, "train"),
-        )
-
-
-def metrics_of(task: object, outcome: TrainOutcome, others: int) -> dict[str, float]:
-    """Return the metrics of a training that go out beside ``others`` of its rule. Raises WrongResult: they cannot be
-    read."""
-    try:
-        return sendable(as_floats(getattr(outcome, "metrics", None)), others)
-    except Exception as error:
-        raise WrongResult(
-            f"train has returned metrics that cannot be read ({error}): expected a mapping of names to single numbers",
-            implementation(task, "train"),
-        ) from error
 
 
 def sendable(metrics: Mapping[str, float], others: int = 0) -> dict[str, float]:

@@ -21,7 +21,7 @@ from gradbus.actors.flower.payload import collect, decode, encode
 from gradbus.actors.flower.protocol import make_payload
 from gradbus.actors.flower.reply_tally import ReplyTally, RoundName
 from gradbus.runtime.errors import FrameError
-from gradbus.runtime.shm.shared_payload import PayloadMemory
+from gradbus.runtime.shm.segment import PayloadMemory
 
 NODE_ID_BASE = 1000  # the id of the node with number 0; Flower has 0 and 1 for itself
 _POLL_S = 1.0  # at most so long a call waits in one piece

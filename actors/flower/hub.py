@@ -38,8 +38,7 @@ from gradbus.runtime.bus.bus import Bus, Subscription
 from gradbus.runtime.compute import ComputeThread
 from gradbus.runtime.errors import BarrierTimeout, BusClosed, BusError, ConfigError, FrameError
 from gradbus.runtime.logs import get_logger, process_name
-from gradbus.runtime.shm.segment import SharedMemoryFault, is_here
-from gradbus.runtime.shm.shared_payload import read
+from gradbus.runtime.shm.segment import SharedMemoryFault, is_here, read
 from gradbus.runtime.tasks import TaskGroup, single_error
 from gradbus.runtime.transport.channels import CHANNELS, ToClients, ToController
 from gradbus.runtime.wire.control import (

@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from gradbus.actors.federated.client.older_controllers import ask_older_controller
-from gradbus.actors.federated.client.session import ControllerSession
+from gradbus.actors.federated.client.session import ControllerSession, check_waiting
 from gradbus.actors.federated.client.updates_out import ANSWERS, EncodedUpdate, UpdateSender
 from gradbus.actors.federated.request_patience import RequestPatience
 from gradbus.actors.flower.protocol import (
@@ -42,8 +42,7 @@ from gradbus.runtime.errors import (
 )
 from gradbus.runtime.logs import get_logger, process_name
 from gradbus.runtime.plain_text import plain_line
-from gradbus.runtime.shm.segment import SharedMemoryFault, is_here
-from gradbus.runtime.shm.shared_payload import read
+from gradbus.runtime.shm.segment import SharedMemoryFault, is_here, read
 from gradbus.runtime.tasks import TaskGroup, single_error
 from gradbus.runtime.transport.channels import Inbox, ToClients
 from gradbus.runtime.transport.wait_log import EVERY_S, WaitLog
@@ -348,11 +347,7 @@ class MessageNode:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(min(EVERY_S, HEARTBEAT_S)):
                 await self._changed.wait()
-        bus, session = self._bus, self._session
-        session.check_controller(bus.misconfiguration, partial(bus.reach.advice, one=True))
-        self._waiting.look(
-            f"the controller of job {bus.job!r}", began_s=session.seen_s, misconfiguration=bus.misconfiguration
-        )
+        check_waiting(self._bus, self._session, self._waiting)
 
     def _set_phase(self, phase: str, number: int) -> None:
         self._phase, self._phase_s, self._current = phase, time.monotonic(), number
@@ -458,8 +453,8 @@ class MessageNode:
     def _awaits_answers_of(self, session: int) -> bool:
         """Whether receipts may come from this hub: the end of its run may overtake the last one. Raises
         BarrierTimeout: as :meth:`_is_current`."""
-        current = self._session
-        current.check_controller(self._bus.misconfiguration, partial(self._bus.reach.advice, one=True))
+        bus, current = self._bus, self._session
+        current.check_controller(lambda: bus.misconfiguration, partial(bus.reach.advice, one=True))
         return current.incarnation == session and current.is_open
 
     # Instructions

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from gradbus.runtime.errors import ConfigError
-from gradbus.runtime.shm.shared_payload import PayloadMemory, SharedPayload
+from gradbus.runtime.shm.segment import PayloadMemory, SharedPayload
 from gradbus.runtime.wire.frames import CHUNK_BYTES, CONTROLLER, MAX_FRAMES, FrameKey, Kind
 
 CODEC = "flower"  # of a Welcome: what updates hold

@@ -33,7 +33,7 @@ from gradbus.actors.aggregation.partial_sum import Integers
 from gradbus.actors.secure_aggregation.keys import Roster
 from gradbus.actors.secure_aggregation.masks import Words
 from gradbus.codecs import CodecError, DenseBlock, DimMismatchError, Parsed, get, parse
-from gradbus.codecs.wire import Payload, as_view
+from gradbus.codecs.base import Payload, as_view
 
 MAGIC = b"GBXM"
 VERSION = 2

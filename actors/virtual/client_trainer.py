@@ -32,8 +32,8 @@ from gradbus.actors.federated.task import FederatedTask
 from gradbus.actors.federated.task_results import NothingToTrain, reason_of
 from gradbus.actors.virtual.channel import Parcel
 from gradbus.runtime.built_model import build_model
-from gradbus.runtime.shm.shared_payload import PayloadMemory, SharedPayload
-from gradbus.runtime.testing.instrumentation import no_probe
+from gradbus.runtime.shm.segment import PayloadMemory, SharedPayload
+from gradbus.runtime.testing.journal import no_probe
 from gradbus.runtime.user_errors import traceback_with_place, user_error
 from gradbus.runtime.wire import control
 from gradbus.runtime.wire.messages import Identity, TrainCmd

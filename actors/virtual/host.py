@@ -15,17 +15,18 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from torch import Tensor
 
 from gradbus.actors.federated.client.client import Client
+from gradbus.actors.federated.client.client_observer import ClientObserver, ClientSummary
 from gradbus.actors.federated.client.client_optimizer import split_terms
-from gradbus.actors.federated.client.client_parts import Prepared
-from gradbus.actors.federated.client.client_report import ClientSummary
+from gradbus.actors.federated.client.client_rounds import Outbox
+from gradbus.actors.federated.client.client_run import ClientRun, Prepared
 from gradbus.actors.federated.client.local_evaluation import DECLINED, HOSTED
 from gradbus.actors.federated.client.round_inputs import RoundInputs
-from gradbus.actors.federated.client.session import ControllerSession
+from gradbus.actors.federated.client.session import ClientContext, ControllerSession
 from gradbus.actors.federated.client.updates_out import ANSWERS, EncodedUpdate, UpdateSender, note_receipt
 from gradbus.actors.federated.controller.clients import FIRST_HOST
 from gradbus.actors.federated.model.flat_model import FlatModel
@@ -187,6 +188,77 @@ class ClientHost(Client):
         super().__init__(bus, task, client_id=self._ids[0].start, name=name, config=config)
         self._pool = pool
         self._state_dir = state_dir
+
+    def _make_session(self) -> HostSession:
+        return HostSession(self._config.controller_timeout_s, self._ids)
+
+    def _make_run(self, context: ClientContext, prepared: Prepared) -> HostRun:
+        clients = HostedClients(self._ids, self._pool, self._state_dir)
+        return HostRun(context, prepared, self._outbox, self._observer, clients)
+
+    @property
+    def _sender_id(self) -> int:
+        return FIRST_HOST | self.client_id
+
+    def _build(self) -> FlatModel:
+        self._bus.access_policy.check_host()
+        return FlatModel(build_model(self._task))
+
+    def _open(self, model: FlatModel, opened: contextlib.ExitStack) -> Prepared:
+        self._probe.note("started", incarnation=self._identity.incarnation, ids=self._text)
+        return Prepared(model, self._introduction(model), ModelOfHost(model), self._own_codecs(model))
+
+    def _introduction(self, model: FlatModel) -> Hello:
+        return replace(super()._introduction(model), ids=self._text, masks=False, grids=False)
+
+    def pause(self) -> NoReturn:
+        """Raises TypeError: the clients of a host cannot be paused."""
+        raise TypeError(
+            "virtual clients cannot be paused: a client that is to pause is a process, or a Client, of its own"
+        )
+
+
+class ModelOfHost:
+    """The model of a host, for its frozen parameters. Both methods are called on the compute thread."""
+
+    def __init__(self, model: FlatModel) -> None:
+        self._model = model
+
+    def lacks_frozen(self, welcome: Welcome) -> bool:
+        """Return whether it lacks the controller's frozen parameters."""
+        self._model.arrange(Sharing.of_welcome(welcome))
+        return self._model.frozen != welcome.frozen
+
+    def take_frozen(self, welcome: Welcome, vector: Tensor) -> None:
+        """Put them into the model, for the processes of the pool."""
+        self._model.arrange(Sharing.of_welcome(welcome))
+        self._model.write_frozen(vector)
+
+
+class HostedClients(NamedTuple):
+    """Holds what a host's part in a run needs of the host itself: the ids of its clients, what trains them, and where
+    they keep what they need from round to round."""
+
+    ids: tuple[range, ...]
+    pool: TrainingPool[Any]
+    state_dir: Path
+
+
+class HostRun(ClientRun):
+    """The part of a host's clients in a run."""
+
+    _session: HostSession
+
+    def __init__(
+        self,
+        context: ClientContext,
+        prepared: Prepared,
+        outbox: Outbox,
+        observer: ClientObserver,
+        clients: HostedClients,
+    ) -> None:
+        super().__init__(context, prepared, outbox, observer)
+        self._ids, self._pool, self._state_dir = clients
         self._sending: dict[int, UpdateSender] = {}  # by client
         self._reported: dict[int, TrainingFailure] = {}  # of the newest command, by client
         self._work_now: RoundWork | None = None
@@ -199,48 +271,25 @@ class ClientHost(Client):
         self._trained_s = 0.0
         self._bytes_up = 0
 
-    def _make_session(self) -> HostSession:
-        return HostSession(self._config.controller_timeout_s, self._ids)
-
-    @property
-    def _sender_id(self) -> int:
-        return FIRST_HOST | self.client_id
-
     @property
     def summary(self) -> ClientSummary:
         """Return what its clients did so far, in sum."""
         return ClientSummary(self._counted, self._refused, self._bytes_up, self._trained_s)
-
-    def _build(self) -> FlatModel:
-        self._bus.access_policy.check_host()
-        return FlatModel(build_model(self._task))
-
-    def _open(self, model: FlatModel, opened: contextlib.ExitStack) -> Prepared:
-        self._probe.note("started", incarnation=self._identity.incarnation, ids=self._text)
-        return Prepared(self, self._own_codecs(model))
-
-    def _describe(self, matched: bool) -> Hello:
-        return replace(super()._describe(matched), ids=self._text, masks=False, grids=False)
-
-    def pause(self) -> NoReturn:
-        """Raises TypeError: the clients of a host cannot be paused."""
-        raise TypeError(
-            "virtual clients cannot be paused: a client that is to pause is a process, or a Client, of its own"
-        )
 
     async def _take_last_model(self) -> None:
         """Do nothing: no program follows the models of a host."""
 
     # Messages
 
-    def _concerns(self, message: Message) -> bool:
+    def concerns(self, message: Message) -> bool:
         if not isinstance(message, Control):
             return not isinstance(message, PeerGone)
-        to = getattr(message.body, "to", self._identity.sender)
-        return message.sender == CONTROLLER and (to == self._identity.sender or has_id(self._ids, to))
+        own = self._context.identity.sender
+        to = getattr(message.body, "to", own)
+        return message.sender == CONTROLLER and (to == own or has_id(self._ids, to))
 
-    def _handle(self, message: Message, group: TaskGroup) -> None:
-        super()._handle(message, group)
+    def handle(self, message: Message) -> None:
+        super().handle(message)
         work = self._evaluating
         if work is not None and not self._session.wants_result(work.request, self._evaluating_session):
             self._pool.stop(work)
@@ -255,40 +304,30 @@ class ClientHost(Client):
         for sender in self._sending.values():
             sender.interrupt()
 
-    def _on_controller(self, session: int, body: Any, group: TaskGroup) -> None:
+    def _on_controller(self, session: int, body: Any) -> None:
         if isinstance(body, ANSWERS):
             sender = self._sending.get(body.to)
-            if sender is not None and body.incarnation == self._identity.incarnation:
-                sender.on_answer(body, group)
-        elif isinstance(body, LocalModelRequest) and body.incarnation == self._identity.incarnation:
-            group.create_task(self._refuse_model(body), name="host-no-model")
-        elif isinstance(body, Refused) and body.to != self._identity.sender:
+            if sender is not None and body.incarnation == self._context.identity.incarnation:
+                sender.on_answer(body, self._group)
+        elif isinstance(body, LocalModelRequest) and body.incarnation == self._context.identity.incarnation:
+            self._group.create_task(self._refuse_model(body), name="host-no-model")
+        elif isinstance(body, Refused) and body.to != self._context.identity.sender:
             log.error("client refused", client=body.to, reason=body.why)
         else:
-            super()._on_controller(session, body, group)
+            super()._on_controller(session, body)
 
     # RoundWork
 
-    async def _prepare(self, welcome: Welcome, group: TaskGroup) -> None:
-        await self._pool.open(self.client_id, welcome.num_clients)
-        self._repeating = group.create_task(self._repeat_failures(welcome.heartbeat_s), name="host-failures")
+    async def _prepare(self, welcome: Welcome) -> None:
+        await self._pool.open(self._context.client_id, welcome.num_clients)
+        self._repeating = self._group.create_task(self._repeat_failures(welcome.heartbeat_s), name="host-failures")
 
-    async def _work(self, group: TaskGroup) -> None:
+    async def _work(self) -> None:
         try:
-            await super()._work(group)
+            await super()._work()
         finally:
             if self._repeating is not None:
                 self._repeating.cancel()
-
-    def lacks_frozen(self, welcome: Welcome) -> bool:
-        """Whether its model lacks the controller's frozen parameters. Called on the compute thread."""
-        self._model.arrange(Sharing.of_welcome(welcome))
-        return self._model.frozen != welcome.frozen
-
-    def take_frozen(self, welcome: Welcome, vector: Tensor) -> None:
-        """Put them into the model, for the processes of the pool. Called on the compute thread."""
-        self._model.arrange(Sharing.of_welcome(welcome))
-        self._model.write_frozen(vector)
 
     def _is_wanted(self) -> bool:
         """Whether what is being trained is still asked for by somebody."""
@@ -296,7 +335,7 @@ class ClientHost(Client):
         is_superseded = session != current.incarnation or current.is_superseded(command)
         return not is_superseded and bool(current.to_train(command))
 
-    async def _train_and_send(self, welcome: Welcome, command: TrainCmd, base: Tensor, group: TaskGroup) -> None:
+    async def _train_and_send(self, welcome: Welcome, command: TrainCmd, base: Tensor) -> None:
         current = self._session
         self._commanded = command, current.incarnation
         order = sorted(current.to_train(command))
@@ -307,19 +346,19 @@ class ClientHost(Client):
             welcome=welcome,
             command=command,
             base=base,
-            broadcast=self._models.replica.broadcast,
-            buffers=self._models.replica.buffers,
+            broadcast=self.models.replica.broadcast,
+            buffers=self.models.replica.buffers,
             terms=current.terms,
             commanded_s=current.commanded_s,
         )
-        frozen = vector_bytes(self._model.read_frozen()) if welcome.frozen else b""
+        frozen = vector_bytes(self.model.read_frozen()) if welcome.frozen else b""
         work = self._work_now = self._pool.new_work(inputs, frozen)
         began_s, asked, before = time.monotonic(), len(queue), self._counted
         self._status.set("training")
-        group.create_task(self._context.heartbeat.send_hello(), name="host-hello")
-        buffers = layout_of(self._model.specs, Sharing.of_welcome(welcome))
-        codec = self._choices.read(welcome).codec_in(split_terms(inputs.options())[1])
-        largest = codec.max_bytes(self._models.shape.dim) + buffers.max_bytes
+        self._group.create_task(self._context.heartbeat.send_hello(), name="host-hello")
+        buffers = layout_of(self.model.specs, Sharing.of_welcome(welcome))
+        codec = self._context.choices.read(welcome).codec_in(split_terms(inputs.options())[1])
+        largest = codec.max_bytes(self.models.shape.dim) + buffers.max_bytes
         if current.is_held(command):
             check_room(asked, largest)
         room = asyncio.Semaphore(max(WAITING_UPDATES * self._pool.size, WAITING_BYTES // largest))
@@ -354,7 +393,7 @@ class ClientHost(Client):
                 async with self._pool.borrow(work) as process:
                     if not self._pool.is_stopped(work):  # while it waited for a process
                         update = await process.train(
-                            work, Identity(client_id, self._identity.incarnation), next(self._outbox.transfers)
+                            work, Identity(client_id, self._context.identity.incarnation), next(self._outbox.transfers)
                         )
                 if update is not None:
                     group.create_task(self._deliver(update, process, room), name=f"host-send-{client_id}")
@@ -376,7 +415,7 @@ class ClientHost(Client):
         current, (command, session) = self._session, self._commanded
         client_id, request = update.key.sender, update.request
         sender = self._sending[client_id] = UpdateSender(
-            self._bus, Identity(client_id, self._identity.incarnation), self._probe
+            self._context.bus, Identity(client_id, self._context.identity.incarnation), self._context.probe
         )
         try:
             receipt = await sender.deliver(
@@ -390,8 +429,8 @@ class ClientHost(Client):
         self._trained_s += request.train_s
         if receipt is None:
             return
-        if self._probe.history.on:
-            await self._compute.run(note_receipt, self._probe, receipt, client=client_id)
+        if self._context.probe.history.on:
+            await self._compute.run(note_receipt, self._context.probe, receipt, client=client_id)
         if not receipt.accepted:
             self._refused += 1
             is_same = session == current.incarnation and request.round_id == command.round_id
@@ -409,36 +448,36 @@ class ClientHost(Client):
         """Save the state of a client whose update counts."""
         kept = open_state(self._state_dir, update.key.sender, to_write=True)
         try:
-            kept.start_run(update.key.job, self._models.shape.dim)
+            kept.start_run(update.key.job, self.models.shape.dim)
             kept.keep(update.key.round_id, update.state)
         finally:
             kept.close()
 
     # Evaluation
 
-    async def _evaluate(self, welcome: Welcome, request: EvaluationRequest, group: TaskGroup) -> None:
+    async def _evaluate(self, welcome: Welcome, request: EvaluationRequest) -> None:
         """Have the processes evaluate a model on the data of each client that is named, and send the results as they
         come. Those that are there already are sent again."""
         session = self._session.incarnation
         if self._results[0] != (session, request.round_id):
             self._results = (session, request.round_id), {}
         results, named = self._results[1], self._session.to_evaluate(request)
-        if not self._config.evaluates:
+        if not self._context.config.evaluates:
             declined = EvaluationResult(request.run_id, request.round_id, 0, {}, DECLINED, 0.0)
             results.update(dict.fromkeys(named, declined))
         for client_id in named:
             if client_id in results:
                 await self._send(client_id, results[client_id])
         queue = deque((client_id, 0) for client_id in named if client_id not in results)
-        if not queue or (vector := await self._models.fetch_evaluated(welcome, request)) is None:
+        if not queue or (vector := await self.models.fetch_evaluated(welcome, request)) is None:
             return
-        frozen = vector_bytes(self._model.read_frozen()) if welcome.frozen else b""
+        frozen = vector_bytes(self.model.read_frozen()) if welcome.frozen else b""
         work = self._evaluating = self._pool.new_evaluation(
-            welcome, request, vector, frozen, self._models.replica.buffers
+            welcome, request, vector, frozen, self.models.replica.buffers
         )
         self._evaluating_session = session
         self._status.set("evaluating")
-        group.create_task(self._context.heartbeat.send_hello(), name="host-hello")
+        self._group.create_task(self._context.heartbeat.send_hello(), name="host-hello")
         left_s = max(0.0, self._session.evaluation_until_s - time.monotonic())
         deadline = asyncio.get_running_loop().call_later(left_s, self._pool.stop, work)
         try:
@@ -464,7 +503,7 @@ class ClientHost(Client):
                 async with self._pool.borrow(work) as process:
                     if self._pool.is_stopped(work):  # while it waited for a process
                         return
-                    result = await process.evaluate(work, client_id, tells_errors=self._config.report_failures)
+                    result = await process.evaluate(work, client_id, tells_errors=self._context.config.report_failures)
                 if result is None:
                     return  # stopped
             if result is None and deaths + 1 < MAX_DEATHS:
@@ -478,7 +517,7 @@ class ClientHost(Client):
 
     async def _send(self, client_id: int, body: EvaluationResult | TrainingFailure) -> None:
         with contextlib.suppress(BusError):  # a result is requested again, a failure sent again with the next heartbeat
-            await self._bus.publish(Identity(client_id, self._identity.incarnation), body)
+            await self._context.bus.publish(Identity(client_id, self._context.identity.incarnation), body)
 
     async def _refuse_model(self, request: LocalModelRequest) -> None:
         await self._send(request.to, EvaluationResult(request.run_id, request.round_id, 0, {}, HOSTED, 0.0))
@@ -494,7 +533,7 @@ class ClientHost(Client):
         if session != current.incarnation or current.is_superseded(command):
             return
         current.refused_ids.add(client_id)
-        text = plain_text(error.text) if self._config.report_failures else "training failed"
+        text = plain_text(error.text) if self._context.config.report_failures else "training failed"
         sent = TrainingFailure(current.run_id, command.round_id, text, error.reason)
         self._reported = {one: before for one, before in self._reported.items() if before.round_id == sent.round_id}
         self._reported[client_id] = sent

@@ -27,8 +27,7 @@ from gradbus.actors.virtual.pool import (
 from gradbus.actors.virtual.training_process import StopFlag, run_template
 from gradbus.runtime.errors import ConfigError, TrainingFailed
 from gradbus.runtime.logs import get_logger
-from gradbus.runtime.shm.segment import SharedMemoryFault
-from gradbus.runtime.shm.shared_payload import read
+from gradbus.runtime.shm.segment import SharedMemoryFault, read
 
 START_S = 60.0  # a fork and a model; the data are loaded by then
 END_S = 5.0

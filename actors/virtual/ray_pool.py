@@ -48,7 +48,7 @@ from gradbus.runtime.logs import get_logger
 from gradbus.runtime.needs import how_to_install
 from gradbus.runtime.plain_text import plain_line
 from gradbus.runtime.private_folder import scratch_folder
-from gradbus.runtime.shm.shared_payload import PayloadMemory
+from gradbus.runtime.shm.segment import PayloadMemory
 from gradbus.runtime.tasks import TaskGroup, single_error
 
 LOCAL = "local"  # in place of an address: a cluster for this run, on this machine

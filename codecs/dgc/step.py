@@ -29,11 +29,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradbus.codecs.base import are_finite
+from gradbus.codecs.base import Payload, are_finite
 from gradbus.codecs.dgc.config import DgcConfig, DgcLayout, Slot, check_density, check_state_dict
 from gradbus.codecs.dgc.wire import add_entries, decode_dgc, encode_dgc, encode_non_finite
 from gradbus.codecs.sparse import top_k
-from gradbus.codecs.wire import Payload
 
 
 @dataclass(frozen=True, slots=True, eq=False)

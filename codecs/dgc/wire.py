@@ -17,19 +17,19 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gradbus.codecs.base import check_finite
-from gradbus.codecs.dgc.config import DgcLayout
-from gradbus.codecs.errors import CodecError, DimMismatchError
-from gradbus.codecs.index_coding import Coding, decode_indices, encode_indices, max_index_bytes
-from gradbus.codecs.wire import (
+from gradbus.codecs.base import (
     Payload,
     as_view,
     check_count,
+    check_finite,
     check_length,
     tensor_bytes,
     tensor_view,
     unpack_fields,
 )
+from gradbus.codecs.dgc.config import DgcLayout
+from gradbus.codecs.errors import CodecError, DimMismatchError
+from gradbus.codecs.index_coding import Coding, decode_indices, encode_indices, max_index_bytes
 
 MAGIC = b"DG\x00\x01"
 

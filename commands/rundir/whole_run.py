@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from statistics import median, median_high
 from typing import Any, NamedTuple
 
-from gradbus.actors.federated.controller.participation import Strike
 from gradbus.actors.federated.controller.report import RoundReport
 from gradbus.actors.federated.controller.rounds import Outcome
+from gradbus.actors.federated.controller.update_admission import Strike
 from gradbus.commands.rundir.report_size import names_in, weight_of
 from gradbus.commands.rundir.thinned import Thinned
 

@@ -29,11 +29,12 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from gradbus import codecs
-from gradbus.actors.aggregation.clipping import LimitedStrategy, l2_norm
+from gradbus.actors.aggregation.clipping import LimitedStrategy
 from gradbus.actors.aggregation.robust import CoordinateMedian, Krum, MultiKrum, TrimmedMean
 from gradbus.actors.aggregation.strategies import FedAvg, Strategy
 from gradbus.actors.aggregation.updates import Facts, Update
 from gradbus.actors.federated.model.flat_model import FlatModel
+from gradbus.codecs.base import l2_norm
 from gradbus.experiments.bench.command import Benchmark, Part
 from gradbus.experiments.bench.results import Measurement, measurement
 from gradbus.experiments.bench.timing import block

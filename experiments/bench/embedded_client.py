@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 import gradbus
-from gradbus.actors.federated.client.client_report import ClientReport
+from gradbus.actors.federated.client.client_observer import ClientReport
 from gradbus.experiments.bench.command import Benchmark, Part, add_effort
 from gradbus.experiments.bench.federated import MODEL_4_8_MB
 from gradbus.experiments.bench.federation import RoleWork, note_rounds, run_federation, take_part

@@ -37,7 +37,7 @@ from gradbus.runtime.errors import BarrierTimeout, BusClosed, ConfigError, Gradb
 from gradbus.runtime.misuse import check_instance, opening
 from gradbus.runtime.network.network_config import NetworkConfig
 from gradbus.runtime.security import Level, Security
-from gradbus.runtime.shm.shared_payload import PayloadMemory
+from gradbus.runtime.shm.segment import PayloadMemory
 from gradbus.runtime.testing.fault_injection import FaultInjector
 from gradbus.runtime.testing.faults import Faults
 from gradbus.runtime.traffic import Traffic
@@ -50,6 +50,7 @@ from gradbus.runtime.transport.channels import (
     channel_of,
     control_channel_of,
     is_control,
+    traffic_name,
 )
 from gradbus.runtime.wire import control, frames
 from gradbus.runtime.wire.frames import FrameKey
@@ -97,9 +98,11 @@ class Bus:
         self.incarnations: deque[int] = deque(maxlen=64)  # of the ranks it has been; their words may still come
         self._match_waiters: list[asyncio.Future[int]] = []
         self._messages_out = 0
+        self._inline_bytes: Counter[str] = Counter()  # of small messages, by topic
         self._senders: dict[Identity, set[MessageKind]] = {}  # that have sent through it, and where
         self._closed = False
         self._made_in = forks.generation
+        self._claim = peer_processes.own_claim()
         self._thread.start()
         try:
             transport.start(self._receiver)
@@ -179,15 +182,13 @@ class Bus:
                 self._senders.setdefault(sender, set()).add(kind)
         writer = self._writer_of(kind)
         if writer.write(*sample):
-            self._sender.count(writer.channel, sum(len(part) for part in sample[1]))
+            self._inline_bytes[traffic_name(writer.channel)] += sum(map(len, sample[1]))
         else:  # some reader's queue is full: wait off the loop
             await self._submit(writer, iter([sample]))
 
     def _control_sample(self, sender: Identity, message: control.Body) -> Sample:
         self._messages_out = (self._messages_out + 1) & 0xFFFF_FFFF
-        key = FrameKey(
-            frames.Kind.CONTROL, 0, 0, sender.sender, sender.incarnation, self._messages_out, peer_processes.own_claim()
-        )
+        key = FrameKey(frames.Kind.CONTROL, 0, 0, sender.sender, sender.incarnation, self._messages_out, self._claim)
         (frame,) = frames.split(key, control.encode(message), chunk_bytes=control.MAX_BODY_BYTES)
         return (), frame
 
@@ -396,7 +397,7 @@ class Bus:
     def sent_bytes(self) -> Counter[str]:
         """Bytes of frames given to the transport, by topic, headers and repeats included; of payload there is
         :attr:`traffic`."""
-        inline = [self._port_bytes, *(port.inline_bytes for port in self._ports)]
+        inline = [self._inline_bytes, self._port_bytes, *(port.inline_bytes for port in self._ports)]
         return sum(inline, Counter(self._sender.sent_bytes))
 
     @property
@@ -417,7 +418,8 @@ class Bus:
         return Counter({channel.inlet.channel.name: channel.taken for channel in channels})
 
     def _check_open(self) -> None:
-        forks.check(self._made_in, "the bus")
+        if self._made_in != forks.generation:
+            raise forks.refusal("the bus")
         if self._closed:
             raise BusClosed("the bus is closed")
         if self._thread.fault is not None:

@@ -19,7 +19,8 @@ from dataclasses import dataclass
 
 from gradbus.runtime.transport import peer_processes
 from gradbus.runtime.transport.api import Peer
-from gradbus.runtime.wire.messages import Control, PeerGone, is_later
+from gradbus.runtime.wire.frames import is_later
+from gradbus.runtime.wire.messages import Control, PeerGone
 
 LONGEST_TURN_S = 1.5  # of listening: what lies between two looks beyond that, this process has not listened
 # A process of this machine that runs and whose writers the transport has lost: after a stop, or a lease that ran out in

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
@@ -9,12 +11,14 @@ from functools import partial
 from types import TracebackType
 from typing import Self
 
-from gradbus.runtime.bus.handover import Handover, InboxWait
 from gradbus.runtime.bus.receiver import InboundChannel
+from gradbus.runtime.bus.wait_loop import SPIN_S, TURN_S, Handover
 from gradbus.runtime.errors import BusClosed
 from gradbus.runtime.transport.channels import MessageKind
 from gradbus.runtime.wire.messages import ClientUpdate, Message, ModelBlob
 
+SHORT_S = 2 * SPIN_S  # what ends a sleep no longer than this would have come while polling
+SHORT_SLEEPS = 2  # after so many in a row, the next wait polls
 _LARGE_BYTES = 64 << 10
 
 
@@ -25,6 +29,47 @@ class Item:
     channel: InboundChannel
     message: Message
     left: int
+
+
+class InboxWait:
+    """Wait of one consumer on the loop: it sleeps, or polls where its last waits were short."""
+
+    def __init__(self, handover: Handover, has_news: Callable[[], bool]) -> None:
+        """``has_news``: whether the wait is over; :meth:`wake` is called when that has changed."""
+        self._handover = handover
+        self._has_news = has_news
+        self._waiter: asyncio.Future[None] | None = None
+        self._short_sleeps = 0  # in a row
+        self._turn_s = 0.0  # when the loop ran other tasks, by time.monotonic
+
+    def sleep_next(self) -> None:
+        """Sleep in the next waits: what comes is large, and takes time that the receive thread should spend."""
+        self._short_sleeps = 0
+
+    def wake(self) -> None:
+        """There is news. On the loop."""
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def wait(self) -> None:
+        """Return when there is news, or for no reason."""
+        if self._short_sleeps >= SHORT_SLEEPS:
+            self._handover.poll(self._has_news)
+            if self._has_news():
+                if time.monotonic() > self._turn_s + TURN_S:
+                    await asyncio.sleep(0)
+                    self._turn_s = time.monotonic()
+                return
+            self._short_sleeps = 0
+        self._handover.leave_to_thread()
+        began_s = time.monotonic()
+        self._waiter = asyncio.get_running_loop().create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+        self._turn_s = time.monotonic()
+        self._short_sleeps = self._short_sleeps + 1 if self._turn_s < began_s + SHORT_S else 0
 
 
 class Subscription:

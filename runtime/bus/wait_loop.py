@@ -1,4 +1,5 @@
-"""Who waits for news of the transport: a thread of its own, or a thread that waits for what the news bring.
+"""Who waits for news of the transport: a thread of its own, or a thread that waits for what the news bring. What it has
+for the event loop gets there by a :class:`Handover`: the loop is woken, or polls the transport for a moment.
 
 :meth:`WaitLoop.step` is one turn of that work. In production the thread that :meth:`WaitLoop.start` starts calls it;
 any other driver may call it in place of the thread, and :meth:`WaitLoop.finish` after the last step.
@@ -9,11 +10,13 @@ acknowledgements while it holds the GIL this is a deadlock.
 
 from __future__ import annotations
 
+import asyncio
 import math
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 from gradbus.runtime.drive import OwnThread
 from gradbus.runtime.spinning import SPINNING
@@ -28,6 +31,7 @@ BACKOFF_S, LONG_BACKOFF_S = 0.003, 0.012
 SPIN_S = 500e-6
 INLINE_SLEEP_S = 0.2  # the longest sleep inline: signals are handled in between
 IDLE_S = 1.0  # the longest sleep of the thread
+TURN_S = 1e-3  # for how long polling may keep an event loop from timers and sockets
 
 
 class WaitLoop(OwnThread):
@@ -249,3 +253,66 @@ class WaitLoop(OwnThread):
         self.stopping = True
         self._wanted.set()
         self._failed()
+
+
+class Handover:
+    """The calls that the receive thread has for the event loop of a bus, run there in their order.
+
+    To wake the receive thread, hand it the GIL and wake the loop takes 100 to 200 us, several times what the message
+    has taken from process to process. A consumer whose last waits were short polls instead, while nothing else is ready
+    to run on the loop.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, thread: WaitLoop) -> None:
+        self._loop = loop
+        self._thread = thread
+        self._calls: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()  # the topics' inboxes bound it
+        self._is_scheduled = False
+        self._is_polling = False  # the loop looks at the calls itself
+        # What is ready to run. Not public; where a loop has no such attribute, as uvloop, nobody polls.
+        self._ready: deque[Any] | None = getattr(loop, "_ready", None)
+
+    def post(self, function: Callable[..., None], *arguments: Any) -> None:
+        """Have the loop call a function. From any thread; calls of one thread keep their order.
+
+        Raises:
+            RuntimeError: the loop is closed.
+        """
+        if self._loop.is_closed():
+            raise RuntimeError("the event loop is closed")
+        self._calls.append((function, arguments))
+        if not self._is_polling and not self._is_scheduled:
+            self._is_scheduled = True
+            self._loop.call_soon_threadsafe(self._run)
+
+    def poll(self, done: Callable[[], bool]) -> None:
+        """Do the work of the receive thread on the loop until ``done()``, until something else is ready to run on the
+        loop, or for ``SPIN_S``."""
+        ready = self._ready
+        if ready is None or ready:
+            return
+
+        def is_over() -> bool:
+            if self._calls:
+                self._run()
+            return done() or bool(ready)
+
+        self._is_polling = True
+        try:
+            self._thread.poll_inline(is_over, time.monotonic() + SPIN_S, may_sleep=False)
+        finally:
+            self._is_polling = False
+            self._run()  # also what another thread has posted meanwhile, counting on this one
+
+    def leave_to_thread(self) -> None:
+        """Have the receive thread do its work again: the loop may sleep now."""
+        self._thread.wake_io_thread()
+
+    def _run(self) -> None:
+        self._is_scheduled = False
+        for _ in range(len(self._calls)):
+            function, arguments = self._calls.popleft()
+            try:
+                function(*arguments)
+            except Exception as error:
+                self._loop.call_exception_handler({"message": f"{function} failed", "exception": error})

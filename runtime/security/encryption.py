@@ -11,7 +11,7 @@ from gradbus.runtime.security import envelope
 from gradbus.runtime.security.envelope import EnvelopeHeader
 from gradbus.runtime.security.job_key import JobKey
 from gradbus.runtime.security.peers import Peer, Peers
-from gradbus.runtime.security.streams import InboundStream, OutboundStreams, SharedKey
+from gradbus.runtime.security.streams import EncryptionKeys, InboundStream, OutboundStreams, SharedKey
 
 
 class Keys(ABC):
@@ -27,6 +27,11 @@ class Keys(ABC):
     @abstractmethod
     def current(self) -> SharedKey:
         """See :class:`.streams.EncryptionKeys`."""
+
+    @property
+    def outbound(self) -> EncryptionKeys:
+        """Return what gives the key to encrypt with."""
+        return self
 
     @abstractmethod
     def of(self, header: EnvelopeHeader) -> SharedKey:
@@ -64,6 +69,11 @@ class PskKeys(Keys):
         """The job key."""
         return self._key
 
+    @property
+    def outbound(self) -> SharedKey:
+        """The job key, which is always the one to encrypt with."""
+        return self._key
+
     def of(self, header: EnvelopeHeader) -> SharedKey:
         """See :meth:`Keys.of`. Raises FrameError: ``other level``, ``other key``."""
         key = self._key
@@ -96,7 +106,7 @@ class SessionCipher(OutboundStreams):
 
     def __init__(self, keys: Keys, session: bytes | None = None) -> None:
         """``session``: random id of this start of this process; None: a new one."""
-        super().__init__(keys, session or secrets.token_bytes(envelope.SESSION_BYTES))
+        super().__init__(keys.outbound, session or secrets.token_bytes(envelope.SESSION_BYTES))
         self.keys = keys
         self.peers = Peers(self.session)
 

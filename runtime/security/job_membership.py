@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection
-from typing import Any, Protocol
+from collections.abc import Callable, Collection
+from functools import partial
+from typing import Any, Protocol, TypeAlias
 
 from gradbus.runtime.security.peers import Release
 from gradbus.runtime.security.streams import OutboundEnvelope
@@ -27,6 +28,10 @@ class Decrypt(Protocol):
 
     def __call__(self, octets: Any, /) -> Decrypted | None:
         """Return the content; None: it is for another process. Raises FrameError: the envelope is rejected."""
+
+
+Encrypt: TypeAlias = Callable[[tuple[Any, ...]], OutboundEnvelope | None]
+"""Encrypts the samples of one channel, as :meth:`JobMembership.encrypt`."""
 
 
 class JobMembership(AccessPolicy, ABC):
@@ -64,6 +69,10 @@ class JobMembership(AccessPolicy, ABC):
             JoinRefused: the controller refuses this process, or has removed it.
             JobInUse: this process is a controller, and another one holds the job.
         """
+
+    def encryptor(self, topic: str) -> Encrypt:
+        """Return what encrypts the samples of a channel."""
+        return partial(self.encrypt, topic)
 
     @abstractmethod
     def decryptor(self, channel: Channel) -> Decrypt:

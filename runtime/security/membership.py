@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
-from gradbus.runtime.security.encryption import Opened, SessionCipher
-from gradbus.runtime.security.job_membership import Decrypt, JobMembership
+from gradbus.runtime.security.encryption import Opened, PskKeys, SessionCipher
+from gradbus.runtime.security.job_membership import Decrypt, Encrypt, JobMembership
 from gradbus.runtime.security.liveness_challenge import SESSION_TOPIC, LivenessChallenge
 from gradbus.runtime.security.peers import MAX_SOURCES, Release
 from gradbus.runtime.security.streams import OutboundEnvelope
@@ -43,6 +43,11 @@ class SharedKeyMembership(JobMembership):
 
     def encrypt(self, topic: str, sample: tuple[Any, ...]) -> OutboundEnvelope | None:
         return self.cipher.encryptor(topic).envelope(sample) if self.has_key else None
+
+    def encryptor(self, topic: str) -> Encrypt:
+        if isinstance(self.cipher.keys, PskKeys):  # its key is there from the start
+            return self.cipher.encryptor(topic).envelope
+        return super().encryptor(topic)
 
     def decryptor(self, channel: Channel) -> Decrypt:
         return self.cipher.decryptor(channel.name, ignores_own=channel.ignore_local).open

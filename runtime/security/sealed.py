@@ -38,12 +38,13 @@ class SealedOutlet(OutletWrapper):
         super().__init__(channel, below)
         self._own = transport.own
         self._membership = membership
+        self._encrypt = membership.encryptor(channel.name)
         self._parts = LAYOUTS[channel.sample_type].parts
         self._clear = _CLEAR[below.channel.sample_type]
 
     def write(self, fields: tuple[Any, ...], parts: tuple[Any, ...]) -> bool:
         """See :meth:`.api.Outlet.write`. A sample that is written again gets a new envelope."""
-        envelope = self._membership.encrypt(self.channel.name, self._parts(fields, parts))
+        envelope = self._encrypt(self._parts(fields, parts))
         if envelope is None:
             return True
         accepted = self.below.write_made(self._clear, envelope)

@@ -63,7 +63,8 @@ class StreamKey:
 
     def encrypt(self, nonce: bytes, data: bytes, context: bytes) -> bytes:
         """As that of :class:`AESGCM`. Raises ForkedProcess: a child by fork would repeat the nonces of its parent."""
-        forks.check(self._made_in, "a key")
+        if self._made_in != forks.generation:
+            raise forks.refusal("a key")
         return self._encrypt(nonce, data, context)
 
     def encrypt_parts_into(self, nonce: bytes, parts: Sequence[Any], context: bytes, room: memoryview) -> None:
@@ -76,7 +77,8 @@ class StreamKey:
         Raises:
             ForkedProcess: in a child by fork.
         """
-        forks.check(self._made_in, "a key")
+        if self._made_in != forks.generation:
+            raise forks.refusal("a key")
         encryptor = Cipher(self._algorithm, GCM(nonce)).encryptor()
         encryptor.authenticate_additional_data(context)
         at = 0
@@ -206,7 +208,8 @@ class StreamEncryptor:
         Raises:
             ForkedProcess: in a child by fork, whose counter would repeat the nonces of its parent.
         """
-        forks.check(self._made_in, f"the session that seals topic {self._topic!r}")
+        if self._made_in != forks.generation:
+            raise forks.refusal(f"the session that seals topic {self._topic!r}")
         counter = next(self._counter)
         self.last = max(self.last, counter)
         moment = int(time.monotonic() - self._began_s)
@@ -260,7 +263,8 @@ class OutboundStreams:
 
     def encryptor(self, topic: str) -> StreamEncryptor:
         """Return the encryptor of a topic; all callers share it and its counter."""
-        forks.check(self._made_in, f"the session that seals topic {topic!r}")
+        if self._made_in != forks.generation:
+            raise forks.refusal(f"the session that seals topic {topic!r}")
         known = self._encryptors.get(topic)
         if known is None and is_inbox_name(topic):
             return self._inbox_encryptor(topic)

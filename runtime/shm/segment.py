@@ -1,4 +1,5 @@
-"""Memory that processes of one machine share, without a name that could be left behind.
+"""Memory that processes of one machine share, without a name that could be left behind: segments, into which their
+owner writes, and payloads, which are written once and frozen.
 
 A segment is a memfd: an open file that lies in no file system. Others open it through ``/proc/PID/fd/N`` of its owner,
 and the kernel frees it with the last process that has it, however that ends: after kill -9 nothing is left to clean up,
@@ -7,6 +8,10 @@ and cannot do otherwise: the kernel refuses them a file to write to.
 
 Opening it needs the same user (or root) and the same PID namespace. Where that is not so, or where there is no memfd
 (Linux has it), an error says why, and the data goes over DDS.
+
+The bytes of an update or a model lie in a memfd that the kernel lets no process write to any more, its owner included.
+So they need no copy and no checksum: what a reader has checked is what it uses, and a payload that can be opened is all
+there, for it was frozen before it was announced. Over DDS goes only where it lies.
 """
 
 from __future__ import annotations
@@ -21,6 +26,8 @@ import re
 import secrets
 import socket
 import stat
+import threading
+from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -31,6 +38,7 @@ from numpy.typing import NDArray
 
 from gradbus.runtime import fast_paths
 from gradbus.runtime.errors import GradbusError
+from gradbus.runtime.logs import get_logger
 from gradbus.runtime.shm import unmapping
 
 try:
@@ -43,10 +51,15 @@ Bytes = NDArray[np.uint8]  # shape (bytes,)
 MAX_BYTES = 1 << 30  # of one segment
 F_SEAL_FUTURE_WRITE = 0x10  # linux/fcntl.h; Python has no name for it before 3.13
 _NAME = "gradbus"
+_HAS_MEMFD = fast_paths.has_memfd()
 _MAGIC = b"gradbus\x01"
 TOKEN_BYTES = 16
 _HEAD_BYTES = len(_MAGIC) + TOKEN_BYTES
+SHARED_BYTES = 16 * 1024  # what is smaller travels in the frames themselves
+_PAYLOAD_MAGIC = b"gradbus\x02"
 _PLACE = re.compile(r"([^ ]{1,160}) (\d{1,10}) (\d{1,7}) ([0-9a-f]{32})")
+
+log = get_logger("bus")
 
 
 class SharedMemoryFault(GradbusError):
@@ -163,7 +176,7 @@ def _seal_for_others(file: int) -> None:
 
 def make_file() -> int:
     """A new memfd, empty and not sealed yet. Raises SharedMemoryFault: this system has none, or has no more."""
-    if not fast_paths.has_memfd():
+    if not _HAS_MEMFD:
         raise SharedMemoryFault("this system has no memfd")
     try:
         return os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -212,7 +225,7 @@ def opened(place: str, size: int, *, seals: int) -> Iterator[tuple[int, bytes]]:
         SharedMemoryFault: there is no such thing, or it cannot be opened or mapped from here.
     """
     found = _PLACE.fullmatch(place)
-    if found is None or not fast_paths.has_memfd():
+    if found is None or not _HAS_MEMFD:
         raise SharedMemoryFault("the other process has none")
     host, process, number, token = found.groups()
     if host != machine():
@@ -258,3 +271,104 @@ def machine() -> str:
         space = str(os.stat("/proc/self/ns/pid").st_ino)
     host = re.sub(r"[^A-Za-z0-9.-]", "-", socket.gethostname())[:64]
     return f"{host}/{boot}/{space}"
+
+
+class SharedPayload(MemoryFile):
+    """A payload in memory that others may read and no process can change, until this object is hidden or gone. A
+    process that has read it keeps it, as does a holder of :attr:`payload`.
+
+    Attributes:
+        place: where others find it, for :func:`read`.
+        payload: its bytes, where they lie.
+    """
+
+    def __init__(self, *parts: Any) -> None:
+        """Copy contiguous bytes-like objects, one behind the other. Takes its time, and lets other threads run
+        meanwhile.
+
+        Raises:
+            SharedMemoryFault: this system has no such memory, or has no more.
+        """
+        views = [memoryview(part).cast("B") for part in parts]
+        size = sum(map(len, views))
+        token = secrets.token_bytes(TOKEN_BYTES)
+        self._file = make_file()
+        try:
+            head = (_PAYLOAD_MAGIC + token).ljust(FREE_FROM, b"\0")
+            _write(self._file, memoryview(head))
+            for view in views:
+                _write(self._file, view)  # not through a mapping: that would fill each page with zeros first
+            fcntl.fcntl(self._file, fcntl.F_ADD_SEALS, _seals() | fcntl.F_SEAL_SEAL)
+            self.payload = _payload(self._file, size)
+        except OSError as error:
+            self.hide()
+            raise SharedMemoryFault(f"no shared memory of {size} bytes: {error}") from None
+        self.place = place_of(self._file, token)
+
+
+def read(place: str, size: int) -> memoryview:
+    """The payload of another process of this machine, where it lies. It stays for as long as a view of it exists.
+
+    Whoever writes to the view gets pages of its own: what others see does not change, and nothing of theirs ever
+    changes this.
+
+    Args:
+        place: :attr:`SharedPayload.place` of the other process. Nothing of it is trusted: what is found there must be
+            a memfd that no process can write to or resize, of just this size, in memory as a whole, with the token in
+            it.
+        size: of the payload, bytes. The caller has checked that it accepts so much.
+
+    Raises:
+        SharedMemoryFault: it is not there, or cannot be opened from here.
+    """
+    with opened(place, FREE_FROM + size, seals=_seals()) as (file, token):
+        # A hole would be filled when it is looked at: with memory of the reader's, and with a signal if there is none.
+        # To count blocks does not tell: there may be some behind the end.
+        if os.lseek(file, 0, os.SEEK_HOLE) < FREE_FROM + size:
+            raise SharedMemoryFault("a part of it was never written")
+        check_token(file, _PAYLOAD_MAGIC, token)
+        return _payload(file, size)
+
+
+class PayloadMemory:
+    """Holds what one bus passes on in memory. :meth:`put` may be called from any thread.
+
+    Attributes:
+        here: the machine, where this bus may share memory with the other processes of it; empty: it may not. Two that
+            say the same may read each other's payloads, as far as the system lets them.
+        read_bytes: of payloads that were read from others, by topic. Written by the loop.
+    """
+
+    def __init__(self, *, switched_on: bool) -> None:
+        self.here = machine() if switched_on and _HAS_MEMFD else ""
+        self.read_bytes: Counter[str] = Counter()
+        self._gives = bool(self.here)
+        self._lock = threading.Lock()
+
+    def put(self, *parts: Any) -> SharedPayload | None:
+        """Put a payload, in one or more parts, where others find it; None: there is no such memory, or it is too small
+        to be worth it."""
+        if not self._gives or sum(memoryview(part).nbytes for part in parts) < SHARED_BYTES:
+            return None
+        try:
+            return SharedPayload(*parts)
+        except SharedMemoryFault as error:
+            with self._lock:
+                first, self._gives = self._gives, False
+            if first:
+                log.warning("no shared memory", reason=str(error), effect="what is sent goes over DDS")
+            return None
+
+
+def _seals() -> int:
+    return fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
+
+
+def _write(file: int, data: memoryview) -> None:
+    while data:
+        data = data[os.write(file, data) :]
+
+
+def _payload(file: int, size: int) -> memoryview:
+    # Private and writable: a mapping that cannot be written would end the process of a user who writes to a tensor.
+    return map_file(file, FREE_FROM + size, writable=True, private=True)[FREE_FROM:].data

@@ -11,6 +11,8 @@ each update, round or step is noted on the thread that computes it, so that the 
 
 It tells what was decided, not how: an update was counted, a round committed. What the invariants of such histories are
 is in :mod:`gradbus.commands.history.invariants`.
+
+A :class:`Probe` is this journal of a process together with its fail points: what tests and checkers have of it.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from typing import Any
 from gradbus.runtime.foreign_files import clear_way, open_to_append
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.private_folder import make_private
+from gradbus.runtime.testing.failpoints import ENVIRONMENT, FailPoint
 
 log = get_logger("history")
 
@@ -104,6 +107,44 @@ class History:
     def checksum(self, payload: Any) -> int:
         """CRC-32 of bytes; 0, and no work, where no history is kept."""
         return zlib.crc32(payload) if self.on else 0
+
+
+class Probe:
+    """Has the history of one process, and the places at which it can be made to die. Without a directory and a fail
+    point it does nothing."""
+
+    def __init__(
+        self, who: str, history_dir: Path | None = None, *, payloads: bool = False, fail_at: str | None = None
+    ) -> None:
+        """``who``: controller, client-3, rank-1. ``fail_at``: by default from the environment. Raises ValueError: it is
+        no fail point."""
+        places = fail_at if fail_at is not None else os.environ.get(ENVIRONMENT)
+        self.fail = FailPoint(places, who=who) if places else None
+        self.history = History(history_dir, who, payloads=payloads)
+
+    def reached(self, place: str, number: int) -> None:
+        """The program is at this place in this round or step; see :mod:`.failpoints`."""
+        if self.fail is not None:
+            self.fail.reached(place, number)
+
+    @property
+    def is_armed(self) -> bool:
+        """Return whether there is a place left at which the process is to die."""
+        return self.fail is not None and self.fail.is_armed
+
+    def note(self, event: str, **facts: Any) -> None:
+        """Something has happened; see :meth:`History.note`."""
+        self.history.note(event, **facts)
+
+    def end(self, **facts: Any) -> None:
+        """The process, or its part in the run, ends gracefully."""
+        self.history.note("ended", **facts)
+        self.history.close()
+
+
+def no_probe() -> Probe:
+    """For what is used by itself."""
+    return Probe("", fail_at="")
 
 
 def update_name(round_id: int, client_id: int, incarnation: int, transfer: int) -> str:

@@ -85,6 +85,12 @@ class FrameKey(NamedTuple):
     part: int = 0
 
 
+def is_later(number: int, than: int) -> bool:
+    """Whether a transfer has a later number than another one of the same sender: those of control messages are counted
+    modulo 2^32."""
+    return 0 < (number - than) & 0xFFFF_FFFF < 0x8000_0000
+
+
 class Frame(NamedTuple):
     """One checked frame. ``data`` is a view on the bytes it was parsed from, offset and sizes are in bytes.
 

@@ -78,7 +78,7 @@ class Control:
 
     Attributes:
         number: 32 bits: among those of its bus, and so of its sender. One that had to wait for DDS is overtaken by the
-            next: who keeps only the newest of a kind asks :func:`is_later`.
+            next: who keeps only the newest of a kind asks :func:`.frames.is_later`.
         process: that its sender is in, as :mod:`~gradbus.runtime.transport.peer_processes` names it; empty: it does not
             say.
     """
@@ -88,11 +88,6 @@ class Control:
     body: Body
     number: int = field(default=0, compare=False, repr=False)
     process: str = field(default="", compare=False, repr=False)
-
-
-def is_later(number: int, than: int) -> bool:
-    """Whether a control message was sent after another one of the same sender; they are counted modulo 2^32."""
-    return 0 < (number - than) & 0xFFFF_FFFF < 0x8000_0000
 
 
 @dataclass(frozen=True, slots=True)

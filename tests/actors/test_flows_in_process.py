@@ -27,7 +27,7 @@ from gradbus.actors.federated.controller.report import RoundTiming
 from gradbus.models import NoopTask
 from gradbus.runtime.errors import BusClosed, TrainingFailed
 from gradbus.runtime.fast_paths import has_memfd
-from gradbus.runtime.shm import shared_payload
+from gradbus.runtime.shm import segment
 from gradbus.runtime.transport.channels import ToClients, ToController
 from gradbus.runtime.transport.dds.participant import Participant
 from gradbus.runtime.wire.control import Leave, UploadRequest
@@ -92,7 +92,7 @@ def run(
 def test_the_weights_do_not_depend_on_the_order_of_arrival_nor_on_the_way(
     codec: str, version: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (publish, shared_payload):
+    for module in (publish, segment):
         monkeypatch.setattr(module, "SHARED_BYTES", 1)  # also what a sparse codec makes of this model
     config = gradbus.FederatedConfig(
         rounds=3, clients={"num": 3}, codec={"name": codec, "version": version}, downlink_codec=codec, eval_every=0

@@ -18,7 +18,9 @@ from torch import Tensor, nn
 
 import gradbus
 from gradbus.actors.federated.client.client import Client
-from gradbus.actors.federated.client.client_report import CALLED_OFF, ClientReport
+from gradbus.actors.federated.client.client_observer import CALLED_OFF, ClientReport
+from gradbus.actors.federated.client.client_run import ClientRun, Prepared
+from gradbus.actors.federated.client.session import ClientContext
 from gradbus.models import NoopTask, TrainResult
 from gradbus.runtime import callbacks as callback_module
 from gradbus.runtime import compute as compute_module
@@ -398,10 +400,15 @@ def test_a_client_that_sits_out_has_the_state_of_a_new_run_that_shares_another_p
 class Losing(Client):
     """Loses the model after the last round on its way."""
 
-    def _on_controller(self, session: int, body: Any, group: Any) -> None:
+    def _make_run(self, context: ClientContext, prepared: Prepared) -> LosingRun:
+        return LosingRun(context, prepared, self._outbox, self._observer)
+
+
+class LosingRun(ClientRun):
+    def _on_controller(self, session: int, body: Any) -> None:
         if type(body).__name__ == "ModelAvailable" and body.round_id == 3 and self._session.ended is None:
             return
-        super()._on_controller(session, body, group)
+        super()._on_controller(session, body)
 
 
 def test_a_last_model_that_is_late_is_waited_for() -> None:

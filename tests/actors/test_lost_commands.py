@@ -23,6 +23,8 @@ from trees import site_of, tree
 
 import gradbus
 from gradbus import codecs
+from gradbus.actors.federated.client.client_run import ClientRun, Prepared
+from gradbus.actors.federated.client.session import ClientContext
 from gradbus.actors.virtual.client_trainer import PoolSettings
 from gradbus.actors.virtual.host import ClientHost
 from gradbus.actors.virtual.local_pool import LocalPool
@@ -71,11 +73,20 @@ class MissesOne(gradbus.Client):
 
     missed: set[int]
 
-    def _concerns(self, message: Message) -> bool:
+    def _make_run(self, context: ClientContext, prepared: Prepared) -> MissesOneRun:
+        return MissesOneRun(context, prepared, self._outbox, self._observer, self.missed)
+
+
+class MissesOneRun(ClientRun):
+    def __init__(self, *parts: Any) -> None:
+        super().__init__(*parts[:-1])
+        self.missed: set[int] = parts[-1]
+
+    def concerns(self, message: Message) -> bool:
         if isinstance(message, TrainCmd) and message.round_id in self.missed:
             self.missed.discard(message.round_id)
             return False
-        return super()._concerns(message)
+        return super().concerns(message)
 
 
 def rules(clients: int, *, least: int = 0, **changed: Any) -> gradbus.FederatedConfig:

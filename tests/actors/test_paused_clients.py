@@ -23,7 +23,8 @@ from trees import rules, site_of, tree
 
 import gradbus
 from gradbus.actors.federated.client.client import Client
-from gradbus.actors.federated.client.session import ClientStatus
+from gradbus.actors.federated.client.client_run import ClientRun, Prepared
+from gradbus.actors.federated.client.session import ClientContext, ClientStatus
 from gradbus.actors.federated.controller.rounds import Outcome, Round, RoundRules
 from gradbus.actors.federated.controller.selection import StartCondition
 from gradbus.actors.federated.protocol import PAUSED, SAT_OUT
@@ -404,17 +405,26 @@ def test_a_pause_after_the_end_of_the_run_is_none() -> None:
 class PausesWhileSending(Client):
     """Is paused by its program as soon as its update of round 1 is made."""
 
-    async def _train_and_send(self, welcome: Any, command: Any, base: Any, group: Any) -> None:
+    def _make_run(self, context: ClientContext, prepared: Prepared) -> PausedWhileSending:
+        return PausedWhileSending(context, prepared, self._outbox, self._observer, self.pause)
+
+
+class PausedWhileSending(ClientRun):
+    def __init__(self, *parts: Any) -> None:
+        super().__init__(*parts[:-1])
+        self.pause = parts[-1]
+
+    async def _train_and_send(self, welcome: Any, command: Any, base: Any) -> None:
         deliver = self._outbox.updates.deliver
 
         async def pauses(update: Any, **options: Any) -> Any:
-            if command.round_id == 1 and self.client_id == 1:
+            if command.round_id == 1 and self._context.client_id == 1:
                 self.pause()
                 await self._context.heartbeat.send_hello()  # it says nothing of the pause yet
             return await deliver(update, **options)
 
         self._outbox.updates.deliver = pauses  # type: ignore[method-assign]
-        await super()._train_and_send(welcome, command, base, group)
+        await super()._train_and_send(welcome, command, base)
         self._outbox.updates.deliver = deliver  # type: ignore[method-assign]
 
 

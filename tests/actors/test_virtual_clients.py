@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import os
 import signal
@@ -25,7 +26,7 @@ from gradbus.actors.federated.client.round_inputs import RoundInputs
 from gradbus.actors.virtual import host as host_module
 from gradbus.actors.virtual import pool as pool_module
 from gradbus.actors.virtual.client_trainer import PoolSettings
-from gradbus.actors.virtual.host import ClientHost
+from gradbus.actors.virtual.host import ClientHost, HostedClients, HostRun
 from gradbus.actors.virtual.local_pool import LocalPool, LocalProcess
 from gradbus.actors.virtual.pool import EvaluationWork, RoundWork, TrainingPool
 from gradbus.actors.virtual.simulation import run_beside
@@ -34,8 +35,7 @@ from gradbus.commands.history.reader import read_history
 from gradbus.models import ClassificationTask, NoopTask, glyphs
 from gradbus.runtime.errors import ConfigError, TrainingFailed
 from gradbus.runtime.fast_paths import has_memfd
-from gradbus.runtime.shm.segment import SharedMemoryFault
-from gradbus.runtime.shm.shared_payload import read
+from gradbus.runtime.shm.segment import SharedMemoryFault, read
 from gradbus.runtime.wire.control import EvaluationRequest, Receipt, Welcome
 from gradbus.runtime.wire.messages import TrainCmd
 
@@ -242,8 +242,17 @@ class EmptyPool(TrainingPool[Any]):
 
 
 class CommandedHost(ClientHost):
-    """A host without a controller: the parts of a round are called by a test, and all of its clients are asked. In
-    public a host runs whole rounds alone, in which no test chooses what comes first."""
+    """A host without a controller."""
+
+    def begin(self, group: asyncio.TaskGroup) -> CommandedRun:
+        prepared = self._open(self._build(), contextlib.ExitStack())
+        clients = HostedClients(self._ids, self._pool, self._state_dir)
+        return CommandedRun(self._make_context(group), prepared, self._outbox, self._observer, clients)
+
+
+class CommandedRun(HostRun):
+    """The parts of a round are called by a test, and all clients of the host are asked. In public a host runs whole
+    rounds alone, in which no test chooses what comes first."""
 
     def command(self, command: TrainCmd) -> None:
         self._session.asked = lambda _: frozenset({0, 1})  # type: ignore[method-assign]
@@ -282,11 +291,11 @@ def test_work_that_is_stopped_while_it_waits_for_a_process_is_given_to_none(tmp_
     async def main() -> list[str]:
         async with asyncio.timeout(10), gradbus.connect(f"stopped-{os.getpid()}", domain=new_domain()) as bus:
             pool, process = EmptyPool(1), Noting()
-            host = CommandedHost(bus, NoopTask(5), ids=range(2), pool=pool, state_dir=tmp_path)
-            host.command(command)
             trained = pool.new_work(RoundInputs(welcome=welcome, command=command, base=torch.zeros(5)))
             evaluated = pool.new_evaluation(welcome, EvaluationRequest(7, 1, "0", 1.0), torch.zeros(5))
             async with asyncio.TaskGroup() as group:
+                host = CommandedHost(bus, NoopTask(5), ids=range(2), pool=pool, state_dir=tmp_path).begin(group)
+                host.command(command)
                 group.create_task(host.train(trained, group))
                 group.create_task(host.evaluate(evaluated))
                 await asyncio.sleep(0)
@@ -305,8 +314,12 @@ def test_a_refusal_that_comes_late_keeps_no_client_out_of_the_next_round(
     refused = Receipt(0, 1, 7, 1, 0, False, "stale")
 
     async def main() -> frozenset[int]:
-        async with asyncio.timeout(10), gradbus.connect(f"late-{os.getpid()}", domain=new_domain()) as bus:
-            host = CommandedHost(bus, NoopTask(5), ids=range(2), pool=EmptyPool(1), state_dir=tmp_path)
+        async with (
+            asyncio.timeout(10),
+            gradbus.connect(f"late-{os.getpid()}", domain=new_domain()) as bus,
+            asyncio.TaskGroup() as group,
+        ):
+            host = CommandedHost(bus, NoopTask(5), ids=range(2), pool=EmptyPool(1), state_dir=tmp_path).begin(group)
 
             async def deliver(*_: object, **__: object) -> Receipt:
                 host.command(next_)

@@ -23,10 +23,10 @@ from gradbus.actors.aggregation.updates import Facts, Update
 from gradbus.actors.data_parallel.report import EpochReport
 from gradbus.actors.data_parallel.state import Position, WorkerState, position_of
 from gradbus.actors.federated.client.client_state import ClientStateStore
-from gradbus.actors.federated.controller.participation import Strike
 from gradbus.actors.federated.controller.report import RoundReport
 from gradbus.actors.federated.controller.saved_run import SavedRun
 from gradbus.actors.federated.controller.state import RunState
+from gradbus.actors.federated.controller.update_admission import Strike
 from gradbus.actors.federated.model.flat_model import FlatModel
 from gradbus.commands.rundir.whole_run import totals
 from gradbus.runtime.checkpoint import CheckpointStore

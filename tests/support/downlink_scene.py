@@ -27,7 +27,7 @@ from gradbus.codecs import Codec
 from gradbus.runtime.compute import ComputeThread
 from gradbus.runtime.config.federated import FederatedConfig
 from gradbus.runtime.errors import BusError
-from gradbus.runtime.shm.shared_payload import PayloadMemory, read
+from gradbus.runtime.shm.segment import PayloadMemory, read
 from gradbus.runtime.testing.journal import History
 from gradbus.runtime.transport.access_policy import AccessPolicy
 from gradbus.runtime.wire import frames

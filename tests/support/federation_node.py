@@ -46,7 +46,7 @@ from gradbus.runtime.errors import GradbusError
 from gradbus.runtime.network.links import LinkConfig
 from gradbus.runtime.security import Security
 from gradbus.runtime.security.identity import join_transport
-from gradbus.runtime.shm import shared_payload
+from gradbus.runtime.shm import segment
 from gradbus.runtime.shm.segment import SharedMemoryFault
 from gradbus.runtime.tasks import single_error
 from gradbus.runtime.testing import failpoints
@@ -225,7 +225,7 @@ def _tell_warnings(say: Say) -> None:
         def __getattr__(self, name: str) -> Any:
             return getattr(self._log, name)
 
-    for module in (update_receiver, shared_model_reader, shared_payload, join_transport, foreign_readers):
+    for module in (update_receiver, shared_model_reader, segment, join_transport, foreign_readers):
         module.log = Log(module.log)  # type: ignore[attr-defined]
 
 

@@ -23,15 +23,14 @@ from gradbus.actors.aggregation.strategies import FedAvg
 from gradbus.actors.aggregation.updates import Facts, Update
 from gradbus.actors.federated.client_names import ClientNames
 from gradbus.actors.federated.controller import uploads
-from gradbus.actors.federated.controller.participation import Quarantine, Strike
 from gradbus.actors.federated.controller.rounds import Round, RoundRules
 from gradbus.actors.federated.controller.state import RunContext
-from gradbus.actors.federated.controller.update_admission import UpdateAdmission
+from gradbus.actors.federated.controller.update_admission import Quarantine, Strike, UpdateAdmission
 from gradbus.actors.federated.controller.update_sum import UpdateForm, UpdateSum
 from gradbus.actors.federated.controller.updates_in import UpdateReceiver
 from gradbus.runtime.compute import ComputeThread
 from gradbus.runtime.config.federated import AsynchronousSettings, FederatedConfig
-from gradbus.runtime.shm.shared_payload import PayloadMemory
+from gradbus.runtime.shm.segment import PayloadMemory
 from gradbus.runtime.testing.journal import History
 from gradbus.runtime.wire import frames
 from gradbus.runtime.wire.control import Grant, Receipt, UploadRequest

@@ -10,7 +10,7 @@ import pytest
 
 from gradbus.actors.federated.client.local_training import LocalTraining
 from gradbus.actors.federated.client.updates_out import EncodedUpdate
-from gradbus.runtime.shm.shared_payload import SharedPayload
+from gradbus.runtime.shm.segment import SharedPayload
 from gradbus.runtime.wire.frames import FrameKey
 
 

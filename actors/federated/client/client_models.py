@@ -74,7 +74,6 @@ class ClientModels:
         model: FlatModel,
         frozen: FrozenParameters,
         own: Sequence[type[Codec]],
-        group: asyncio.TaskGroup,
         *,
         wait: Callable[[float], Awaitable[None]],
         follower: ModelFollower | None = None,
@@ -84,7 +83,6 @@ class ClientModels:
         Args:
             model: says how many values models have, before a controller says more.
             frozen: takes what no round changes. own: codecs that are not built in, in which models may come.
-            group: the tasks that receive belong to it.
             wait: waits until something has changed, at most for so many seconds; raises BarrierTimeout.
             follower: is given each model after a round; None: nobody follows them.
         """
@@ -102,7 +100,7 @@ class ClientModels:
         self._candidate = ModelReplica(model.dim, access_policy=policy, kind="candidate", own=own)
         self._memory = SharedModelReader(memory, self.replica, self._decode, context.client_id)
         self._receiving: asyncio.Task[None] | None = None
-        self._group = group
+        self._group = context.group
         self._patience = RequestPatience()
 
     @property

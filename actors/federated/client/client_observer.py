@@ -17,17 +17,77 @@ A callback may take as long as it needs while the run goes on. Once that has end
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
 
-from gradbus.actors.federated.client.client_report import ClientReport
 from gradbus.actors.federated.model.named_model import ArrivedModel, NamedModel
 from gradbus.runtime.callbacks import Callbacks, CallbackWait
 from gradbus.runtime.compute import ComputeThread
+from gradbus.runtime.wire.control import UploadRequest
 
+CALLED_OFF = "called off"  # the round was over, or its controller gone, before the update was there
 MAX_REPORTS = 1024  # that wait for whoever iterates over the rounds; then the oldest is dropped
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClientReport:
+    """One round of a client.
+
+    Attributes:
+        round_id: of the controller's command.
+        counted: whether its update counts. reason: why not; empty: it does.
+        num_samples: that it was trained on, and ``loss``, ``metrics``, ``steps``, ``train_s`` as they were announced:
+            of an update that was not made 0, None and none.
+        bytes_up: payload of what was sent. seconds: from the command's arrival at the training to this report.
+    """
+
+    round_id: int
+    counted: bool
+    reason: str = ""
+    num_samples: int = 0
+    loss: float | None = None
+    metrics: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
+    steps: int = 0
+    train_s: float = 0.0
+    bytes_up: int = 0
+    seconds: float = 0.0
+
+    @classmethod
+    def of_update(cls, request: UploadRequest, reason: str, *, bytes_up: int, seconds: float) -> ClientReport:
+        """Report an update that was sent. ``reason``: why it does not count; empty: it does."""
+        return cls(
+            round_id=request.round_id,
+            counted=not reason,
+            reason=reason,
+            num_samples=request.num_samples,
+            loss=request.loss if math.isfinite(request.loss) else None,
+            metrics=MappingProxyType(dict(request.metrics)),
+            steps=request.steps,
+            train_s=request.train_s,
+            bytes_up=bytes_up,
+            seconds=seconds,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ClientSummary:
+    """A client's part in a run.
+
+    Attributes:
+        rounds: in which its update counted. refused: updates that did not.
+        bytes_up: payload of updates sent, those that did not count and repairs included, headers left out.
+        train_s: seconds of training in all.
+    """
+
+    rounds: int
+    refused: int
+    bytes_up: int
+    train_s: float
 
 
 class ClientObserver:
@@ -37,6 +97,7 @@ class ClientObserver:
         ending: why the client is to leave, as a callback has asked for it; empty: it goes on.
         newest: the newest global model; None: none has arrived.
         personal: tensors that this client keeps of its own, by name, as its newest update that counts has left them.
+        models: names the tensors of models that have arrived.
     """
 
     def __init__(
@@ -60,7 +121,7 @@ class ClientObserver:
         """
         self._callbacks = Callbacks("client", given, named)
         self._wait = CallbackWait(self._callbacks)
-        self._models = models
+        self.models = models
         self._changed = changed
         self._thread = ComputeThread(f"{name}-callbacks")
         self._copying = ComputeThread(f"{name}-state")  # a callback may be slow, and may itself wait for a state
@@ -113,10 +174,10 @@ class ClientObserver:
             model = self.newest
             if model is None or model is self._shown or not self.follows_models:
                 return
-            if not self._models.is_complete(model.welcome):  # it comes again once it is
+            if not self.models.is_complete(model.welcome):  # it comes again once it is
                 return
             self._shown = model
-            await self._call("on_model", lambda: (model.round_id, self._models.state(model, self.personal)))
+            await self._call("on_model", lambda: (model.round_id, self.models.state(model, self.personal)))
 
     async def round_begins(self, round_id: int) -> None:
         """Call ``on_round``. Raises CallbackFailed."""
@@ -140,12 +201,12 @@ class ClientObserver:
         model = self.newest
         if model is None:
             raise RuntimeError("no global model has arrived yet: await this after the client's first round has begun")
-        if not self._models.is_complete(model.welcome):
+        if not self.models.is_complete(model.welcome):
             raise RuntimeError(
                 "the model is not complete yet: its layout and frozen parameters come before the first round. Await "
                 "this after that has begun"
             )
-        return await self._copying.run_or_follow(lambda: self._models.state(model, self.personal))
+        return await self._copying.run_or_follow(lambda: self.models.state(model, self.personal))
 
     async def _call(self, method: str, make: Callable[[], tuple[Any, ...]]) -> None:
         """Call this method of all callbacks that have it, with what ``make`` makes on their thread."""

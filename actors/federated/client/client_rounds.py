@@ -1,8 +1,10 @@
-"""A client's part in a round: from the command and the model to the receipt, and to the report for its program."""
+"""A client's part in a round: from the command and the model to the receipt, and to the report for its program; and the
+senders by which what it has trained goes out: in one piece, in packets or masked, one update at a time."""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import Awaitable, Callable
 from typing import NamedTuple
@@ -10,26 +12,84 @@ from typing import NamedTuple
 from torch import Tensor
 
 from gradbus.actors.federated.client.client_models import ClientModels
-from gradbus.actors.federated.client.client_observer import ClientObserver
-from gradbus.actors.federated.client.client_report import CALLED_OFF, ClientReport
-from gradbus.actors.federated.client.failures import ClientFailures
+from gradbus.actors.federated.client.client_observer import CALLED_OFF, ClientObserver, ClientReport
 from gradbus.actors.federated.client.local_training import LocalTraining
-from gradbus.actors.federated.client.outbox import Outbox
+from gradbus.actors.federated.client.packets_out import PacketSender
 from gradbus.actors.federated.client.session import ClientContext
-from gradbus.actors.federated.client.updates_out import EncodedUpdate
+from gradbus.actors.federated.client.update_masks import ClientMasking
+from gradbus.actors.federated.client.updates_out import EncodedUpdate, UpdateSender
 from gradbus.actors.federated.model.own_tensors import PERSONAL, part_of
 from gradbus.actors.federated.protocol import PAUSED, SAT_OUT
 from gradbus.actors.federated.task_results import NothingToTrain
 from gradbus.actors.secure_aggregation.keys import Attempt
 from gradbus.actors.secure_aggregation.masked_values import TooLarge
+from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.plain_text import plain_line
-from gradbus.runtime.wire.control import PacketRequest, Receipt, TrainingFailure, Welcome
-from gradbus.runtime.wire.messages import TrainCmd
+from gradbus.runtime.testing.journal import Probe
+from gradbus.runtime.wire.control import (
+    Grant,
+    PacketRequest,
+    PacketsMissing,
+    Receipt,
+    RetransmitRequest,
+    TrainingFailure,
+    Welcome,
+)
+from gradbus.runtime.wire.messages import Identity, TrainCmd
 
 log = get_logger("client")
 
 MakeUpdate = Callable[[Welcome, TrainCmd, Tensor], Awaitable[EncodedUpdate]]
+
+
+class Outbox:
+    """Holds the senders of one client.
+
+    Attributes:
+        transfers: numbers of uploads, none of which this client uses twice.
+        updates: sends whole updates, and the last packet of others. early: the packets before that.
+        packets: decides which packets go out. masking: has the masks of this client.
+        answered_by: the incarnation of the controller that has answered last about an update.
+    """
+
+    def __init__(self, bus: Bus, identity: Identity, probe: Probe, *, least_members: int) -> None:
+        """``least_members``: with fewer this client takes no part in masked sums."""
+        self.transfers = itertools.count(1)
+        self.updates = UpdateSender(bus, identity, probe)
+        self.early = UpdateSender(bus, identity, probe)
+        self.packets = PacketSender(self.early, self.updates, self.transfers, probe)
+        self.answered_by = 0
+        self.masking = ClientMasking(bus, identity, least_members=least_members)
+
+    @property
+    def bytes_up(self) -> int:
+        """Return the bytes of updates that were sent so far."""
+        return self.updates.bytes_up + self.early.bytes_up
+
+    def interrupt(self) -> None:
+        """Check at once whether an update, sent or waiting for masks, is still wanted."""
+        self.updates.interrupt()
+        self.early.interrupt()
+        self.masking.interrupt()
+
+    def on_answer(
+        self, session: int, body: Grant | RetransmitRequest | Receipt | PacketsMissing, group: asyncio.TaskGroup
+    ) -> None:
+        """The controller has answered about an update, or a packet of one.
+
+        Args:
+            session: its incarnation. group: tasks that send belong to it.
+        """
+        self.answered_by = session
+        if isinstance(body, PacketsMissing):
+            self.packets.on_missing(body)
+        elif not self.updates.on_answer(body, group):
+            self.early.on_answer(body, group)
+
+    def close(self) -> None:
+        """End. What is being made is given up."""
+        self.masking.close()
 
 
 class UpdateMaking(NamedTuple):
@@ -59,7 +119,6 @@ class ClientRounds:
         training: LocalTraining,
         models: ClientModels,
         observer: ClientObserver,
-        failures: ClientFailures,
         making: UpdateMaking,
     ) -> None:
         self._context = context
@@ -67,13 +126,12 @@ class ClientRounds:
         self._training = training
         self._models = models
         self._observer = observer
-        self._failures = failures
+        self._failures = context.failures
         self._making = making
         self.counted = self.refused = 0
 
-    async def take_part(self, welcome: Welcome, command: TrainCmd, base: Tensor, group: asyncio.TaskGroup) -> None:
-        """Make the update of a round, send it until it is answered, and report to the program; tasks belong to
-        ``group``.
+    async def take_part(self, welcome: Welcome, command: TrainCmd, base: Tensor) -> None:
+        """Make the update of a round, send it until it is answered, and report to the program.
 
         Raises:
             CallbackFailed: a callback has. BarrierTimeout: there has been no controller for too long.
@@ -82,7 +140,7 @@ class ClientRounds:
         began_s = time.monotonic()
         if not await self._may_begin(command):
             return
-        update, reason = await self._train(welcome, command, base, group)
+        update, reason = await self._train(welcome, command, base)
         if update is not None:
             with status.delivering():
                 update, reason = await self._deliver(welcome, command, base, update)
@@ -115,15 +173,13 @@ class ClientRounds:
 
     # The update
 
-    async def _train(
-        self, welcome: Welcome, command: TrainCmd, base: Tensor, group: asyncio.TaskGroup
-    ) -> tuple[EncodedUpdate | None, str]:
+    async def _train(self, welcome: Welcome, command: TrainCmd, base: Tensor) -> tuple[EncodedUpdate | None, str]:
         """Make the update of a round; None: there is none, and why."""
         context, current, session = self._context, self._context.session, self._context.session.incarnation
         failure: Exception | None = None
         context.status.set("training")
         # It goes out as training starts: a later one may come late, as training may hold the interpreter.
-        group.create_task(context.heartbeat.send_hello(), name=f"client-{context.client_id}-hello")
+        context.group.create_task(context.heartbeat.send_hello(), name=f"client-{context.client_id}-hello")
         update: EncodedUpdate | None = None
         try:
             update = await self._making.make(welcome, command, base)

@@ -6,10 +6,10 @@ same answer again, so nothing is acknowledged.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 
 from gradbus.actors.federated.client.client_models import ClientModels
+from gradbus.actors.federated.client.client_rounds import Outbox
 from gradbus.actors.federated.client.local_evaluation import (
     DECLINED,
     MASKED,
@@ -20,7 +20,6 @@ from gradbus.actors.federated.client.local_evaluation import (
     LocalEvaluation,
 )
 from gradbus.actors.federated.client.local_training import LocalTraining
-from gradbus.actors.federated.client.outbox import Outbox
 from gradbus.actors.federated.client.session import ClientContext
 from gradbus.runtime.errors import BusError
 from gradbus.runtime.wire.control import EvaluationRequest, EvaluationResult, LocalModelRequest, Welcome
@@ -45,7 +44,7 @@ class EvaluationAnswers:
         self._result: tuple[tuple[int, int], EvaluationResult] | None = None  # the newest, by session and round
         self._shown = (0, 0)  # session and round under which the local model was uploaded last
 
-    async def evaluate(self, welcome: Welcome, request: EvaluationRequest, group: asyncio.TaskGroup) -> None:
+    async def evaluate(self, welcome: Welcome, request: EvaluationRequest) -> None:
         """Evaluate a model on the data of this client, and send the result."""
         context, current = self._context, self._context.session
         session, round_id = current.incarnation, request.round_id
@@ -57,7 +56,7 @@ class EvaluationAnswers:
             if vector is None:
                 return
             context.status.set("evaluating")
-            group.create_task(context.heartbeat.send_hello(), name=f"client-{context.client_id}-hello")
+            context.group.create_task(context.heartbeat.send_hello(), name=f"client-{context.client_id}-hello")
             try:
                 result = await context.compute.run(
                     self._evaluation.evaluate,

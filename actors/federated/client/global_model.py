@@ -16,9 +16,8 @@ from gradbus.codecs import Codec, CodecError, add_into, parse
 from gradbus.runtime.compute import ComputeThread
 from gradbus.runtime.errors import FrameError
 from gradbus.runtime.logs import get_logger
-from gradbus.runtime.shm.segment import SharedMemoryFault, is_here
-from gradbus.runtime.shm.shared_payload import PayloadMemory, read
-from gradbus.runtime.testing.instrumentation import Probe, no_probe
+from gradbus.runtime.shm.segment import PayloadMemory, SharedMemoryFault, is_here, read
+from gradbus.runtime.testing.journal import Probe, no_probe
 from gradbus.runtime.transport.access_policy import AccessPolicy
 from gradbus.runtime.transport.channels import CHANNELS
 from gradbus.runtime.wire.assembler import Assembler, Verdict

@@ -8,14 +8,17 @@ from typing import Any
 from torch import Tensor, nn
 
 from gradbus.actors.federated.client.client import Client
+from gradbus.actors.federated.client.client_observer import ClientObserver
+from gradbus.actors.federated.client.client_rounds import Outbox
+from gradbus.actors.federated.client.client_run import ClientRun, Prepared
 from gradbus.actors.federated.client.handover import RoundHandover, ScriptResult, TrainingRound
 from gradbus.actors.federated.client.pacing import ScriptBudget
+from gradbus.actors.federated.client.session import ClientContext
 from gradbus.actors.federated.client.updates_out import EncodedUpdate
 from gradbus.actors.federated.model.flat_model import FlatModel
 from gradbus.actors.federated.model.sharing import Sharing
 from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.config.federated import ClientConfig
-from gradbus.runtime.tasks import TaskGroup
 from gradbus.runtime.wire.control import Welcome
 from gradbus.runtime.wire.messages import TrainCmd
 
@@ -82,7 +85,6 @@ class HandoverClient(Client):
     ) -> None:
         super().__init__(bus, task, client_id=client_id, name=name, config=config, callbacks=callbacks)
         self._handover = handover
-        self._is_unwanted = False
 
     def wake(self) -> None:
         """Look again at whether the script waits for a round."""
@@ -92,9 +94,41 @@ class HandoverClient(Client):
         """Take the error of the script as the reason why this client leaves."""
         self._failures.leave_with(error)
 
-    def _on_controller(self, session: int, body: Any, group: TaskGroup) -> None:
+    def _make_model(self) -> FlatModel:
+        return FlatModel(self._task.build_model())  # which cannot be built again
+
+    def _make_run(self, context: ClientContext, prepared: Prepared) -> HandoverRun:
+        return HandoverRun(context, prepared, self._outbox, self._observer, self._handover)
+
+    def load_newest(self) -> int:
+        """Load the newest global model into the script's own, once the client has ended. Called on the thread of the
+        script. Returns its round; -1: none has arrived."""
+        if (newest := self._observer.newest) is None:
+            return -1
+        model = self._run.model
+        model.arrange(Sharing.of_welcome(newest.welcome))  # no round may have done so: the run was over before
+        model.hold(newest.vector, model.buffers.unpack(newest.buffers))
+        return newest.round_id
+
+
+class HandoverRun(ClientRun):
+    """The part of a script's client in a run."""
+
+    def __init__(
+        self,
+        context: ClientContext,
+        prepared: Prepared,
+        outbox: Outbox,
+        observer: ClientObserver,
+        handover: RoundHandover,
+    ) -> None:
+        super().__init__(context, prepared, outbox, observer)
+        self._handover = handover
+        self._is_unwanted = False
+
+    def _on_controller(self, session: int, body: Any) -> None:
         try:
-            super()._on_controller(session, body, group)
+            super()._on_controller(session, body)
         except Exception:  # what ends this client: the script may train for long, and is not waited for
             self._handover.end()
             raise
@@ -102,22 +136,10 @@ class HandoverClient(Client):
     def _wants_last_model(self, welcome: Welcome) -> bool:
         return self.summary.rounds > 0 or super()._wants_last_model(welcome)
 
-    def _make_model(self) -> FlatModel:
-        return FlatModel(self._task.build_model())  # which cannot be built again
-
-    def load_newest(self) -> int:
-        """Load the newest global model into the script's own, once the client has ended. Called on the thread of the
-        script. Returns its round; -1: none has arrived."""
-        if (newest := self._observer.newest) is None:
-            return -1
-        self._model.arrange(Sharing.of_welcome(newest.welcome))  # no round may have done so: the run was over before
-        self._model.hold(newest.vector, self._model.buffers.unpack(newest.buffers))
-        return newest.round_id
-
-    async def _train_and_send(self, welcome: Welcome, command: TrainCmd, base: Tensor, group: TaskGroup) -> None:
+    async def _train_and_send(self, welcome: Welcome, command: TrainCmd, base: Tensor) -> None:
         before = self.summary.rounds
         try:
-            await super()._train_and_send(welcome, command, base, group)
+            await super()._train_and_send(welcome, command, base)
         finally:
             self._handover.answer(self.summary.rounds > before)
 
@@ -129,15 +151,15 @@ class HandoverClient(Client):
 
     async def _wait_for_script(self, command: TrainCmd) -> bool:
         """Wait until the script has done with the model; whether the round is still wanted then."""
-        current, session = self._session, self._session.incarnation
+        context, current, session = self._context, self._session, self._session.incarnation
         while not self._handover.claim():
             self._changed.clear()
-            is_same = session == current.incarnation and not current.is_superseded(command) and not self.is_paused
-            if not is_same or not current.takes_part(self.client_id, command):
+            is_same = session == current.incarnation and not current.is_superseded(command)
+            if not is_same or self._status.is_paused or not current.takes_part(context.client_id, command):
                 return False
             if self._handover.claim():
                 break
-            await self._wait(self._config.controller_timeout_s)
+            await self._wait(context.config.controller_timeout_s)
         return True
 
     def _is_called_off(self) -> bool:

@@ -12,21 +12,21 @@ from torch import Tensor
 from gradbus.actors.federated.client.client_state import OF_RULE, ClientStateStore
 from gradbus.actors.federated.client.packets_out import RoundPackets
 from gradbus.actors.federated.client.round_inputs import RoundInputs, RoundPlan
+from gradbus.actors.federated.client.rules.base import ClientRule, RoundEnd
 from gradbus.actors.federated.client.run_terms import RunChoices
-from gradbus.actors.federated.client.task_training import TaskTraining, checked_finite
+from gradbus.actors.federated.client.task_training import TaskTraining, checked_finite, metrics_of
 from gradbus.actors.federated.client.update_encoding import UpdateEncoder
 from gradbus.actors.federated.client.updates_out import EncodedUpdate, note_receipt
 from gradbus.actors.federated.model.flat_model import FlatModel
 from gradbus.actors.federated.model.own_tensors import PERSONAL, named, own_tensors, part_of
 from gradbus.actors.federated.model.sharing import Sharing
 from gradbus.actors.federated.task import FederatedTask
-from gradbus.actors.federated.task_results import metrics_of
 from gradbus.actors.secure_aggregation.masked_values import UpdateMasks
 from gradbus.runtime.compute_limiter import TRAINING
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.optimization.deferred_compiler import defer_compiler
-from gradbus.runtime.shm.shared_payload import PayloadMemory
-from gradbus.runtime.testing.instrumentation import Probe, no_probe
+from gradbus.runtime.shm.segment import PayloadMemory
+from gradbus.runtime.testing.journal import Probe, no_probe
 from gradbus.runtime.wire.control import Receipt, UploadRequest, Welcome
 from gradbus.runtime.wire.frames import FrameKey, Kind
 from gradbus.runtime.wire.messages import Identity
@@ -124,7 +124,9 @@ class LocalTraining:
         trained_s = time.perf_counter()
         self.train_s += trained_s - started_s
         self._training.check_trained(plan, outcome)
-        end = plan.rule.finish(self._trained_vector(plan))
+        self._keep_local_model(plan)
+        # A plain rule leaves nothing.
+        end = RoundEnd() if type(plan.rule) is ClientRule else plan.rule.finish(self._model.read())
         num_samples, loss, num_steps = int(outcome.num_samples), outcome.loss, plan.rule.steps
         encoded = self._encoder.encode(plan, end, packets, kept, num_samples)
         facts = metrics_of(self._task, outcome, others=len(encoded.metrics)) | encoded.metrics
@@ -167,12 +169,10 @@ class LocalTraining:
                 "which was built again. They come with the next round"
             )
 
-    def _trained_vector(self, plan: RoundPlan) -> Tensor:
-        """The vector of the model after training, of which a copy is kept where others may see it."""
-        vector = self._model.read()
+    def _keep_local_model(self, plan: RoundPlan) -> None:
+        """Keep a copy of the model after training where others may see it."""
         if plan.run.allowed.model:
-            self._local_model = plan.inputs.welcome.run_id, vector.clone()
-        return vector
+            self._local_model = plan.inputs.welcome.run_id, self._model.read().clone()
 
     # Offers
 

@@ -25,7 +25,7 @@ from gradbus import codecs
 from gradbus.actors.aggregation.packet_sum import MAX_PACKETS, max_packet_bytes, max_update_bytes, sum_packets
 from gradbus.actors.federated.client.updates_out import EncodedUpdate, UpdateSender
 from gradbus.codecs import Codec, CodecError
-from gradbus.runtime.testing.instrumentation import Probe, no_probe
+from gradbus.runtime.testing.journal import Probe, no_probe
 from gradbus.runtime.wire.control import PacketRequest, PacketsMissing, Receipt, UploadRequest
 from gradbus.runtime.wire.frames import FrameKey
 

@@ -22,12 +22,12 @@ from typing import Any, NamedTuple, NoReturn, Self, SupportsFloat
 import torch
 from torch import Tensor, nn
 
-from gradbus.actors.federated.client.client_report import ClientSummary
+from gradbus.actors.federated.client.client_observer import ClientSummary
 from gradbus.actors.federated.client.handover import RoundHandover, ScriptResult, TrainingRound
 from gradbus.actors.federated.client.handover_client import HandoverClient, HandoverTask
 from gradbus.actors.federated.client.pacing import ScriptBudget
 from gradbus.actors.federated.client_names import checked_id
-from gradbus.actors.federated.model.module_structure import misfit
+from gradbus.actors.federated.model.module_changes import misfit
 from gradbus.actors.federated.model.sharing import TensorSpec, specs_of
 from gradbus.actors.federated.task_results import as_floats
 from gradbus.runtime import forks

@@ -17,8 +17,9 @@ from gradbus.runtime.compute import ComputeThread
 from gradbus.runtime.config.federated import ClientConfig
 from gradbus.runtime.errors import BarrierTimeout, BusClosed, BusError, GradbusError, JoinRefused, TrainingFailed
 from gradbus.runtime.logs import get_logger
-from gradbus.runtime.testing.instrumentation import Probe
+from gradbus.runtime.testing.journal import Probe
 from gradbus.runtime.transport.channels import ToClients, ToController
+from gradbus.runtime.transport.wait_log import WaitLog
 from gradbus.runtime.wire.control import (
     PAUSED_PHASE,
     Body,
@@ -35,7 +36,8 @@ from gradbus.runtime.wire.control import (
 from gradbus.runtime.wire.id_ranges import has_id, parse_ids
 from gradbus.runtime.wire.messages import ClientUpdate, Identity, Message, ModelBlob, TrainCmd
 
-if TYPE_CHECKING:  # it loads torch, which the nodes of an app without it are spared
+if TYPE_CHECKING:  # they load torch, which the nodes of an app without it are spared
+    from gradbus.actors.federated.client.failures import ClientFailures
     from gradbus.actors.federated.client.run_terms import RunChoices
 
 OLD_SESSION_S = 3.0  # a controller with a lower incarnation is accepted when the known one is silent for so long
@@ -98,6 +100,7 @@ class ControllerSession:
         counted_round: the last round in which an update of this client counted, in this session.
         controller_timeout_s: without a message of a controller for so long, this client gives up.
         newest: the newest start that was heard of the run that is followed.
+        name: that the newest Welcome has given this client, with identities the allow list's; empty: none.
     """
 
     def __init__(self, controller_timeout_s: float, newest: ControllerStart = NO_START) -> None:
@@ -113,6 +116,7 @@ class ControllerSession:
         self._turn_s = LISTENED_S
         self._seen_s = self._listened_s = time.monotonic()
         self.welcome: Welcome | None = None
+        self.name = ""
         self.command: TrainCmd | None = None
         self.terms: RoundTerms | None = None
         self.evaluation: EvaluationRequest | None = None
@@ -204,6 +208,7 @@ class ControllerSession:
     def accept(self, welcome: Welcome) -> None:
         """Take a Welcome of the controller that is followed."""
         self.welcome = welcome
+        self.name = welcome.name or self.name
 
     def await_welcome(self) -> None:
         """Note that another start of the controller has to welcome this client first."""
@@ -374,9 +379,9 @@ class ControllerSession:
         """Give up after another time without a message of a controller."""
         self.controller_timeout_s = controller_timeout_s
 
-    def check_controller(self, misconfiguration: str, advice: Callable[[], str] = str) -> None:
-        """Raises BarrierTimeout: no controller for too long. ``misconfiguration``: the likely reason, for its text,
-        and ``advice``: says what to do; to find that out takes a while."""
+    def check_controller(self, misconfiguration: Callable[[], str] = str, advice: Callable[[], str] = str) -> None:
+        """Raises BarrierTimeout: no controller for too long. ``misconfiguration``, ``advice``: return the likely
+        reason, and what to do, for its text; to find that out takes a while."""
         self.note_turn()
         limit_s = self.controller_timeout_s
         if time.monotonic() - self._seen_s > limit_s:
@@ -386,7 +391,7 @@ class ControllerSession:
                 ready=0,
                 needed=1,
                 timeout_s=limit_s,
-                misconfiguration=misconfiguration or self.replaced,
+                misconfiguration=misconfiguration() or self.replaced,
                 hint=advice(),
             )
 
@@ -508,18 +513,32 @@ class ClientHeartbeat:
             await self._bus.publish(self._identity, Leave(reason))
 
 
+def client_facts(client_id: int, name: str) -> dict[str, Any]:
+    """Return id and name of a client for a log event. ``client_id``: -1: it has none. ``name``: empty: likewise."""
+    own: dict[str, Any] = {} if client_id < 0 else {"client": client_id}
+    return {**own, "name": name} if name else own
+
+
+def check_waiting(bus: Bus, session: ControllerSession, waiting: WaitLog) -> None:
+    """Log that the controller is waited for, if that takes long. Raises BarrierTimeout: no controller for too long."""
+    session.check_controller(lambda: bus.misconfiguration, partial(bus.reach.advice, one=True))
+    waiting.look(f"the controller of job {bus.job!r}", began_s=session.seen_s, misconfiguration=bus.misconfiguration)
+
+
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class ClientContext:
     """The objects that all parts of a running client share.
 
     Attributes:
-        client_id: its own; of a host, the first one of its clients. identity: under which it sends.
+        client_id: its own; of a host, the first one of its clients. name: its own; empty: it has none, or that of the
+            session. identity: under which it sends.
         changed: set when a message, or a part of this client, has changed what its next action follows from.
         compute: its thread for tensors and files.
-        choices: reads what a controller has chosen. facts: returns id and name of this client, for a log event.
+        choices: reads what a controller has chosen. group: of all tasks of the run.
     """
 
     client_id: int
+    name: str
     bus: Bus
     identity: Identity
     config: ClientConfig
@@ -530,7 +549,17 @@ class ClientContext:
     compute: ComputeThread
     probe: Probe
     choices: RunChoices
-    facts: Callable[[], dict[str, Any]]
+    failures: ClientFailures
+    group: asyncio.TaskGroup
+
+    @property
+    def own_name(self) -> str:
+        """Return the name of this client as of now; empty: it has none."""
+        return self.session.name or self.name
+
+    def facts(self) -> dict[str, Any]:
+        """Return id and name of this client, for a log event."""
+        return client_facts(self.client_id, self.own_name)
 
     async def publish(self, body: Body) -> None:
         """Send a control message as this client. Raises BusError: it could not be sent."""
@@ -554,4 +583,5 @@ class ClientContext:
         return self.session.run_id == run_id and self.session.is_open
 
     def _check_controller(self) -> None:
-        self.session.check_controller(self.bus.misconfiguration, partial(self.bus.reach.advice, one=True))
+        bus = self.bus
+        self.session.check_controller(lambda: bus.misconfiguration, partial(bus.reach.advice, one=True))

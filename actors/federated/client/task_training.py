@@ -24,7 +24,7 @@ from gradbus.actors.federated.model.flat_model import FlatModel
 from gradbus.actors.federated.model.own_tensors import OWN_MODEL, PERSONAL, named, part_of, without
 from gradbus.actors.federated.protocol import NON_FINITE_LOSS, NON_FINITE_MODEL
 from gradbus.actors.federated.task import FederatedTask, TrainOutcome, implementation
-from gradbus.actors.federated.task_results import NonFiniteResult, NothingToTrain, check_counts
+from gradbus.actors.federated.task_results import NonFiniteResult, NothingToTrain, as_floats, described, sendable
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.user_errors import WrongResult
@@ -290,3 +290,42 @@ def checked_finite(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
                 f"training made {name!r}, which stays at this client, non-finite. Lower the learning rate",
             )
     return tensors
+
+
+def check_counts(task: object, outcome: TrainOutcome) -> None:
+    """Check the number of samples and the loss that a training has returned.
+
+    Raises:
+        WrongResult: they are not numbers, or there are no samples. NothingToTrain: the task says so.
+    """
+    try:
+        _ = int(outcome.num_samples), None if outcome.loss is None else float(outcome.loss)
+    except Exception as error:
+        raise WrongResult(
+            f"train has returned {described(outcome)}: expected an object with num_samples, an integer, and loss, "
+            f"a number or None, such as gradbus.models.TrainResult(num_samples=..., loss=...) ({error})",
+            implementation(task, "train"),
+        ) from None
+    if int(outcome.num_samples) == 0 and outcome.loss is None:
+        raise NothingToTrain
+    if int(outcome.num_samples) < 1:
+        raise WrongResult(
+            f"train has returned num_samples={outcome.num_samples} and loss={outcome.loss}: expected at least one "
+            f"sample. If there was nothing to train, return gradbus.models.TrainResult.nothing()",
+            implementation(task, "train"),
+        )
+
+
+def metrics_of(task: object, outcome: TrainOutcome, others: int) -> dict[str, float]:
+    """Return the metrics of a training that go out beside ``others`` of its rule. Raises WrongResult: they cannot be
+    read."""
+    found = getattr(outcome, "metrics", None)
+    if found is None or (type(found) is dict and not found):  # as a rule
+        return {}
+    try:
+        return sendable(as_floats(found), others)
+    except Exception as error:
+        raise WrongResult(
+            f"train has returned metrics that cannot be read ({error}): expected a mapping of names to single numbers",
+            implementation(task, "train"),
+        ) from error

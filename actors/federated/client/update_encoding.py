@@ -15,7 +15,6 @@ from torch import Tensor
 
 from gradbus import codecs
 from gradbus.actors.aggregation import updates
-from gradbus.actors.aggregation.clipping import l2_norm
 from gradbus.actors.aggregation.exact_sum import LARGEST, fits
 from gradbus.actors.federated.client.client_state import RESIDUAL, SECTION_RESIDUAL, ClientStateStore
 from gradbus.actors.federated.client.packets_out import RoundPackets
@@ -29,6 +28,7 @@ from gradbus.actors.federated.task_results import NonFiniteResult
 from gradbus.actors.privacy.client import ClientPrivacy
 from gradbus.actors.secure_aggregation import masked_values
 from gradbus.codecs import Codec, NonFiniteError
+from gradbus.codecs.base import l2_norm
 from gradbus.codecs.fp32 import Fp32
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.logs import get_logger

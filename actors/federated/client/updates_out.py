@@ -24,8 +24,8 @@ from gradbus.actors.federated.protocol import ON_THE_WAY_S, REPEAT_AFTER_S
 from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.errors import BusError
 from gradbus.runtime.logs import get_logger
-from gradbus.runtime.shm.shared_payload import SharedPayload
-from gradbus.runtime.testing.instrumentation import Probe, no_probe
+from gradbus.runtime.shm.segment import SharedPayload
+from gradbus.runtime.testing.journal import Probe, no_probe
 from gradbus.runtime.wire.control import Grant, Receipt, RetransmitRequest, UploadRequest
 from gradbus.runtime.wire.frames import FrameKey
 from gradbus.runtime.wire.messages import ClientUpdate, Identity

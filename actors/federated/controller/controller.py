@@ -67,7 +67,7 @@ from gradbus.runtime.logs import get_logger
 from gradbus.runtime.misuse import awaited, check_instance
 from gradbus.runtime.optimization.schedules import RoundRates
 from gradbus.runtime.tasks import TaskGroup
-from gradbus.runtime.testing.instrumentation import Probe
+from gradbus.runtime.testing.journal import Probe
 from gradbus.runtime.transport.channels import ToClients, ToController
 from gradbus.runtime.wire.control import Welcome
 from gradbus.runtime.wire.frames import CONTROLLER

@@ -25,8 +25,7 @@ from gradbus.actors.federated.controller.uploads import REPEATED, UNEXPECTED, In
 from gradbus.actors.federated.protocol import PAUSED
 from gradbus.runtime.errors import BusError, FrameError
 from gradbus.runtime.logs import get_logger
-from gradbus.runtime.shm.segment import SharedMemoryFault, is_here
-from gradbus.runtime.shm.shared_payload import read
+from gradbus.runtime.shm.segment import SharedMemoryFault, is_here, read
 from gradbus.runtime.wire.control import (
     CANDIDATE_ROUNDS,
     Body,

@@ -165,6 +165,11 @@ class OrderBook:
         """Return the order of a round that was opened; else that of the configuration."""
         return self._orders.get(round_id, _AS_CONFIGURED)
 
+    def reported(self, round_id: int) -> dict[str, Any]:
+        """Return what the order of a round changes of the configuration, as a JSON object."""
+        order = self.order(round_id)
+        return {} if order == _AS_CONFIGURED else order.to_json()
+
     def command(self, round_id: int) -> TrainCmd:
         """Return the command of a round. Called on the compute thread, as a schedule may be the user's own."""
         training = self._config.training

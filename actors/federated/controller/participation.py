@@ -1,128 +1,23 @@
-"""Tables of clients in the checkpoint: strikes and quarantine, and how often their updates counted. Pure.
-
-An update is bad if no honest client can have made it: not what the codec writes, NaN or infinity, more bytes than the
-model needs, a number of samples out of range, values that the strategy cannot use. A late or incomplete update, or
-failed training, is no strike.
-"""
+"""The table of clients in the checkpoint: how often their updates counted, and why the newest one did not. Pure."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import Field
 
 from gradbus.actors.federated.protocol import PAUSED
 
-FOR_GOOD = 0x7FFF_FFFF  # no round has this number
 MAX_TEXT = 300  # characters of a reason that are kept: part of it comes from the wire
-MAX_REPORTED_STRIKES = 64  # strikes of a round that its report names
 MAX_KNOWN = 65_536  # clients of a table: any process can make up ids
 MAX_REFUSED = 1024  # of them, those that were never let in
 PREPARING_FAILED = "preparing failed"
 HAS_PAUSED = "it had paused"  # why an update of a client never counted
 NO_UPDATE = "no update came before the round ended"
-
-
-@dataclass(frozen=True, slots=True)
-class Strike:
-    """A bad update, and what follows from it.
-
-    Attributes:
-        reason: as in ``RoundReport.dropped``. detail: what exactly was wrong.
-        count: strikes of the client, this one included.
-        out_until: the first round in which it may take part again; 0: it goes on; FOR_GOOD: none.
-    """
-
-    client_id: int
-    round_id: int
-    reason: str
-    detail: str
-    count: int
-    out_until: int = 0
-
-    @property
-    def sentence(self) -> str:
-        """For people."""
-        what = f"strike {self.count} in round {self.round_id}: {self.reason}, {self.detail}"
-        if self.out_until == FOR_GOOD:
-            return f"out for good after {what}"
-        return f"out until round {self.out_until} after {what}" if self.out_until else what
-
-    def to_json(self) -> dict[str, Any]:
-        """As a JSON object."""
-        return asdict(self)
-
-
-class Quarantine:
-    """Strikes by client id.
-
-    Back from quarantine a client has one strike less than it takes: the next one puts it back. One round brings a
-    client at most one strike, however often it tries.
-    """
-
-    def __init__(self, max_strikes: int, quarantine_rounds: int) -> None:
-        """With ``max_strikes`` (0: never) a client is out for ``quarantine_rounds`` more rounds (0: for good)."""
-        self._max_strikes = max_strikes
-        self._quarantine_rounds = quarantine_rounds
-        self._last: dict[int, Strike] = {}  # in the order of the last strike
-        self._new: list[Strike] = []
-
-    def strike(self, client_id: int, round_id: int, reason: str, detail: str) -> Strike | None:
-        """Note a bad update. None: this client has had its strike of this round, or strikes are switched off."""
-        last = self._last.get(client_id)
-        if not self._max_strikes or (last is not None and last.round_id == round_id):
-            return None
-        count = 1 if last is None else min(last.count, self._max_strikes - bool(last.out_until)) + 1
-        out_until = 0
-        if count >= self._max_strikes:
-            out_until = min(round_id + 1 + self._quarantine_rounds, FOR_GOOD) if self._quarantine_rounds else FOR_GOOD
-        strike = Strike(client_id, round_id, reason, detail[:MAX_TEXT], count, out_until)
-        self._last.pop(client_id, None)
-        self._last[client_id] = strike
-        if len(self._last) > MAX_KNOWN:
-            self._forget_one(round_id)
-        if len(self._new) < MAX_REPORTED_STRIKES:
-            self._new.append(strike)
-        return strike
-
-    def _forget_one(self, round_id: int) -> None:
-        at_large = (client_id for client_id, strike in self._last.items() if strike.out_until <= round_id)
-        del self._last[next(at_large, next(iter(self._last)))]
-
-    def out_until(self, client_id: int) -> int:
-        """The first round in which this client may take part; 0: any; FOR_GOOD: none."""
-        last = self._last.get(client_id)
-        return 0 if last is None else last.out_until
-
-    def exclusion_reason(self, client_id: int, round_id: int) -> str | None:
-        """Why this client may not take part in a round; None: it may."""
-        last = self._last.get(client_id)
-        if last is None or last.out_until <= round_id:
-            return None
-        return f"client {client_id} is in quarantine, {last.sentence}"
-
-    def excluded(self, round_id: int) -> dict[int, int]:
-        """Clients that may not take part in a round, and until which."""
-        return {i: strike.out_until for i, strike in sorted(self._last.items()) if strike.out_until > round_id}
-
-    def take_new(self) -> tuple[Strike, ...]:
-        """The first MAX_REPORTED_STRIKES strikes since the last call, oldest first."""
-        new, self._new = tuple(self._new), []
-        return new
-
-    def state(self) -> list[dict[str, Any]]:
-        """The table for a checkpoint, as JSON."""
-        return [strike.to_json() for strike in list(self._last.values())]
-
-    def load_state(self, state: Iterable[Strike]) -> None:
-        """Restore what :meth:`state` gave, unless strikes are switched off by now."""
-        if not self._max_strikes:
-            return
-        self._last = {strike.client_id: strike for strike in state}
 
 
 _Number = Annotated[int, Field(ge=0, lt=1 << 63, strict=True)]

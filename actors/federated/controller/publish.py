@@ -21,17 +21,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradbus.actors.aggregation.clipping import l2_norm
 from gradbus.actors.federated.controller.clients import ClientRegistry
 from gradbus.actors.federated.controller.report import RoundReport
 from gradbus.actors.federated.controller.resend_queue import RESEND_FRAMES, RESEND_TIMES, ResendQueue
 from gradbus.actors.federated.controller.state import RunContext
 from gradbus.actors.federated.protocol import ON_THE_WAY_S
 from gradbus.codecs import Codec, NonFiniteError, add_into, residual_step
+from gradbus.codecs.base import l2_norm
 from gradbus.codecs.registry import TABLE
 from gradbus.runtime.errors import BusError, ConfigError
 from gradbus.runtime.logs import get_logger
-from gradbus.runtime.shm.shared_payload import SHARED_BYTES, SharedPayload
+from gradbus.runtime.shm.segment import SHARED_BYTES, SharedPayload
 from gradbus.runtime.testing.journal import model_name
 from gradbus.runtime.user_errors import user_error
 from gradbus.runtime.wire.control import FROZEN_ROUND, ModelAvailable, ModelRequest

@@ -17,8 +17,8 @@ from typing import Any, Literal, NamedTuple
 
 from gradbus.actors.federated.client_names import ClientNames
 from gradbus.actors.federated.controller.evaluation import ClientEvaluation, CrossSite
-from gradbus.actors.federated.controller.participation import Strike
 from gradbus.actors.federated.controller.rounds import Round, RoundTotals
+from gradbus.actors.federated.controller.update_admission import Strike
 from gradbus.runtime.wire.control import UploadRequest
 
 MAX_CLIENTS = 64  # of a round, whose timelines are kept: 16 kB in a file of reports

@@ -72,7 +72,7 @@ class RoundCommitter:
             strikes=state.quarantine.take_new(),
             marks={**parts.strategy.marks(), **marks},
             epsilon=parts.strategy.epsilon,
-            order=parts.book.order(round_id).to_json(),
+            order=parts.book.reported(round_id),
         )
         if self._calls_on_aggregate:
             await self._callbacks.call(self._callbacks.stop.call_on_aggregate, report)

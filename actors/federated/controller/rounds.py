@@ -308,8 +308,8 @@ class RoundTotals:
 
     def loss(self) -> float | None:
         """Mean training loss, weighted by samples, summed in an order that does not depend on arrival."""
-        parts, total = self.loss_parts()
-        return math.fsum(parts) / total if total else None
+        addends, total = self._loss_addends()
+        return math.fsum(addends) / total if total else None
 
     def _add_metrics(self, samples: int, metrics: Mapping[str, float]) -> None:
         """Add the metrics of a training."""
@@ -326,12 +326,18 @@ class RoundTotals:
         return {name: math.fsum(parts) / total for name, (parts, total, _) in sorted(most) if total}
 
     def loss_parts(self) -> tuple[list[float], int]:
-        """Floats whose exact sum is that of samples times loss over all clients, and the number of these samples."""
+        """The few floats whose exact sum is that of samples times loss over all clients, and the number of these
+        samples."""
+        addends, total = self._loss_addends()
+        return exact_parts(addends), total
+
+    def _loss_addends(self) -> tuple[list[float], int]:
+        """Samples times loss of each client, those of sites in parts, and the number of these samples."""
         # Anything beyond is as good as none, and could overflow the sum; NaN is not below it either.
         known = [(samples, loss) for samples, loss in self.losses if abs(loss) < 1e100]
         total = sum(samples for samples, _ in known) + sum(partial.loss_samples for partial in self.sums.values())
         parts = [part for partial in self.sums.values() for part in partial.loss_parts]
-        return exact_parts([*parts, *(samples * loss for samples, loss in known)]), total
+        return [*parts, *(samples * loss for samples, loss in known)], total
 
     def clients(self) -> tuple[range, ...]:
         """Ids of all clients in the sum, those of sites included."""

@@ -12,8 +12,9 @@ from pydantic import Field, StringConstraints
 from torch import Tensor, nn
 
 from gradbus.actors.federated.client_names import MAX_NAMED_CLIENTS, Pair
-from gradbus.actors.federated.controller.participation import MAX_KNOWN, Entry, Strike
+from gradbus.actors.federated.controller.participation import MAX_KNOWN, Entry
 from gradbus.actors.federated.controller.report import KEPT_IN_CHECKPOINT, RoundReport
+from gradbus.actors.federated.controller.update_admission import Strike
 from gradbus.actors.federated.model.flat_model import FlatModel, hash_of_named
 from gradbus.actors.federated.model.sharing import Exchange, Sharing
 from gradbus.runtime.checkpoint import Checkpoint, Count, Hex64, Meta, tensor_of

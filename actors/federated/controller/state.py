@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gradbus.actors.aggregation.strategies import Strategy
 from gradbus.actors.federated.client_names import ClientNames
-from gradbus.actors.federated.controller.participation import MAX_KNOWN, Participation, Quarantine
+from gradbus.actors.federated.controller.participation import MAX_KNOWN, Participation
 from gradbus.actors.federated.controller.replaced_controller import replaced
 from gradbus.actors.federated.controller.report import KEPT_IN_CHECKPOINT, NAMED_IN_CHECKPOINT, RoundReport
 from gradbus.actors.federated.controller.saved_run import (
@@ -28,6 +28,7 @@ from gradbus.actors.federated.controller.saved_run import (
     restore_frozen,
     restore_integers,
 )
+from gradbus.actors.federated.controller.update_admission import Quarantine
 from gradbus.actors.federated.model.flat_model import FlatModel, hash_of_named
 from gradbus.actors.privacy.mechanisms import LEDGER
 from gradbus.runtime.bus.bus import Bus
@@ -43,8 +44,7 @@ from gradbus.runtime.config.federated import FederatedConfig
 from gradbus.runtime.errors import CheckpointError, ControllerReplaced
 from gradbus.runtime.logs import get_logger, process_name
 from gradbus.runtime.saved_state import BUFFER, own_copies
-from gradbus.runtime.testing.instrumentation import Probe, no_probe
-from gradbus.runtime.testing.journal import History, weights_name
+from gradbus.runtime.testing.journal import History, Probe, no_probe, weights_name
 from gradbus.runtime.torch_compat import uncompiled_names
 from gradbus.runtime.wire.control import Body
 from gradbus.runtime.wire.frames import FrameKey, Kind

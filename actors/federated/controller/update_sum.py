@@ -20,19 +20,31 @@ from gradbus.actors.aggregation.merged_buffers import BufferLayout, BufferMerge
 from gradbus.actors.aggregation.packet_sum import sum_packets
 from gradbus.actors.aggregation.partial_sum import CountedTwice, PartialSum
 from gradbus.actors.aggregation.partial_sum import parse as parse_sum
-from gradbus.actors.aggregation.strategies import Strategy
+from gradbus.actors.aggregation.strategies import NoRoom, Strategy
 from gradbus.actors.aggregation.sum_summary import SumSummary
 from gradbus.actors.aggregation.updates import Facts, Update
 from gradbus.actors.aggregation.updates import parse as parse_update
-from gradbus.actors.federated.controller.asynchronous import Bases
+from gradbus.actors.federated.controller.asynchronous import BaseGone, Bases
 from gradbus.actors.federated.controller.masked_attempt import MaskedAttempt
+from gradbus.actors.federated.controller.rounds import STALE
 from gradbus.actors.federated.controller.state import RunContext
+from gradbus.actors.federated.controller.update_admission import UpdateRefusal
 from gradbus.actors.federated.controller.uploads import IncomingUpload, RequestedUpload
-from gradbus.codecs import Codec, CodecError
-from gradbus.runtime.shm.shared_payload import read
+from gradbus.codecs import Codec, CodecError, NonFiniteError
+from gradbus.runtime.shm.segment import read
 from gradbus.runtime.testing.journal import update_name
 from gradbus.runtime.wire.control import UploadRequest
 from gradbus.runtime.wire.frames import FrameKey
+
+_NO_STRIKE: dict[type[Exception], str] = {CountedTwice: "counted twice", BaseGone: STALE, NoRoom: "no room"}
+
+
+def unusable(error: ValueError | ArithmeticError) -> UpdateRefusal:
+    """The refusal of an update that could not be added."""
+    if (reason := _NO_STRIKE.get(type(error))) is not None:
+        return UpdateRefusal(reason, str(error))
+    malformed = "malformed" if isinstance(error, CodecError) else "refused"
+    return UpdateRefusal("non-finite" if isinstance(error, NonFiniteError) else malformed, str(error), True)
 
 
 def facts_of(client_id: int, request: UploadRequest, weight: int) -> Facts:

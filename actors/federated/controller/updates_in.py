@@ -24,17 +24,15 @@ from torch import Tensor
 from gradbus.actors.aggregation.partial_sum import PartialSum
 from gradbus.actors.aggregation.sum_summary import SumSummary
 from gradbus.actors.aggregation.updates import Facts
-from gradbus.actors.federated.controller.by_client import ByClient
 from gradbus.actors.federated.controller.held_updates import HeldUpdates, Settling
 from gradbus.actors.federated.controller.masked_attempt import MaskedAttempt
 from gradbus.actors.federated.controller.packets_in import PacketCollector
-from gradbus.actors.federated.controller.participation import Strike
 from gradbus.actors.federated.controller.report import RoundTiming
 from gradbus.actors.federated.controller.rounds import REPEATED, SURPLUS, Round, RoundTotals
 from gradbus.actors.federated.controller.state import RunContext
-from gradbus.actors.federated.controller.update_admission import UpdateAdmission, UpdateRefusal, unusable
-from gradbus.actors.federated.controller.update_sum import IncomingUpdate, MaskedUpdate, UpdateSum, facts_of
-from gradbus.actors.federated.controller.uploads import UNEXPECTED, RequestedUpload, Uploads
+from gradbus.actors.federated.controller.update_admission import Strike, UpdateAdmission, UpdateRefusal
+from gradbus.actors.federated.controller.update_sum import IncomingUpdate, MaskedUpdate, UpdateSum, facts_of, unusable
+from gradbus.actors.federated.controller.uploads import UNEXPECTED, ByClient, RequestedUpload, Uploads
 from gradbus.runtime.errors import BusError, FrameError
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.shm.segment import SharedMemoryFault, is_here

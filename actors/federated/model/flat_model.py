@@ -12,10 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from gradbus.actors.aggregation.merged_buffers import BufferLayout
-from gradbus.actors.federated.model.module_structure import Structure, misfit, structure_of
+from gradbus.actors.federated.model.module_changes import Structure, UnexchangedTensors, misfit, structure_of
 from gradbus.actors.federated.model.sharing import Shape, Sharing, TensorSpec, divide, shape_of, specs_of
 from gradbus.actors.federated.model.state_layout import StateLayout, VectorLayout
-from gradbus.actors.federated.model.unexchanged import UnexchangedTensors
 from gradbus.runtime.complex_pairs import as_pairs, from_pairs, restored
 from gradbus.runtime.errors import CheckpointError, ConfigError
 from gradbus.runtime.logs import get_logger

@@ -14,10 +14,14 @@ from torch import Tensor
 
 from gradbus.actors.aggregation.merged_buffers import BufferLayout
 from gradbus.actors.federated.client.client import Client
+from gradbus.actors.federated.client.client_observer import ClientObserver
+from gradbus.actors.federated.client.client_rounds import Outbox
+from gradbus.actors.federated.client.client_run import ClientRun, Prepared
 from gradbus.actors.federated.client.last_model import LastModelDeadline
-from gradbus.actors.federated.client.session import ControllerSession, ControllerStart
+from gradbus.actors.federated.client.session import ClientContext, ControllerSession, ControllerStart
 from gradbus.actors.federated.client.updates_out import EncodedUpdate
 from gradbus.actors.federated.controller.report import RoundReport
+from gradbus.actors.federated.model.flat_model import FlatModel
 from gradbus.actors.federated.model.sharing import Sharing, layout_of
 from gradbus.actors.federated.protocol import REPEAT_AFTER_S
 from gradbus.actors.federated.site.site_controller import SiteController, SiteUpdate, UpstreamChanged
@@ -26,7 +30,6 @@ from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.config.federated import ClientConfig, UpstreamConfig
 from gradbus.runtime.errors import BarrierTimeout, GradbusError, TrainingFailed
 from gradbus.runtime.logs import get_logger
-from gradbus.runtime.tasks import TaskGroup
 from gradbus.runtime.wire.control import EvaluationRequest, Hello, LocalModelRequest, Status, UploadRequest, Welcome
 from gradbus.runtime.wire.frames import FrameKey, Kind
 from gradbus.runtime.wire.messages import Message, TrainCmd
@@ -45,7 +48,7 @@ class _UpstreamSession(ControllerSession):
 
     lost = False
 
-    def check_controller(self, misconfiguration: str, advice: Callable[[], str] = str) -> None:
+    def check_controller(self, misconfiguration: Callable[[], str] = str, advice: Callable[[], str] = str) -> None:
         try:
             super().check_controller(misconfiguration, advice)
         except BarrierTimeout:
@@ -77,15 +80,28 @@ class _SiteClients(NamedTuple):
     frozen: Tensor | None
 
 
-class SiteMember(Client):
-    """The upward side of a site, for as long as the level above is there.
+class LowerLevel(NamedTuple):
+    """Holds what a site's part in the run of the level above needs of the site itself.
 
     Attributes:
-        followed: what it has of the level above; None before the first command.
+        make_controller: called when it is welcomed, with its frozen parameters. on_report: called with the reports of
+            that Controller.
+        followed: what it has followed before; None: nothing.
     """
+
+    upstream: UpstreamConfig
+    make_controller: MakeController
+    on_report: Callable[[RoundReport], object]
+    followed: Followed | None
+
+
+class SiteMember(Client):
+    """The upward side of a site, for as long as the level above is there."""
 
     _codecs_setting = "upstream.codecs"
     _task_methods = ("build_model",)  # its clients train
+    _session: _UpstreamSession
+    _running: SiteRun | None
 
     def __init__(
         self,
@@ -104,21 +120,30 @@ class SiteMember(Client):
             make_controller: called when it is welcomed, with its frozen parameters.
             followed, newest: as of the member before.
         """
-        timeout_s = upstream.alone_after_s if followed and upstream.alone else upstream.timeout_s
-        config = ClientConfig(controller_timeout_s=timeout_s, codecs=upstream.codecs)
-        super().__init__(bus, task, client_id=upstream.site or 0, name=upstream.name, config=config)
         self._upstream = upstream
         self._make_controller = make_controller
         self._on_report = on_report
-        self._session: _UpstreamSession = _UpstreamSession(timeout_s, newest)
-        self._clients: _SiteClients | None = None
-        self.followed = followed
-        self._terms: Welcome | None = None  # the newest Welcome, also while another one is awaited
+        self._before = followed, newest
+        timeout_s = upstream.alone_after_s if followed and upstream.alone else upstream.timeout_s
+        config = ClientConfig(controller_timeout_s=timeout_s, codecs=upstream.codecs)
+        super().__init__(bus, task, client_id=upstream.site or 0, name=upstream.name, config=config)
+
+    def _make_session(self) -> _UpstreamSession:
+        return _UpstreamSession(self._config.controller_timeout_s, self._before[1])
+
+    def _make_run(self, context: ClientContext, prepared: Prepared) -> SiteRun:
+        lower = LowerLevel(self._upstream, self._make_controller, self._on_report, self._before[0])
+        return SiteRun(context, prepared, self._outbox, self._observer, lower)
+
+    @property
+    def followed(self) -> Followed | None:
+        """Return what it has of the level above; None before the first command."""
+        return self._before[0] if self._running is None else self._running.followed
 
     @property
     def controller(self) -> SiteController | None:
         """Return the Controller of the site's clients; None before this site is welcomed."""
-        return None if self._clients is None else self._clients.controller
+        return None if self._running is None else self._running.controller
 
     @property
     def is_cut_off(self) -> bool:
@@ -130,13 +155,38 @@ class SiteMember(Client):
         """The newest start of the level above that this site has heard: no earlier one of that run is followed."""
         return self._session.newest
 
-    def _describe(self, matched: bool) -> Hello:
-        return replace(super()._describe(matched), site=True, masks=False, grids=False)
+    def _introduction(self, model: FlatModel) -> Hello:
+        return replace(super()._introduction(model), site=True, masks=False, grids=False)
 
-    def _on_controller(self, session: int, body: Any, group: TaskGroup) -> None:
+    async def _report_unwelcomed(self, error: Exception) -> None:
+        pass  # it may start again at once; else the reason of its Leave says why
+
+
+class SiteRun(ClientRun):
+    """The part of a site in the run of the level above.
+
+    Attributes:
+        followed: what it has of that level; None before the first command.
+    """
+
+    def __init__(
+        self, context: ClientContext, prepared: Prepared, outbox: Outbox, observer: ClientObserver, lower: LowerLevel
+    ) -> None:
+        super().__init__(context, prepared, outbox, observer)
+        self._lower = lower
+        self._clients: _SiteClients | None = None
+        self.followed = lower.followed
+        self._terms: Welcome | None = None  # the newest Welcome, also while another one is awaited
+
+    @property
+    def controller(self) -> SiteController | None:
+        """Return the Controller of the site's clients; None before this site is welcomed."""
+        return None if self._clients is None else self._clients.controller
+
+    def _on_controller(self, session: int, body: Any) -> None:
         if isinstance(body, Status) and self.controller is not None:
             self.controller.expect_rounds(body.rounds)
-        super()._on_controller(session, body, group)
+        super()._on_controller(session, body)
         self._tell_end()
 
     def _tell_end(self) -> None:
@@ -151,27 +201,27 @@ class SiteMember(Client):
     def _take_request(self, request: EvaluationRequest | LocalModelRequest) -> None:
         pass  # a site has no data; a Controller of sites asks none
 
-    def _handle(self, message: Message, group: TaskGroup) -> None:
+    def handle(self, message: Message) -> None:
         try:
-            super()._handle(message, group)
+            super().handle(message)
         except TrainingFailed as error:
             if self.controller is None or not self.controller.started.is_set():
                 raise
             self.controller.end(error)  # which ends the clients of this site, then this member
 
-    async def _prepare(self, welcome: Welcome, group: TaskGroup) -> None:
+    async def _prepare(self, welcome: Welcome) -> None:
         """Start the Controller of this site, and wait for its clients."""
         frozen: Tensor | None = None
         if welcome.frozen:
-            if await self._models.lacks_frozen(welcome):
-                await self._models.fetch_frozen(welcome)
-                if await self._models.lacks_frozen(welcome):  # that level has ended its run, or started again
+            if await self.models.lacks_frozen(welcome):
+                await self.models.fetch_frozen(welcome)
+                if await self.models.lacks_frozen(welcome):  # that level has ended its run, or started again
                     if self._session.ended is not None:
                         return
                     raise UpstreamChanged("the level above has started again before its frozen parameters were here")
-            frozen = self._model.read_frozen()
-        controller = await self._make_controller(welcome, frozen)
-        serving = group.create_task(controller.serve(self._on_report), name="site-controller")
+            frozen = self.model.read_frozen()
+        controller = await self._lower.make_controller(welcome, frozen)
+        serving = self._group.create_task(controller.serve(self._lower.on_report), name="site-controller")
         self._clients = _SiteClients(controller, serving, frozen)
         self._tell_end()
         await controller.started.wait()
@@ -180,10 +230,10 @@ class SiteMember(Client):
     async def _report_unprepared(self, error: Exception, run_id: int) -> None:
         pass  # it may start again at once; else the reason of its Leave says why
 
-    async def _work(self, group: TaskGroup) -> None:
-        await super()._work(group)
+    async def _work(self) -> None:
+        await super()._work()
         if self._clients is None and self._terms is not None:
-            await self._prepare(self._terms, group)  # its clients have yet to learn that the run has ended
+            await self._prepare(self._terms)  # its clients have yet to learn that the run has ended
         if (clients := self._clients) is None:
             return
         controller = clients.controller
@@ -195,7 +245,7 @@ class SiteMember(Client):
     async def _fetch_last_model(self, controller: SiteController) -> None:
         """Wait, as a client does, for the model after the newest round that the clients of this site were asked for,
         whether or not their sum counts in it; where they were asked for none, for the newest model."""
-        is_over = LastModelDeadline(self._bus).is_over
+        is_over = LastModelDeadline(self._context.bus).is_over
         with contextlib.suppress(BarrierTimeout):
             # The end, or the Status, of the next start of the level above may arrive before its Welcome.
             while (welcome := self._session.welcome) is None:
@@ -204,13 +254,13 @@ class SiteMember(Client):
                 self._changed.clear()
                 await self._wait(REPEAT_AFTER_S)
             newest = welcome.next_round - 1 if controller.command is None else controller.command.round_id
-            await self._models.fetch(
-                welcome, self._models.replica, max(newest, controller.counted_round), is_over, first_after_s=0.1
+            await self.models.fetch(
+                welcome, self.models.replica, max(newest, controller.counted_round), is_over, first_after_s=0.1
             )
 
     async def _take_newest(self, controller: SiteController) -> None:
         """Pass the newest model on to the site's clients, if it is new."""
-        vector, round_id = self._models.replica.vector, self._models.replica.round_id
+        vector, round_id = self.models.replica.vector, self.models.replica.round_id
         if vector is None or self._session.welcome is None:
             return
         if self._session.run_id != controller.run_id:
@@ -228,30 +278,30 @@ class SiteMember(Client):
     def _layout(self) -> BufferLayout:
         """The merged buffers of the level above: this site's clients may keep some of them."""
         assert self._session.welcome is not None, "a site that is not welcomed has nothing of the level above"
-        return layout_of(self._model.specs, Sharing.of_welcome(self._session.welcome))
+        return layout_of(self.model.specs, Sharing.of_welcome(self._session.welcome))
 
     def _buffers(self) -> dict[str, Tensor]:
         """All merged buffers of the newest model."""
         layout = self._layout()
         if not layout:
             return {}
-        built = self._model.module.state_dict()  # nothing here trains it
+        built = self.model.module.state_dict()  # nothing here trains it
         as_built = {name: built[name].detach().cpu() for name in layout.names}
-        return {**as_built, **layout.unpack(self._models.replica.buffers)}
+        return {**as_built, **layout.unpack(self.models.replica.buffers)}
 
     async def _wait(self, timeout_s: float) -> None:
         if self.controller is not None and self.controller.started.is_set():
             await self._take_newest(self.controller)  # before its command: the site's clients get it earlier
         await super()._wait(min(timeout_s, self._session.controller_timeout_s / 4))  # to notice in time that it is lost
 
-    async def _train_and_send(self, welcome: Welcome, command: TrainCmd, base: Tensor, group: TaskGroup) -> None:
+    async def _train_and_send(self, welcome: Welcome, command: TrainCmd, base: Tensor) -> None:
         assert self._clients is not None, "they are started before this site is ready"
         controller, _, frozen = self._clients
         await self._take_newest(controller)
         self.followed = Followed(command.round_id - 1, base, command, welcome, frozen, self._buffers())
-        if self._upstream.alone:  # before its first command it has nothing to go on with
-            self._session.limit_silence(self._upstream.alone_after_s)
-        await super()._train_and_send(welcome, command, base, group)
+        if self._lower.upstream.alone:  # before its first command it has nothing to go on with
+            self._session.limit_silence(self._lower.upstream.alone_after_s)
+        await super()._train_and_send(welcome, command, base)
         if self._session.counted_round == command.round_id:
             controller.note_counted(command.round_id)
 
@@ -284,8 +334,8 @@ class SiteMember(Client):
 
     def _wrap(self, welcome: Welcome, command: TrainCmd, update: SiteUpdate, began_s: float) -> EncodedUpdate:
         """The sum as an update, in shared memory where the level above reads that."""
-        here, payload = self._bus.memory.here, update.payload + self._layout().pack(update.buffers)
-        sealed = self._bus.memory.put(payload) if here and here == welcome.memory else None
+        here, payload = self._context.bus.memory.here, update.payload + self._layout().pack(update.buffers)
+        sealed = self._context.bus.memory.put(payload) if here and here == welcome.memory else None
         loss, transfer = update.totals.loss(), next(self._outbox.transfers)
         request = UploadRequest(
             run_id=welcome.run_id,
@@ -300,7 +350,12 @@ class SiteMember(Client):
             wait_s=max(0.0, began_s - self._session.commanded_s),
         )
         key = FrameKey(
-            Kind.UPDATE, welcome.run_id, command.round_id, self.client_id, self._identity.incarnation, transfer
+            Kind.UPDATE,
+            welcome.run_id,
+            command.round_id,
+            self._context.client_id,
+            self._context.identity.incarnation,
+            transfer,
         )
         return EncodedUpdate(key, request, payload if sealed is None else sealed.payload, sealed=sealed)
 

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from gradbus.actors.aggregation.clipping import l2_norm
+from gradbus.codecs.base import l2_norm
 
 
 @pytest.mark.parametrize("dim", [0, 1, 100, 30 * 1024, 30 * 1024 + 1, 100_000])

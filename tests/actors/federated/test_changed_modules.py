@@ -20,7 +20,7 @@ from gradbus.actors.federated.model.flat_model import FlatModel
 from gradbus.actors.federated.model.sharing import Sharing
 from gradbus.models.task import EvalResult, TrainResult
 from gradbus.runtime.errors import ConfigError
-from gradbus.runtime.shm.shared_payload import PayloadMemory
+from gradbus.runtime.shm.segment import PayloadMemory
 from gradbus.runtime.user_errors import WrongResult, user_error
 from gradbus.runtime.wire.control import EvaluationRequest, Welcome
 from gradbus.runtime.wire.messages import Identity, TrainCmd

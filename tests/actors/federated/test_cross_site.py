@@ -18,7 +18,7 @@ from gradbus.actors.federated.controller.state import RunContext
 from gradbus.actors.federated.protocol import PAUSED
 from gradbus.runtime.compute import ComputeThread
 from gradbus.runtime.config.federated import FederatedConfig
-from gradbus.runtime.shm.shared_payload import PayloadMemory
+from gradbus.runtime.shm.segment import PayloadMemory
 from gradbus.runtime.testing.journal import History
 from gradbus.runtime.wire.control import CANDIDATE_ROUNDS, Receipt, UploadRequest
 from gradbus.runtime.wire.frames import CONTROLLER

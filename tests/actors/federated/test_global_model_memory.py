@@ -17,9 +17,8 @@ from gradbus.actors.federated.client import global_model as shared_model_reader
 from gradbus.actors.federated.client.global_model import READ_TRIES, ModelReplica, SharedModelReader
 from gradbus.actors.federated.controller import publish as downlink_module
 from gradbus.runtime.compute import ComputeThread
-from gradbus.runtime.shm import shared_payload
-from gradbus.runtime.shm.segment import SharedMemoryFault, machine
-from gradbus.runtime.shm.shared_payload import read
+from gradbus.runtime.shm import segment
+from gradbus.runtime.shm.segment import SharedMemoryFault, machine, read
 from gradbus.runtime.wire.control import ModelAvailable
 from gradbus.runtime.wire.frames import CONTROLLER, FrameKey, Kind
 
@@ -29,7 +28,7 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="this sy
 @pytest.fixture(autouse=True)
 def all_sizes_are_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(downlink_module, "SHARED_BYTES", 1)
-    monkeypatch.setattr(shared_payload, "SHARED_BYTES", 1)
+    monkeypatch.setattr(segment, "SHARED_BYTES", 1)
 
 
 def said_of(scene: Scene, **changes: Any) -> ModelAvailable:

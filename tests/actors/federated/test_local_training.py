@@ -19,7 +19,7 @@ from gradbus.actors.federated.client.updates_out import EncodedUpdate
 from gradbus.actors.federated.model.flat_model import FlatModel
 from gradbus.models import ClassificationTask, Dataset, DataSplit
 from gradbus.models.task import TrainResult
-from gradbus.runtime.shm.shared_payload import PayloadMemory
+from gradbus.runtime.shm.segment import PayloadMemory
 from gradbus.runtime.user_errors import WrongResult, traceback_with_place, user_error
 from gradbus.runtime.wire.control import Receipt, Welcome
 from gradbus.runtime.wire.messages import Identity, TrainCmd

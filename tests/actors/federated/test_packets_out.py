@@ -21,7 +21,7 @@ from gradbus.actors.federated.client.updates_out import EncodedUpdate
 from gradbus.actors.federated.model.flat_model import FlatModel
 from gradbus.actors.federated.task_results import NonFiniteResult, NothingToTrain
 from gradbus.models.task import TrainResult
-from gradbus.runtime.shm.shared_payload import PayloadMemory
+from gradbus.runtime.shm.segment import PayloadMemory
 from gradbus.runtime.wire.control import PacketRequest, Receipt, UploadRequest, Welcome
 from gradbus.runtime.wire.messages import Identity, TrainCmd
 

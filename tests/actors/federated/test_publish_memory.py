@@ -11,9 +11,8 @@ import pytest
 from downlink_scene import DIM, Scene, assert_holds, hear, look, new_copy, rounds, run_with
 
 from gradbus.actors.federated.controller import publish as downlink_module
-from gradbus.runtime.shm import shared_payload
-from gradbus.runtime.shm.segment import SharedMemoryFault, machine
-from gradbus.runtime.shm.shared_payload import PayloadMemory, read
+from gradbus.runtime.shm import segment
+from gradbus.runtime.shm.segment import PayloadMemory, SharedMemoryFault, machine, read
 from gradbus.runtime.wire.control import ModelAvailable
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="this system has no memfd")
@@ -22,7 +21,7 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="this sy
 @pytest.fixture(autouse=True)
 def all_sizes_are_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(downlink_module, "SHARED_BYTES", 1)
-    monkeypatch.setattr(shared_payload, "SHARED_BYTES", 1)
+    monkeypatch.setattr(segment, "SHARED_BYTES", 1)
 
 
 @pytest.mark.parametrize("name", ["fp32", "q8", "s4"])

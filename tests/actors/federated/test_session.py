@@ -140,7 +140,7 @@ def test_an_earlier_start_of_the_run_is_not_followed_again_however_long_the_newe
         assert not orders.accepts_session(SESSION - 1, status())
         assert not orders.accepts_session(SESSION - 1, GRANT)
     with pytest.raises(BarrierTimeout, match="a controller of this run is heard, but it started before the one that"):
-        orders.check_controller("")
+        orders.check_controller()
 
 
 def test_who_has_heard_of_a_later_start_and_has_no_welcome_of_it_takes_nothing_more_of_the_earlier_one() -> None:
@@ -199,12 +199,12 @@ def test_a_client_that_could_not_hear_does_not_take_its_controller_for_gone(monk
         now_s += 1.0
         orders.note_turn()
     now_s += 3600.0  # its training has held the interpreter
-    orders.check_controller("", not_asked)
+    orders.check_controller(str, not_asked)
     for _ in range(5):
         now_s += 1.0
         orders.note_turn()
     with pytest.raises(BarrierTimeout, match="Start it on this machine"):
-        orders.check_controller("", lambda: "Start it on this machine")
+        orders.check_controller(str, lambda: "Start it on this machine")
 
 
 def not_asked() -> str:
@@ -223,7 +223,7 @@ def test_a_client_of_a_controller_with_a_slow_heartbeat_still_notices_that_it_is
         now_s += 4.0
         orders.note_turn(again_within_s=8.0)
     with pytest.raises(BarrierTimeout):
-        orders.check_controller("")
+        orders.check_controller()
 
 
 def repeated(round_id: int, attempt: int = 1) -> RepeatedCommand:

@@ -15,10 +15,10 @@ from gradbus import codecs
 from gradbus.actors.aggregation.strategies import Strategy
 from gradbus.actors.aggregation.updates import Facts, Update
 from gradbus.actors.federated.controller import state as state_module
-from gradbus.actors.federated.controller.participation import Strike
 from gradbus.actors.federated.controller.report import ClientTimeline, RoundReport
 from gradbus.actors.federated.controller.saved_run import SavedRun
 from gradbus.actors.federated.controller.state import RunState
+from gradbus.actors.federated.controller.update_admission import Strike
 from gradbus.actors.federated.model.flat_model import FlatModel
 from gradbus.runtime import checkpoint as checkpoint_module
 from gradbus.runtime.checkpoint import Checkpoint, CheckpointStore

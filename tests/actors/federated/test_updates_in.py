@@ -16,9 +16,8 @@ from torch import Tensor
 from gradbus import codecs
 from gradbus.actors.aggregation.strategies import NoRoom
 from gradbus.actors.aggregation.updates import Facts, Update
-from gradbus.actors.federated.controller.participation import Quarantine
 from gradbus.actors.federated.controller.rounds import Round, RoundRules
-from gradbus.actors.federated.controller.update_admission import UpdateAdmission
+from gradbus.actors.federated.controller.update_admission import Quarantine, UpdateAdmission
 from gradbus.actors.federated.controller.uploads import RequestedUpload
 from gradbus.runtime.testing.journal import History
 from gradbus.runtime.wire.control import Receipt

@@ -19,8 +19,7 @@ from gradbus import codecs
 from gradbus.actors.federated.controller import update_sum
 from gradbus.actors.federated.controller import updates_in as update_receiver
 from gradbus.actors.federated.controller.rounds import Round, RoundRules
-from gradbus.runtime.shm.segment import SharedMemoryFault, machine
-from gradbus.runtime.shm.shared_payload import PayloadMemory, SharedPayload
+from gradbus.runtime.shm.segment import PayloadMemory, SharedMemoryFault, SharedPayload, machine
 from gradbus.runtime.transport.channels import CHANNELS, ClientUpdate
 from gradbus.runtime.wire.control import Receipt, RetransmitRequest
 

@@ -38,7 +38,7 @@ from gradbus.actors.flower.protocol import (
 from gradbus.runtime.errors import ConfigError, JoinRefused, TrainingFailed
 from gradbus.runtime.fast_paths import has_memfd
 from gradbus.runtime.security import Security
-from gradbus.runtime.shm.shared_payload import read
+from gradbus.runtime.shm.segment import read
 from gradbus.runtime.transport.channels import CHANNELS, ToController
 from gradbus.runtime.wire.control import PROTOCOL, Hello, Receipt
 from gradbus.runtime.wire.messages import ClientUpdate, Control, Identity, PeerGone

@@ -24,7 +24,7 @@ from gradbus.actors.federated.model.flat_model import FlatModel
 from gradbus.actors.privacy.accountant import epsilon_of
 from gradbus.models.task import TrainResult
 from gradbus.runtime.errors import CheckpointError, ConfigError, GradbusError, JoinRefused
-from gradbus.runtime.shm.shared_payload import PayloadMemory
+from gradbus.runtime.shm.segment import PayloadMemory
 from gradbus.runtime.wire.control import Welcome
 from gradbus.runtime.wire.messages import Identity, TrainCmd
 

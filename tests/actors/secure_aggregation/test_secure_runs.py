@@ -34,6 +34,7 @@ from gradbus.actors.federated.client.client import Client
 from gradbus.actors.federated.client.update_masks import ClientMasking, MaskingAttempt
 from gradbus.actors.federated.controller.controller import ActiveRun
 from gradbus.actors.federated.controller.masked_attempt import MaskedAttempt
+from gradbus.actors.federated.model.flat_model import FlatModel
 from gradbus.actors.secure_aggregation.keys import Attempt, Roster, TooFewMembers, commitment
 from gradbus.actors.secure_aggregation.masked_values import MAGIC, size_of
 from gradbus.actors.secure_aggregation.masking_client import MaskingClient
@@ -41,7 +42,7 @@ from gradbus.actors.secure_aggregation.shamir import SHARE_BYTES, Interpolation
 from gradbus.models import NoopTask
 from gradbus.models.task import TrainResult
 from gradbus.runtime.errors import ConfigError, JoinRefused, RoundTimeout
-from gradbus.runtime.shm.shared_payload import PayloadMemory
+from gradbus.runtime.shm.segment import PayloadMemory
 from gradbus.runtime.transport.channels import ToClients
 from gradbus.runtime.wire.control import (
     Hello,
@@ -507,9 +508,8 @@ def test_masks_of_an_attempt_that_is_over_are_not_begun_and_none_are_given_once_
 
 def test_a_client_that_masks_nothing_is_refused_with_the_reason() -> None:
     class Old(Client):
-        def _describe(self, matched: bool) -> Hello:
-            hello = super()._describe(matched)
-            return Hello(**{name: getattr(hello, name) for name in hello.__dataclass_fields__} | {"masks": False})
+        def _introduction(self, model: FlatModel) -> Hello:
+            return dataclasses.replace(super()._introduction(model), masks=False)
 
     run = Run([0], clients={"num": None, "min": 2, "start_timeout_s": 5.0})
     run.make_client = Old
@@ -519,8 +519,8 @@ def test_a_client_that_masks_nothing_is_refused_with_the_reason() -> None:
 
 def test_a_client_that_knows_no_grid_is_refused_where_the_codec_needs_one_and_there_alone() -> None:
     class Old(Client):
-        def _describe(self, matched: bool) -> Hello:
-            return dataclasses.replace(super()._describe(matched), grids=False)
+        def _introduction(self, model: FlatModel) -> Hello:
+            return dataclasses.replace(super()._introduction(model), grids=False)
 
     run = Run(range(3), codec="q8", clients={"num": None, "start_timeout_s": 5.0})
     run.make_client = Old

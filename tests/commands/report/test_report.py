@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from gradbus.actors.data_parallel.report import EpochReport
-from gradbus.actors.federated.controller.participation import Quarantine
 from gradbus.actors.federated.controller.report import ClientTimeline, RoundReport
+from gradbus.actors.federated.controller.update_admission import Quarantine
 from gradbus.commands.amounts import duration
 from gradbus.commands.report.build import page_of
 from gradbus.commands.report.page import byte_column, render, row_table, time_column

@@ -25,7 +25,6 @@ LEFT_OUT = {
     "actors/federated/controller/client_evaluation.py",
     "actors/federated/controller/cross_site.py",
     "actors/federated/controller/deadline.py",
-    "actors/federated/model/unexchanged.py",
     "actors/privacy/mechanisms.py",
     "commands/report/followed.py",
     "commands/report/metrics_server.py",

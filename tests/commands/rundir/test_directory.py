@@ -21,8 +21,8 @@ from gradbus.actors import EpochReport, RoundReport, WorkerSummary
 from gradbus.actors.data_parallel.joint_checkpoints import JointCheckpoints
 from gradbus.actors.federated.client.client_state import ClientStateStore
 from gradbus.actors.federated.controller.best_model import BestModel
-from gradbus.actors.federated.controller.participation import Strike
 from gradbus.actors.federated.controller.report import ClientTimeline
+from gradbus.actors.federated.controller.update_admission import Strike
 from gradbus.commands.files import WorkerFile, load
 from gradbus.commands.report.build import make_report
 from gradbus.commands.rundir.directory import ControllerDirectory, WorkerDirectory, check_named, write_json

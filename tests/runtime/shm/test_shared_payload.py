@@ -17,9 +17,17 @@ import numpy as np
 import pytest
 from memory_maps import mapped, open_files
 
-from gradbus.runtime.shm import shared_payload
-from gradbus.runtime.shm.segment import FREE_FROM, Segment, SharedMemoryFault, machine
-from gradbus.runtime.shm.shared_payload import SHARED_BYTES, PayloadMemory, SharedPayload, read
+from gradbus.runtime.shm import segment
+from gradbus.runtime.shm.segment import (
+    FREE_FROM,
+    SHARED_BYTES,
+    PayloadMemory,
+    Segment,
+    SharedMemoryFault,
+    SharedPayload,
+    machine,
+    read,
+)
 
 pytestmark = [
     pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="this system has no memfd"),
@@ -90,7 +98,7 @@ def test_who_writes_to_what_it_has_read_changes_only_its_own_pages() -> None:
 
 def test_another_process_reads_it_and_keeps_it_when_its_owner_is_killed() -> None:
     text = (
-        "import sys; from gradbus.runtime.shm.shared_payload import SharedPayload;"
+        "import sys; from gradbus.runtime.shm.segment import SharedPayload;"
         "s = SharedPayload(bytes([7]) * 25600); print(s.place, flush=True); sys.stdin.read()"
     )
     with subprocess.Popen([sys.executable, "-c", text], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as owner:
@@ -126,7 +134,7 @@ def test_memory_that_runs_out_leaves_no_file_open(monkeypatch: pytest.MonkeyPatc
     def full(file: int, data: Any) -> int:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(shared_payload.os, "write", full)
+    monkeypatch.setattr(segment.os, "write", full)
     with pytest.raises(SharedMemoryFault, match=r"no shared memory of 25600 bytes: .*No space left"):
         SharedPayload(PAYLOAD)
 
@@ -225,7 +233,7 @@ def test_where_there_is_none_that_is_logged_once(monkeypatch: pytest.MonkeyPatch
         def warning(self, event: str, **facts: Any) -> None:
             lines.append({"event": event, **facts})
 
-    monkeypatch.setattr(shared_payload, "log", Log())
+    monkeypatch.setattr(segment, "log", Log())
 
     def memfd_create(*_: object) -> int:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))

@@ -59,7 +59,7 @@ def of_gradbus() -> list[Patch]:
     from gradbus.runtime.bus import bus, raw_endpoints
     from gradbus.runtime.collectives.agreement import GenerationAgreement
     from gradbus.runtime.security.identity import handshake, join_client
-    from gradbus.runtime.testing import instrumentation, journal
+    from gradbus.runtime.testing import journal
     from gradbus.runtime.transport import peer_processes
     from gradbus.runtime.transport.zenoh import inlet, outlet, place
 
@@ -82,7 +82,7 @@ def of_gradbus() -> list[Patch]:
         Patch(peer_processes, "watched", processes.WatchedProcesses(), kernel_reason),
         Patch(peer_processes, "has_ended", processes.has_ended, kernel_reason),
         Patch(peer_processes, "is_stopped", processes.is_stopped, kernel_reason),
-        Patch(instrumentation.Probe, "reached", processes.at_place, "a fail point is a moment for faults"),
+        Patch(journal.Probe, "reached", processes.at_place, "a fail point is a moment for faults"),
         Patch(journal.History, "note", processes.noting(journal.History.note), "each decision is a moment for faults"),
         Patch(masking_client, "X25519PrivateKey", processes.SeededKeys, "keys come from the seed"),
         Patch(masking_server, "X25519PrivateKey", processes.SeededKeys, "keys come from the seed"),

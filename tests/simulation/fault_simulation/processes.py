@@ -10,8 +10,7 @@ from typing import Any
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 from fault_simulation.kernel import VirtualProcess, running
-from gradbus.runtime.testing.instrumentation import Probe
-from gradbus.runtime.testing.journal import History
+from gradbus.runtime.testing.journal import History, Probe
 
 
 def own_claim() -> str:

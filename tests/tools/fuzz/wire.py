@@ -14,7 +14,7 @@ from gradbus.runtime.collectives import engine, objects
 from gradbus.runtime.collectives.data_movement import NewPayload
 from gradbus.runtime.collectives.tensors import Bytes, describe
 from gradbus.runtime.errors import CollectiveError, FrameError
-from gradbus.runtime.shm import segment, shared_payload
+from gradbus.runtime.shm import segment
 from gradbus.runtime.shm.segment import SharedMemoryFault
 from gradbus.runtime.transport.channels import CHANNELS, collective_channel, store_channel
 from gradbus.runtime.wire import control, frames
@@ -270,7 +270,7 @@ def _read_place(data: bytes) -> None:
     """The text that names a place in shared memory, of this machine in most inputs."""
     text = data.decode("utf-8", "replace")
     for place in (text, f"{segment.machine()} {text}"):
-        for read in (shared_payload.read, segment.attach):
+        for read in (segment.read, segment.attach):
             try:
                 read(place, 4096)
             except SharedMemoryFault:

@@ -110,7 +110,9 @@ class _ProcessHooks:
             yield
         finally:
             with self._lock:
-                self._added = tuple(one for one in self._added if one is not hooks)
+                left = list(self._added)
+                left.remove(hooks)
+                self._added = tuple(left)
 
     def _before(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradbus.actors.federated.controller.by_client import ByClient
+from gradbus.actors.federated.controller.uploads import ByClient
 from gradbus.runtime.wire.frames import FrameKey, Kind
 
 

@@ -1,15 +1,16 @@
-"""Tensors of a model that training changes and that are not exchanged: none is left out without a word.
+"""What training changes of a module beside the values that are exchanged.
 
-Each client goes on with its own values of them, or as they were built, and the global model never has what was trained.
-A client names them once. Not named is what the run leaves to the clients by a pattern, and what is no part of the
-model's state, such as buffers that are not persistent.
+Its structure it must leave as it found it, as tensors are exchanged by name and shape. And of the tensors that are not
+exchanged none is left out without a word: each client goes on with its own values of them, or as they were built, and
+the global model never has what was trained. A client names them once. Not named is what the run leaves to the clients
+by a pattern, and what is no part of the model's state, such as buffers that are not persistent.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +20,8 @@ from gradbus.actors.federated.model.sharing import Sharing, TensorSpec, left_out
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.wire.control import Welcome
 
-_NAMED = 5  # tensors in a text
+_NAMED = 3  # tensors in a text
+_SHOWN = 5  # tensors in an event
 
 log = get_logger("client")
 
@@ -40,6 +42,68 @@ MASKED = (
     "with federated.secure_aggregation the controller would see the value of each client: a rule in federated.buffers "
     "on the controller, such as any or max, sends it in the clear, and keep leaves it here"
 )
+
+
+class Structure(NamedTuple):
+    """A module without the values of its tensors. Two are equal if nothing else of the module has changed.
+
+    Attributes:
+        tensors: of each tensor of the state its name, dtype and shape, whether it requires a gradient, and the number
+            of its hooks.
+        modules: name, class and number of hooks of each submodule, the module itself included.
+    """
+
+    tensors: tuple[tuple[object, ...], ...]
+    modules: tuple[tuple[object, ...], ...]
+
+
+def structure_of(module: nn.Module) -> Structure:
+    """Describe a module as it is now."""
+    state = module.state_dict(keep_vars=True)
+    tensors = [
+        (name, one.dtype, tuple(one.shape), one.requires_grad, _count_hooks(one, _OF_TENSOR))
+        for name, one in state.items()
+        if isinstance(one, Tensor)
+    ]
+    modules = [(name, type(one), _count_hooks(one, _OF_MODULE)) for name, one in module.named_modules()]
+    return Structure(tuple(tensors), tuple(modules))
+
+
+# torch has no public way to list hooks.
+_OF_TENSOR = ("_backward_hooks", "_post_accumulate_grad_hooks")
+_OF_MODULE = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def _count_hooks(owner: object, kinds: Sequence[str]) -> int:
+    return sum(len(getattr(owner, kind, None) or ()) for kind in kinds)
+
+
+def misfit(module: nn.Module, specs: Sequence[TensorSpec]) -> str:
+    """Say in which names or shapes a module's tensors differ from those that it was built with; empty: in none.
+
+    More tensors than these are no misfit: a cache that the first forward pass registers, for example. Nor is another
+    dtype or device.
+    """
+    state = module.state_dict(keep_vars=True)
+    shapes = {name: tuple(one.shape) for name, one in state.items() if isinstance(one, Tensor)}
+    gone = [spec.name for spec in specs if spec.name not in shapes]
+    if gone:
+        known = {spec.name for spec in specs}
+        added = [name for name in shapes if name not in known]
+        return f"{_some(gone)} {_are(gone)} gone" + (f", {_some(added)} {_are(added)} new" if added else "")
+    reshaped = [spec for spec in specs if shapes[spec.name] != spec.shape]
+    if not reshaped:
+        return ""
+    first = reshaped[0]
+    return f"{first.name!r} has shape {shapes[first.name]}, it was built with {first.shape}"
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(map(repr, names[:_NAMED])) + (" ..." if len(names) > _NAMED else "")
+
+
+def _are(names: Sequence[str]) -> str:
+    return "is" if len(names) == 1 else "are"
 
 
 class UnexchangedTensors:
@@ -94,7 +158,7 @@ class UnexchangedTensors:
             "training has changed tensors that are not exchanged",
             client=client_id,
             tensors=len(names),
-            first=names[:_NAMED],
+            first=names[:_SHOWN],
             effect="the global model does not get what was trained of them",
             remedy="; ".join(remedies),
         )
