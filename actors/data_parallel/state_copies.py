@@ -1,5 +1,5 @@
-"""The state of a run: whether a rank has it, and the copies on their way to the ranks of a generation that lack it, while
-the others train on."""
+"""The state of a run: whether a rank has it, and the copies on their way to the ranks of a generation that lack it,
+while the others train on."""
 
 from __future__ import annotations
 

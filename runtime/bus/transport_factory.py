@@ -204,8 +204,8 @@ def _open_sealed(opener: Callable[[], Transport], membership: Callable[[], JobMe
 def _shared_key_membership(job: str, level: Level, key_file: Path | None) -> JobMembership:
     """Return the membership with the key of the job, or of the user, which may have to be made."""
     from gradbus.runtime.security.encryption import PskKeys, SessionCipher
+    from gradbus.runtime.security.job_key import load_key
     from gradbus.runtime.security.membership import SharedKeyMembership
-    from gradbus.runtime.security.user_key import load_key
 
     return SharedKeyMembership(SessionCipher(PskKeys(job, *load_key(level, key_file))))
 

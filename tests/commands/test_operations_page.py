@@ -18,8 +18,7 @@ from gradbus.commands import exit_codes
 from gradbus.commands.files import ClientFile, ControllerFile, WorkerFile, load
 from gradbus.commands.settings_reference import sections
 from gradbus.runtime.bus.bus import connect
-from gradbus.runtime.config.bus import BusSettings
-from gradbus.runtime.config.job_name import with_user
+from gradbus.runtime.config.bus import BusSettings, with_user
 from gradbus.runtime.network.network_config import NetworkConfig
 from gradbus.runtime.shm import layout
 from gradbus.runtime.transport.dds.examination import MAX_PROCESSES, port_range

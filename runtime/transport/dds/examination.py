@@ -5,8 +5,13 @@ from __future__ import annotations
 import os
 
 from gradbus.runtime.network.network_config import NetworkConfig
-from gradbus.runtime.transport.dds.network import RECEIVE_BUFFER_BYTES, SEND_BUFFER_BYTES, build_xml, uses_ipv6
-from gradbus.runtime.transport.dds.peers import names_in
+from gradbus.runtime.transport.dds.network import (
+    RECEIVE_BUFFER_BYTES,
+    SEND_BUFFER_BYTES,
+    build_xml,
+    names_in,
+    uses_ipv6,
+)
 from gradbus.runtime.transport.examination import Examination, PeerNames
 
 MAX_PROCESSES = 120  # of a machine and domain

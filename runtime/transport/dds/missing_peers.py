@@ -13,8 +13,7 @@ from gradbus.runtime.network.addresses import FAMILIES, address_of, interfaces
 from gradbus.runtime.network.host_names import LOOKUPS, describe_missing
 from gradbus.runtime.network.network_config import NetworkConfig
 from gradbus.runtime.transport.dds.examination import port_range
-from gradbus.runtime.transport.dds.network import build_xml, is_exposed, leaves_machine, uses_ipv6
-from gradbus.runtime.transport.dds.peers import names_in
+from gradbus.runtime.transport.dds.network import build_xml, is_exposed, leaves_machine, names_in, uses_ipv6
 
 _OTHER_TRANSPORT = "A process with bus.connect or bus.listen uses Zenoh, and cannot be met here"
 
