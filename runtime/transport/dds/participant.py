@@ -31,7 +31,7 @@ from cyclonedds.sub import DataReader, Subscriber
 from cyclonedds.topic import Topic as DdsTopic
 from cyclonedds.util import duration
 
-from gradbus.runtime import drive, forks, malloc
+from gradbus.runtime import drive, fast_paths, forks
 from gradbus.runtime.errors import BusClosed, BusError
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.network.network_config import NetworkConfig
@@ -301,7 +301,7 @@ class Participant:
         """
         self.lease_s = network.effective_lease_s
         self.access_policy = AccessPolicy()
-        malloc.keep_memory()
+        fast_paths.keep_memory()
         xml = build_xml(network, domain_id=domain_id, user_document=os.environ.get("CYCLONEDDS_URI"))
         self._lease = domains.acquire(domain_id, xml, partition)
         self._partition = partition
