@@ -12,8 +12,9 @@ from collections.abc import Set as AbstractSet
 from typing import Any, TypeAlias
 
 from gradbus.runtime import drive
+from gradbus.runtime.bus.handover import Handover
 from gradbus.runtime.bus.liveness import Liveness
-from gradbus.runtime.bus.wait_loop import IDLE_S, Handover, WaitLoop
+from gradbus.runtime.bus.wait_loop import IDLE_S, WaitLoop
 from gradbus.runtime.errors import FrameError
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.transport import peer_processes

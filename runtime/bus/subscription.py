@@ -9,8 +9,8 @@ from functools import partial
 from types import TracebackType
 from typing import Self
 
+from gradbus.runtime.bus.handover import Handover, InboxWait
 from gradbus.runtime.bus.receiver import InboundChannel
-from gradbus.runtime.bus.wait_loop import Handover, InboxWait
 from gradbus.runtime.errors import BusClosed
 from gradbus.runtime.transport.channels import MessageKind
 from gradbus.runtime.wire.messages import ClientUpdate, Message, ModelBlob

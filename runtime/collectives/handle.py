@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Generator
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from gradbus.runtime.bus.wait_loop import TURN_S
+from gradbus.runtime.bus.handover import TURN_S
 from gradbus.runtime.collectives.engine import Engine
 from gradbus.runtime.collectives.operation import Operation
 from gradbus.runtime.errors import BusClosed, CollectiveTimeout

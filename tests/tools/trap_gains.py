@@ -28,7 +28,7 @@ from cyclonedds.topic import Topic as BindingTopic
 from gradbus.experiments.bench.processes import LEASE_S, BenchRank, Transport, run_ranks
 from gradbus.experiments.bench.timing import KIB, MIB, in_turns, size_text
 from gradbus.runtime import fast_paths
-from gradbus.runtime.bus.wait_loop import Handover
+from gradbus.runtime.bus.handover import Handover
 from gradbus.runtime.network.network_config import NetworkConfig
 from gradbus.runtime.transport.dds import libddsc, native_topics
 

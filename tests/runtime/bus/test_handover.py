@@ -15,7 +15,7 @@ from patience import until
 
 import gradbus
 from gradbus.commands.peer_link import END, HERE, PEER, ROOT, Link
-from gradbus.runtime.bus import wait_loop
+from gradbus.runtime.bus import handover, wait_loop
 from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.bus.wait_loop import SPIN_S, WaitLoop
 from gradbus.runtime.transport.channels import ToController, collective_channel
@@ -39,7 +39,7 @@ def polls(monkeypatch: pytest.MonkeyPatch) -> list[float]:
         taken.append(time.monotonic() - began_s)
 
     monkeypatch.setattr(WaitLoop, "poll_inline", poll_inline)
-    monkeypatch.setattr(wait_loop, "SHORT_SLEEPS", 0)
+    monkeypatch.setattr(handover, "SHORT_SLEEPS", 0)
     return taken
 
 
