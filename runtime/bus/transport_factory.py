@@ -23,13 +23,13 @@ from gradbus.runtime.errors import BusError, ConfigError, NotReachable
 from gradbus.runtime.fast_paths import LOOPBACK
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.needs import import_module
+from gradbus.runtime.network.addresses import check_peers
 from gradbus.runtime.network.links import LinkConfig
 from gradbus.runtime.network.network_config import NetworkConfig, Profile
-from gradbus.runtime.network.peers import check_peers
 from gradbus.runtime.security.settings import Level, Security, level_in_force, other_users
 from gradbus.runtime.transport.api import Transport
 from gradbus.runtime.transport.dds import examination
-from gradbus.runtime.transport.dds.missing_peers import Reach
+from gradbus.runtime.transport.dds.network import Reach
 
 if TYPE_CHECKING:
     from gradbus.runtime.security.job_membership import JobMembership

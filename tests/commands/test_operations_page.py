@@ -21,8 +21,13 @@ from gradbus.runtime.bus.bus import connect
 from gradbus.runtime.config.bus import BusSettings, with_user
 from gradbus.runtime.network.network_config import NetworkConfig
 from gradbus.runtime.shm import layout
-from gradbus.runtime.transport.dds.examination import MAX_PROCESSES, port_range
-from gradbus.runtime.transport.dds.network import RECEIVE_BUFFER_BYTES, SEND_BUFFER_BYTES, build_xml
+from gradbus.runtime.transport.dds.network import (
+    MAX_PROCESSES,
+    RECEIVE_BUFFER_BYTES,
+    SEND_BUFFER_BYTES,
+    build_xml,
+    port_range,
+)
 
 KINDS = (ControllerFile, ClientFile, WorkerFile)
 PAGES = ("operations.md", "tuning.md", "robust.md", "tutorial-federated.md", "tutorial-data-parallel.md")

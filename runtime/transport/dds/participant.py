@@ -45,8 +45,7 @@ from gradbus.runtime.transport.dds.foreign_readers import ForeignReaders
 from gradbus.runtime.transport.dds.idl_types import IDL_TYPES
 from gradbus.runtime.transport.dds.libddsc import MatchedReader
 from gradbus.runtime.transport.dds.log_sink import dds_log
-from gradbus.runtime.transport.dds.missing_peers import Reach
-from gradbus.runtime.transport.dds.network import build_xml, leaves_machine
+from gradbus.runtime.transport.dds.network import Reach, build_xml, leaves_machine
 from gradbus.runtime.transport.sample_layout import LAYOUTS, SampleError
 
 MAX_DELETING = 64  # writers at the same time, each on a thread
