@@ -59,5 +59,5 @@ def test_what_a_step_of_training_has_freed_is_there_for_the_next_step(thread: st
 
 
 def test_who_has_set_parameters_of_malloc_keeps_them() -> None:
-    program = "from gradbus.runtime import malloc; print(fast_paths.keep_memory())"
+    program = "from gradbus.runtime import fast_paths; print(fast_paths.keep_memory())"
     assert told(program, MALLOC_ARENA_MAX="2") == ["False"]
