@@ -36,7 +36,7 @@ def check(settings: BusSettings, *, rank: int | None = None) -> None:
     level = level_in_force(security_of(settings), reach_of(settings).is_exposed)
     transport_factory.check_certificates(NetworkConfig.of(settings))
     if level in ("psk", "user"):
-        from gradbus.runtime.security.user_key import load_key  # loads cryptography
+        from gradbus.runtime.security.job_key import load_key  # loads cryptography
 
         load_key(level, settings.key_file)
     if level == "identity":

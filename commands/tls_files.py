@@ -8,7 +8,7 @@ from ipaddress import IPv6Address
 from pathlib import Path
 
 from gradbus.runtime.errors import ConfigError
-from gradbus.runtime.network.peers import ip_address_of
+from gradbus.runtime.network.addresses import ip_address_of
 from gradbus.runtime.security.tls_authority import (
     AUTHORITY_CERTIFICATE,
     AUTHORITY_KEY,

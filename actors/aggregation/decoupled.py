@@ -54,6 +54,7 @@ class Decoupled(FedAvgM):
         self._lengths: list[int] = []  # of each matrix: sum of samples times norm, in units of 2^-30
 
     def lay_out(self, shapes: Sequence[Sequence[int]]) -> None:
+        super().lay_out(shapes)
         start, self._matrices = 0, []
         for shape in shapes:
             size = math.prod(shape)

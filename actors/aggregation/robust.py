@@ -17,6 +17,7 @@ changes no bit.
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import lru_cache
@@ -128,6 +129,9 @@ class Robust(Strategy):
         self._rows: dict[int, Block] = {}
         self._free: list[Block] = []  # of the round before
         self._base: Tensor | None = None
+
+    def lay_out(self, shapes: Sequence[Sequence[int]]) -> None:
+        self._dim = sum(map(math.prod, shapes))
 
     @property
     @abstractmethod

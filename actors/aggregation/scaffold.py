@@ -40,9 +40,12 @@ class Scaffold(WithBuffers):
         self._num_clients = 0
         self._samples: dict[int, int] = {}  # by client, as of its newest update
         self._added: dict[int, int] = {}  # the same, of this round
-        self._control = torch.zeros(dim, dtype=torch.float32)
         self._change: ExactMean | None = None
-        self._zeros = torch.zeros(1, dtype=torch.float32).expand(dim)  # the base of a difference
+
+    def _make_buffers(self) -> None:
+        super()._make_buffers()
+        self._control = torch.zeros(self._dim, dtype=torch.float32)
+        self._zeros = torch.zeros(1, dtype=torch.float32).expand(self._dim)  # the base of a difference
 
     @property
     def sections(self) -> Mapping[str, int]:

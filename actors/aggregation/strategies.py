@@ -13,6 +13,7 @@ docs/strategies.md has all strategies.
 from __future__ import annotations
 
 import dataclasses
+import math
 import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -192,7 +193,8 @@ class Strategy(ABC):
         return type(self).__name__
 
     def lay_out(self, shapes: Sequence[Sequence[int]]) -> None:  # noqa: B027 - most strategies see a vector alone
-        """Learn the shapes of the model's tensors, in the order of the vector, once, before a run."""
+        """Learn the shapes of the model's tensors, in the order of the vector, before a run. A built-in strategy takes
+        the size of the model from them: it may have been made to check the settings, when there was no model."""
 
     def check(self, config: FederatedConfig) -> None:  # noqa: B027 - most strategies work by any rules
         """Check the rules once, before a run. Raises ConfigError: the strategy cannot work by them."""
@@ -252,6 +254,9 @@ class FedAvg(Strategy):
         self._mean: ExactMean | None = None  # made at the first round: a controller that waits needs no sum
         self._base: Tensor | None = None
 
+    def lay_out(self, shapes: Sequence[Sequence[int]]) -> None:
+        self._dim = sum(map(math.prod, shapes))
+
     def begin(self, round_id: int, base: Tensor) -> None:
         if self._mean is None:
             self._mean = ExactMean(self._dim)
@@ -288,7 +293,14 @@ class WithBuffers(FedAvg):
 
     def __init__(self, dim: int) -> None:
         super().__init__(dim)
-        self._buffers = {name: torch.zeros(dim, dtype=torch.float32) for name in self.names}
+        self._make_buffers()
+
+    def lay_out(self, shapes: Sequence[Sequence[int]]) -> None:
+        super().lay_out(shapes)
+        self._make_buffers()
+
+    def _make_buffers(self) -> None:
+        self._buffers = {name: torch.zeros(self._dim, dtype=torch.float32) for name in self.names}
 
     def state(self) -> Mapping[str, Tensor]:
         return self._buffers

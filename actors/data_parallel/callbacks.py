@@ -108,6 +108,10 @@ class StopVotes:
         """Count steps and time until the next vote from this step on."""
         self.newest_at, self.newest_s = step, time.perf_counter()
 
+    def steps_in(self, seconds: float, step: int) -> int:
+        """Return how many steps are made in so much time, as those since the newest vote until ``step`` were."""
+        return int(seconds * (step - self.newest_at) / max(time.perf_counter() - self.newest_s, 1e-6))
+
     @property
     def is_pending(self) -> bool:
         """Whether this rank has sent a vote whose result it has not read."""

@@ -31,7 +31,6 @@ import hashlib
 import json
 import math
 import os
-import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, cast
@@ -43,17 +42,10 @@ from gradbus.actors.data_parallel.elastic_plan import ElasticPlan
 from gradbus.actors.data_parallel.epoch_plan import EpochPlan
 from gradbus.actors.data_parallel.generation_start import GenerationStart
 from gradbus.actors.data_parallel.joining import BrokenCopy
-from gradbus.actors.data_parallel.replicas import (
-    Replicas,
-    describe_layout,
-)
+from gradbus.actors.data_parallel.replicas import Replicas, describe_layout
 from gradbus.actors.data_parallel.report import EpochReport
-from gradbus.actors.data_parallel.state import (
-    Position,
-    SavedRank,
-    position_of,
-)
-from gradbus.actors.data_parallel.state_copies import StateCopies
+from gradbus.actors.data_parallel.state import Position, SavedRank, position_of
+from gradbus.actors.data_parallel.state_copies import HeldState, StateCopies
 from gradbus.actors.data_parallel.task import DataParallelTask
 from gradbus.actors.data_parallel.worker import GroupPart, Worker
 from gradbus.runtime.algorithms.base import Place, Step
@@ -85,7 +77,6 @@ MAX_RECORDED_BYTES = 1 << 30
 VOTE_EVERY_S = 0.05
 """Where steps are shorter, ranks vote after so much time on whether one joins or leaves: after each of them, a vote
 would cost much of the step."""
-MAX_BROKEN_COPIES = 3  # of one process that joins, before it gives up
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,19 +147,16 @@ class ElasticWorker(Worker):
         self._place = place
         self._is_leaving = False
         self._has_opened = self._has_ended = False
-        self._synced = -1  # the generation whose state this rank has; -1: none but that of its own model
         self._data: dict[str, Any] = {}  # what must be equal of the data
         self._checkpoints = ElasticCheckpoints(config)
         self._plan: ElasticPlan | None = None
-        self._of_generation: StateCopies | None = None
-        self._broken: list[int] = []  # numbers of the processes that have sent a broken copy
+        self._held = HeldState()
         self._generations: Generations | None = None
 
     @property
     def _copies(self) -> StateCopies:
         """Return the copies of the state that are on their way in this generation."""
-        assert self._of_generation is not None, "no generation has begun"
-        return self._of_generation
+        return self._held.copies
 
     def _check_group(self, group: Group) -> None:
         """There is none yet: the constructor checks the place."""
@@ -282,20 +270,19 @@ class ElasticWorker(Worker):
         except WaitedInVain:
             raise
         except LOST as error:
-            self._probe.note("lost", generation=self._synced, step=self.step, error=type(error).__name__)
+            self._probe.note("lost", generation=self._held.generation, step=self.step, error=type(error).__name__)
             self._log.warning("generation lost", generation=generations.number, step=self.step, error=str(error))
             await self._give_up_step()
             generations.suspect(error)
         except BrokenCopy as error:
             number = numbers[error.source]
-            self._broken.append(number)
-            if len(self._broken) >= MAX_BROKEN_COPIES:
+            if not self._held.note_broken(number):
                 raise
             self._log.warning("state taken again from another process", broken_copy_of=number, error=str(error))
             await self._give_up_step()
             generations.rest()
         finally:
-            await self._close_copies()
+            await self._held.close()
 
     # The start
 
@@ -338,7 +325,7 @@ class ElasticWorker(Worker):
         stands = self._position if found is None else position_of(found)
         hello = {
             "settings": config.shared({"name": training.label.name, **training.label.options}),
-            "synced": self._synced, "broken": self._broken, "is_stopped": self._is_stopped,
+            **self._held.hello(), "is_stopped": self._is_stopped,
             "step": stands.step, "ended_exchanges": stands.ended_exchanges, "epoch": stands.epoch,
             "schedule_steps": training.optimizer.schedule_steps, "data": self._data,
             "begins": self._generations is not None and self._generations.has_been_in_all and not self._place.number,
@@ -352,16 +339,15 @@ class ElasticWorker(Worker):
         before = self._position
         if start.is_apart or not start.has_state:
             await self._share_position(start.source)
-        copies = self._of_generation = StateCopies(
+        copies = StateCopies(
             group, compute, training, generation, timeout_s=timeout_s, sends_to=start.sends_to, stood=before
         )
-        if copies.source is not None and training.algorithm.shared:
-            self._synced = -1  # what is left of its state is not of one step
+        self._held.expect(copies, is_mixed=bool(training.algorithm.shared))
         if not start.has_state:
             await self._get_state(start.source, replicas)
         await copies.begin()
         if group.rank not in copies.follows:
-            self._synced = generation
+            self._held.note_newest()
             await compute.run(training.begin)  # what was loaded may lack it
         await compute.run(self.profile.begin_run, f"{self._run_id:016x}")
         votes = StopVotes(
@@ -436,7 +422,7 @@ class ElasticWorker(Worker):
         """Wait for the copy of the state, and apply to it what the others have applied since."""
         step, waited_s = self.step, await self._copies.load()
         if waited_s is not None:
-            self._synced = self._copies.generation
+            self._held.note_newest()
             self._log.info("state is there", step=step, waited_s=round(waited_s, 3))
 
     # Steps
@@ -477,7 +463,7 @@ class ElasticWorker(Worker):
             return
         votes, copies, every = self._part.votes, self._copies, 1
         if self._are_equal and not votes.after_epochs:  # what a callback wants, the run does one step later
-            every = int(VOTE_EVERY_S * (step - votes.newest_at) / max(time.perf_counter() - votes.newest_s, 1e-6))
+            every = votes.steps_in(VOTE_EVERY_S, step)
         votes.cast(
             self._wants_end,
             name,
@@ -498,7 +484,7 @@ class ElasticWorker(Worker):
             alone = self._group.world == 1
             is_due = alone or self._training.algorithm.is_due(Step(step - 1, self._position.epoch))
             return is_due and not votes.is_pending
-        is_at_end = plan is not None and (epoch_step >= plan.steps or epoch_step <= plan.first_step + 1)
+        is_at_end = plan is not None and plan.is_at_end(epoch_step)
         return is_at_end or bool(self._copies.follows) or step - votes.newest_at >= votes.every
 
     async def _count_votes_if_due(self) -> None:
@@ -528,23 +514,19 @@ class ElasticWorker(Worker):
         Raises:
             BrokenCopy: on that rank alone: the others learn that it has left the generation.
         """
-        rank, copies = self._group.rank, self._copies
+        rank, held = self._group.rank, self._held
         try:
             found = await super()._compare()
         except ReplicasDiverged as error:
             found = error.hashes[rank]
-            usual = {value for other, value in enumerate(error.hashes) if other not in copies.joined}
-            if len(usual) > 1:
+            if (spoiled := held.spoiled(error.hashes)) is None:
                 raise
-            broken = {other for other in copies.joined - copies.follows if error.hashes[other] not in usual}
-            if rank in broken:
-                self._synced = -1
-                raise BrokenCopy(str(error), source=copies.source or 0) from error
-            if broken:
+            if rank in spoiled:
+                held.lose()
+                raise BrokenCopy(str(error), source=held.copies.source or 0) from error
+            if spoiled:
                 return found
-        copies.note_equal()
-        if rank not in copies.follows:
-            self._broken.clear()
+        held.note_equal(rank)
         return found
 
     @property
@@ -587,11 +569,6 @@ class ElasticWorker(Worker):
         await self._copies.close()
         await self._compute.run(self._note_place)
 
-    async def _close_copies(self) -> None:
-        """Give up what is on its way, if a generation has begun."""
-        if self._of_generation is not None:
-            await self._of_generation.close()
-
     async def _give_up_step(self) -> None:
         """Somebody was lost: what is not applied yet leaves no trace, and is computed anew."""
         if self._in_group is not None:
@@ -599,11 +576,10 @@ class ElasticWorker(Worker):
             await self._in_group.stepper.close()
         await self._compute.run(self._show, None)
         await self._compute.run(self._training.give_up_step, self.step)
-        await self._close_copies()
+        await self._held.close()
         await self._compute.run(self._note_place)
-        copies = self._of_generation
-        if copies is not None and (held := copies.take_held()) is not None:
-            self._position = held
+        if (stood := self._held.give_up()) is not None:
+            self._position = stood
             await self._compute.run(self._training.drop_recording)
 
     # Checkpoints

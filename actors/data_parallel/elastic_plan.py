@@ -77,6 +77,10 @@ class ElasticPlan(EpochPlan):
         active = self.active(step)
         return 1.0 if own * active == count or not own else own * active / count
 
+    def is_at_end(self, step: int) -> bool:
+        """Return whether so many steps of the epoch are all of it, or the first of this plan."""
+        return step >= self.steps or step <= self.first_step + 1
+
     def batches_done(self, step: int) -> int:
         """Batches of all ranks in the epoch, before this step."""
         return min(self.total, self.done + (step - self.first_step) * self._in_step)

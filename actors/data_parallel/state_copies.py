@@ -1,4 +1,5 @@
-"""The state of a run on its way to the ranks of a generation that lack it, while the others train on."""
+"""The state of a run: whether a rank has it, and the copies on their way to the ranks of a generation that lack it,
+while the others train on."""
 
 from __future__ import annotations
 
@@ -16,6 +17,8 @@ from gradbus.actors.data_parallel.training import ShardTraining
 from gradbus.runtime.collectives import Group
 from gradbus.runtime.compute import ComputeThread
 from gradbus.runtime.errors import CollectiveError
+
+MAX_BROKEN_COPIES = 3  # of one process that joins, before it gives up
 
 
 class StateCopies:
@@ -183,3 +186,69 @@ class StateCopies:
             training.optimizer.load(beside)  # the algorithm has gone on with the others since the copy was made
         else:
             training.state.load_joiner(beside)
+
+
+class HeldState:
+    """Which state of the run a rank has, over its generations, each of which may bring it a copy.
+
+    Attributes:
+        generation: the newest one whose state this rank has; -1: none but that of the model that it has built.
+    """
+
+    def __init__(self) -> None:
+        self.generation = -1
+        self._copies: StateCopies | None = None
+        self._broken: list[int] = []  # numbers of the processes that have sent a broken copy
+
+    @property
+    def copies(self) -> StateCopies:
+        """Return the copies that are on their way in this generation."""
+        assert self._copies is not None, "no generation has begun"
+        return self._copies
+
+    def hello(self) -> dict[str, Any]:
+        """Return what the other ranks of the next generation need to know of it."""
+        return {"synced": self.generation, "broken": self._broken}
+
+    def expect(self, copies: StateCopies, *, is_mixed: bool) -> None:
+        """Take the copies of a generation that begins. ``is_mixed``: a rank that gets one has parts of it at once, so
+        what it has had is not of one step."""
+        self._copies = copies
+        if copies.source is not None and is_mixed:
+            self.lose()
+
+    def note_newest(self) -> None:
+        """Take note that this rank has the state of its generation."""
+        self.generation = self.copies.generation
+
+    def lose(self) -> None:
+        """Take note that what this rank has is the state of no generation."""
+        self.generation = -1
+
+    def note_broken(self, number: int) -> bool:
+        """Take note that a process has sent a broken copy. Returns whether to try again."""
+        self._broken.append(number)
+        return len(self._broken) < MAX_BROKEN_COPIES
+
+    def note_equal(self, rank: int) -> None:
+        """Take note that all ranks with the state have compared it. ``rank``: this one."""
+        self.copies.note_equal()
+        if rank not in self.copies.follows:
+            self._broken.clear()
+
+    def spoiled(self, hashes: Sequence[int]) -> set[int] | None:
+        """Return the ranks whose copy was broken, where the parameters of the ranks differ; None: copies do not explain
+        it. Those whose copy is still on its way have other parameters, and are left out. ``hashes``: of the parameters,
+        by rank."""
+        joined, follows = self.copies.joined, self.copies.follows
+        usual = {value for rank, value in enumerate(hashes) if rank not in joined}
+        return None if len(usual) > 1 else {rank for rank in joined - follows if hashes[rank] not in usual}
+
+    def give_up(self) -> Position | None:
+        """Return where the tensors of this rank stand, once, if its copy will not come; None: as the run does."""
+        return None if self._copies is None else self._copies.take_held()
+
+    async def close(self) -> None:
+        """Give up what is on its way, if a generation has begun."""
+        if self._copies is not None:
+            await self._copies.close()

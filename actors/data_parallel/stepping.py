@@ -79,13 +79,16 @@ class GradientExchange:
     def conclude(self) -> None:
         """End the exchange, all of whose programs have ended: the step counts, or not, as follows from gradients that
         are equal on all ranks."""
+        algorithm = self._algorithm
         if gradients_are_finite(self.step.gradients):
-            self._algorithm.commit()
+            # Where nothing is kept from step to step, as with dense gradients, nothing is to be committed.
+            if algorithm.memory.staged or type(algorithm).commit is not Algorithm.commit:
+                algorithm.commit()
             if self._status is not None:
                 self._loss.note(self._status)
         else:
-            self._algorithm.roll_back()
-            self.step.skipped_by = self._algorithm.not_finite
+            algorithm.roll_back()
+            self.step.skipped_by = algorithm.not_finite
 
 
 @dataclass(frozen=True, slots=True)

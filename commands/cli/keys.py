@@ -58,9 +58,8 @@ def show(
     """Check a key. Of a job's or a user's it shows the id: processes with the same id have the same key. Of a node's,
     its name and public key. None of them is a secret. A user who has no key yet gets one."""
     from gradbus.runtime.security.identity.key import is_identity, load_node_key, public_text
-    from gradbus.runtime.security.job_key import key_file, load_job_key, read_secret_file
+    from gradbus.runtime.security.job_key import key_file, load_job_key, load_user_key, read_secret_file
     from gradbus.runtime.security.settings import names_key
-    from gradbus.runtime.security.user_key import load_user_key
 
     path = key_file(file)
     if path is not None and is_identity(read_secret_file(path, "key file")):

@@ -9,8 +9,8 @@ from socket import AF_INET, AddressFamily
 from gradbus.commands.buses import peer_names_of
 from gradbus.commands.doctor.machine import Finding, Severity
 from gradbus.runtime.config.bus import BusSettings
+from gradbus.runtime.network.addresses import parse_peer
 from gradbus.runtime.network.host_names import FIRST_LOOKUP_S, LOOKUPS
-from gradbus.runtime.network.peers import parse_peer
 
 
 class OtherMachines:

@@ -21,9 +21,8 @@ from gradbus.runtime.config.settings import load_settings
 from gradbus.runtime.errors import BusError, ConfigError
 from gradbus.runtime.security.identity.key import public_text
 from gradbus.runtime.security.identity.opening import read_identity
-from gradbus.runtime.security.job_key import new_job_key, write_secret_file
+from gradbus.runtime.security.job_key import load_key, new_job_key, write_secret_file
 from gradbus.runtime.security.settings import level_in_force, names_key, other_users, security_of
-from gradbus.runtime.security.user_key import load_key
 from gradbus.runtime.wire.messages import Control
 
 TRIP_S = 10.0

@@ -19,7 +19,7 @@ from pathlib import Path
 from gradbus.commands.launch.command import LAST_CALL_S, ElasticLaunch
 from gradbus.commands.launch.launcher import Launch, Launcher
 from gradbus.commands.rank_environment import MAX_WORLD
-from gradbus.runtime.config.job_name import default_job
+from gradbus.runtime.config.bus import default_job
 from gradbus.runtime.cores import usable_cores
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.nearest import nearest

@@ -35,7 +35,7 @@ from gradbus.experiments.bench.recipes import TORCH_POWERSGD, Recipe, all_recipe
 from gradbus.experiments.bench.results import Measurement, commit, measurement
 from gradbus.experiments.bench.timing import by_turns
 from gradbus.experiments.bench.training import Data, Training
-from gradbus.runtime import malloc
+from gradbus.runtime import fast_paths
 from gradbus.runtime.algorithms.base import Place, Step, bucket_of, make_algorithm
 
 _MODELS: dict[str, Callable[..., nn.Module]] = {"CNN": models.mnist_cnn, "MLP": models.mnist_mlp}
@@ -185,7 +185,7 @@ def _accuracies(
 ) -> Iterator[Measurement]:
     """Train what is not kept yet, in this order, and compare with dense."""
     plan = PLANS[chosen.effort]
-    malloc.keep_memory()  # as every process with a bus: else a fifth of the time goes into page faults
+    fast_paths.keep_memory()  # as every process with a bus: else a fifth of the time goes into page faults
     kept = KeptResults(chosen.out.with_name(f"{chosen.out.stem}-accuracy.jsonl"))
     split = models.load(plan.data, chosen.data_root, download=False)
     until_s = time.monotonic() + 60 * chosen.minutes

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradbus.experiments.bench.processes import BenchRank
 from gradbus.experiments.bench.training import Training
-from gradbus.runtime import malloc
+from gradbus.runtime import fast_paths
 
 _MIN_RATE = 2  # of PyTorch's hook, as of ours
 
@@ -59,7 +59,7 @@ def bytes_of_torchs_hook(model: nn.Module, rank: int, world: int) -> float:
 def train_on_gloo(place: BenchRank) -> GlooTimes:
     """The role of a rank. Its spec: GlooRun."""
     run: GlooRun = place.spec
-    malloc.keep_memory()  # as every process with a bus: it saves training page faults that are not gloo's doing
+    fast_paths.keep_memory()  # as every process with a bus: it saves training page faults that are not gloo's doing
     place.start("gloo")
     task = run.training.task()
     model = task.build_model()

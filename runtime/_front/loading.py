@@ -25,7 +25,7 @@ _BUS = (
     "gradbus.runtime.security.sealed",
     "gradbus.runtime.security.encryption",
     "gradbus.runtime.security.membership",
-    "gradbus.runtime.security.user_key",
+    "gradbus.runtime.security.job_key",
 )
 _ACTORS = (
     "gradbus.actors.federated.client.client",

@@ -8,8 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from gradbus.runtime.collectives.operation import IntoMemory, Operation, channel_of
-from gradbus.runtime.collectives.rendezvous import ACK
+from gradbus.runtime.collectives.operation import ACK, IntoMemory, Operation, channel_of
 from gradbus.runtime.collectives.tensors import NOTHING, as_bytes, dtype_name
 from gradbus.runtime.errors import CollectiveError
 from gradbus.runtime.wire.frames import Frame

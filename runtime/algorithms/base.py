@@ -79,11 +79,14 @@ class Memory:
     """Tensors that an algorithm keeps from step to step, by kind and parameter. Changes count when they are committed.
 
     A step that all ranks skip is rolled back, so that it leaves no trace.
+
+    Attributes:
+        staged: what replaces the tensors when the step is committed. Algorithms call :meth:`stage`.
     """
 
     def __init__(self) -> None:
         self._kept: dict[tuple[str, str], Tensor] = {}
-        self._staged: dict[tuple[str, str], Tensor] = {}
+        self.staged: dict[tuple[str, str], Tensor] = {}
 
     def find(self, kind: str, name: str) -> Tensor | None:
         """The tensor as it was before this step, if there is one. It is not to be changed."""
@@ -97,7 +100,7 @@ class Memory:
 
     def stage(self, kind: str, name: str, tensor: Tensor) -> None:
         """Replace the tensor when the step is committed."""
-        self._staged[kind, name] = tensor
+        self.staged[kind, name] = tensor
 
     def commit(self) -> None:
         """The step counts."""
@@ -105,7 +108,7 @@ class Memory:
 
     def take_staged(self) -> dict[tuple[str, str], Tensor]:
         """Return what is staged, to be committed later, or never: it is staged no more."""
-        staged, self._staged = self._staged, {}
+        staged, self.staged = self.staged, {}
         return staged
 
     def commit_taken(self, staged: Mapping[tuple[str, str], Tensor]) -> None:
@@ -114,12 +117,12 @@ class Memory:
 
     def roll_back(self) -> None:
         """The step does not count."""
-        self._staged.clear()
+        self.staged.clear()
 
     def drop(self, kinds: frozenset[str]) -> None:
         """Forget the tensors of these kinds, and what is staged."""
         self._kept = {key: kept for key, kept in self._kept.items() if key[0] not in kinds}
-        self._staged.clear()
+        self.staged.clear()
 
     def forget(self, kind: str, name: str) -> None:
         """Forget a tensor, at once."""

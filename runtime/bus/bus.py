@@ -32,7 +32,7 @@ from gradbus.runtime.bus.transport_factory import (
     short_switch_interval,
     transport_maker,
 )
-from gradbus.runtime.config.job_name import default_job
+from gradbus.runtime.config.bus import default_job
 from gradbus.runtime.errors import BarrierTimeout, BusClosed, ConfigError, GradbusError
 from gradbus.runtime.misuse import check_instance, opening
 from gradbus.runtime.network.network_config import NetworkConfig

@@ -23,13 +23,13 @@ from gradbus.runtime.errors import BusError, ConfigError, NotReachable
 from gradbus.runtime.fast_paths import LOOPBACK
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.needs import import_module
+from gradbus.runtime.network.addresses import check_peers
 from gradbus.runtime.network.links import LinkConfig
 from gradbus.runtime.network.network_config import NetworkConfig, Profile
-from gradbus.runtime.network.peers import check_peers
 from gradbus.runtime.security.settings import Level, Security, level_in_force, other_users
 from gradbus.runtime.transport.api import Transport
 from gradbus.runtime.transport.dds import examination
-from gradbus.runtime.transport.dds.missing_peers import Reach
+from gradbus.runtime.transport.dds.network import Reach
 
 if TYPE_CHECKING:
     from gradbus.runtime.security.job_membership import JobMembership
@@ -204,8 +204,8 @@ def _open_sealed(opener: Callable[[], Transport], membership: Callable[[], JobMe
 def _shared_key_membership(job: str, level: Level, key_file: Path | None) -> JobMembership:
     """Return the membership with the key of the job, or of the user, which may have to be made."""
     from gradbus.runtime.security.encryption import PskKeys, SessionCipher
+    from gradbus.runtime.security.job_key import load_key
     from gradbus.runtime.security.membership import SharedKeyMembership
-    from gradbus.runtime.security.user_key import load_key
 
     return SharedKeyMembership(SessionCipher(PskKeys(job, *load_key(level, key_file))))
 

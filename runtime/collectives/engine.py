@@ -16,8 +16,14 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 from gradbus.runtime import forks
-from gradbus.runtime.collectives.operation import Operation, OperationKey, PayloadTransport, channel_of
-from gradbus.runtime.collectives.rendezvous import RENDEZVOUS_BYTES, Credit
+from gradbus.runtime.collectives.operation import (
+    RENDEZVOUS_BYTES,
+    Credit,
+    Operation,
+    OperationKey,
+    PayloadTransport,
+    channel_of,
+)
 from gradbus.runtime.errors import CollectiveError, PeerLost
 from gradbus.runtime.traffic import Traffic
 from gradbus.runtime.wire.frames import Flags, Frame

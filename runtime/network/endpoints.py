@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from gradbus.runtime.errors import ConfigError
-from gradbus.runtime.network.addresses import with_port
-from gradbus.runtime.network.peers import address_fault, ip_address_of, is_host_name
+from gradbus.runtime.network.addresses import address_fault, ip_address_of, is_host_name, with_port
 
 Scheme = Literal["tls", "tcp"]
 

@@ -15,8 +15,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from gradbus.runtime import forks
-from gradbus.runtime.network.addresses import family_of
-from gradbus.runtime.network.peers import address_fault
+from gradbus.runtime.network.addresses import address_fault, family_of
 
 FIRST_LOOKUP_S = 1.0  # how long a bus that opens waits for the addresses of its peers; a local name server needs ms
 # From one look-up of a name that has no address to the next: a quarter of the time for which it had none, within these.

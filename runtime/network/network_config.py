@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Literal
 
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.fast_paths import LOOPBACK
-from gradbus.runtime.network.addresses import interfaces
+from gradbus.runtime.network.addresses import check_peers, interfaces
 from gradbus.runtime.network.links import LinkConfig
-from gradbus.runtime.network.peers import check_peers
 
 if TYPE_CHECKING:
     from gradbus.runtime.config.bus import BusSettings
@@ -33,8 +32,8 @@ class NetworkConfig:
         datagram_bytes: most bytes of a datagram, 1,200 to 65,500; None: as the profile has it. One that is larger than
             a packet of the network costs less processor time, and is lost with any of its packets.
         interface: name of the network interface.
-        peers: IP addresses or host names of all machines, this one included, see :func:`.peers.parse_peer`; empty: this
-            machine alone (or everybody, with multicast). Names without an address yet are looked up again.
+        peers: IP addresses or host names of all machines, this one included, see :func:`.addresses.parse_peer`; empty:
+            this machine alone (or everybody, with multicast). Names without an address yet are looked up again.
         multicast: let discovery and data use multicast on the interface.
         lease_s: a process of another machine that is silent for so long is gone. The lease that counts is the silent
             one's own. Threads of the transport renew it, so a busy process does not lose it. Of a process of this

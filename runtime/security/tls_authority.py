@@ -19,7 +19,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from gradbus.runtime.errors import ConfigError
-from gradbus.runtime.network.peers import address_fault, ip_address_of, is_host_name
+from gradbus.runtime.network.addresses import address_fault, ip_address_of, is_host_name
 from gradbus.runtime.security.job_key import read_secret_file, write_secret_file
 
 AUTHORITY_DAYS, CERTIFICATE_DAYS = 3_650, 825  # the second is the longest that Apple's systems take

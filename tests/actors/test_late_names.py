@@ -19,7 +19,7 @@ from host_files import add_ipv6_addresses, add_names, name_service
 from patience import PATIENT_S
 
 from gradbus.commands.lab.namespaces import Host
-from gradbus.runtime.transport.dds.spdp import discovery_ports
+from gradbus.runtime.transport.dds.network import discovery_ports
 
 pytestmark = [pytest.mark.slow, pytest.mark.netns, pytest.mark.timeout(180)]
 NAMES = ("robot-a", "robot-b")

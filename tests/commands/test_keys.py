@@ -16,8 +16,7 @@ from gradbus.commands.doctor import security as doctor_security
 from gradbus.commands.doctor.machine import Finding, Severity
 from gradbus.runtime.config.bus import BusSettings
 from gradbus.runtime.security.identity import allow_list
-from gradbus.runtime.security.job_key import JobKey, new_job_key, write_secret_file
-from gradbus.runtime.security.user_key import load_user_key
+from gradbus.runtime.security.job_key import JobKey, load_user_key, new_job_key, write_secret_file
 
 # A document of the user in place of interface lo: Cyclone would choose the first real one. Nothing here lets it.
 _ELSEWHERE = (

@@ -18,12 +18,16 @@ from gradbus.commands import exit_codes
 from gradbus.commands.files import ClientFile, ControllerFile, WorkerFile, load
 from gradbus.commands.settings_reference import sections
 from gradbus.runtime.bus.bus import connect
-from gradbus.runtime.config.bus import BusSettings
-from gradbus.runtime.config.job_name import with_user
+from gradbus.runtime.config.bus import BusSettings, with_user
 from gradbus.runtime.network.network_config import NetworkConfig
 from gradbus.runtime.shm import layout
-from gradbus.runtime.transport.dds.examination import MAX_PROCESSES, port_range
-from gradbus.runtime.transport.dds.network import RECEIVE_BUFFER_BYTES, SEND_BUFFER_BYTES, build_xml
+from gradbus.runtime.transport.dds.network import (
+    MAX_PROCESSES,
+    RECEIVE_BUFFER_BYTES,
+    SEND_BUFFER_BYTES,
+    build_xml,
+    port_range,
+)
 
 KINDS = (ControllerFile, ClientFile, WorkerFile)
 PAGES = ("operations.md", "tuning.md", "robust.md", "tutorial-federated.md", "tutorial-data-parallel.md")

@@ -15,8 +15,7 @@ from pydantic import BaseModel
 from gradbus.commands.choices import FileKind
 from gradbus.commands.settings_reference import FILES, as_markdown, as_text, json_schema, sections
 from gradbus.runtime.choices import Choice, Choices
-from gradbus.runtime.config.bus import BusSettings
-from gradbus.runtime.config.job_name import default_job
+from gradbus.runtime.config.bus import BusSettings, default_job
 
 GRADBUS = Path(sys.executable).parent / "gradbus"
 

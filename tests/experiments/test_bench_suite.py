@@ -19,7 +19,7 @@ from gradbus.experiments.bench.compare import compare, other_machine
 from gradbus.experiments.bench.gloo_training import GlooRun, train_on_gloo
 from gradbus.experiments.bench.results import Measurement, PartRun, Results, machine, make_run, measurement, summary
 from gradbus.experiments.bench.rounds import WAYS
-from gradbus.runtime import malloc
+from gradbus.runtime import fast_paths
 from gradbus.runtime.errors import ConfigError
 
 SUITE: dict[str, Part] = BENCHMARKS["suite"].parts  # type: ignore[assignment]
@@ -306,7 +306,7 @@ def test_ranks_of_gloo_have_malloc_set_as_those_with_a_bus(monkeypatch: pytest.M
             calls.append(backend)
             raise Stopped
 
-    monkeypatch.setattr(malloc, "keep_memory", lambda: calls.append("memory"))
+    monkeypatch.setattr(fast_paths, "keep_memory", lambda: calls.append("memory"))
     with pytest.raises(Stopped):
         train_on_gloo(cast("Any", NoPlace()))
     assert calls == ["memory", "gloo"]

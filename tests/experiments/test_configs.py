@@ -10,7 +10,7 @@ from gradbus.actors.federated.model.sharing import Sharing
 from gradbus.commands.configured_task import ConfiguredTask
 from gradbus.commands.files import AggregatorFile, ClientFile, ControllerFile, WorkerFile, load
 from gradbus.runtime.algorithms.base import Place, make_algorithm
-from gradbus.runtime.config.job_name import user_name
+from gradbus.runtime.config.bus import user_name
 from gradbus.runtime.errors import ConfigError
 
 FOLDER = Path(__file__).parents[2] / "experiments" / "configs"

@@ -22,12 +22,11 @@ from gradbus.runtime.collectives import (
     CollectiveHandle,
     Group,
     GroupStats,
-    chunk_sender,
     engine,
     link,
     membership,
     objects,
-    rendezvous,
+    operation,
 )
 from gradbus.runtime.collectives.arithmetic import Arithmetic, ReduceOp
 from gradbus.runtime.collectives.reductions import SMALL_BYTES, choose
@@ -196,7 +195,7 @@ def test_the_algorithms_are_those_of_the_code(page: str) -> None:
 
 def test_numbers_are_those_of_the_code(page: str) -> None:
     text = " ".join(page.split())
-    assert f"more than {rendezvous.RENDEZVOUS_BYTES // MIB} MiB (or" in text
+    assert f"more than {operation.RENDEZVOUS_BYTES // MIB} MiB (or" in text
     assert f"at most {engine.MAX_NAME_BYTES} bytes" in text
     assert (
         f"the latest {engine.MAX_COUNTED_NAMES} pairs are remembered of what all ranks call, "
@@ -218,9 +217,9 @@ def test_what_it_says_of_shared_memory_is_so(page: str) -> None:
     assert f"at most {transport.MAX_WORLD} ranks" in text
     assert f"has {layout.SLOTS} chunks of {CHUNK_BYTES // MIB} MiB for what it sends" in text
     assert f"and {layout.RING_BYTES // 1024} KiB for the letters" in text
-    wait_ms = chunk_sender.SLOT_WAIT_S * 1000
+    wait_ms = link.SLOT_WAIT_S * 1000
     assert f"when none has come back for {wait_ms:g} ms" in text
-    assert f"none for this payload for {chunk_sender.STARVED * wait_ms:g} ms, chunks go over DDS" in text
+    assert f"none for this payload for {link.STARVED * wait_ms:g} ms, chunks go over DDS" in text
     assert f"More than {layout.SLOTS + 1} ranks on one machine" in text
     assert "`no shared memory`" in text
     assert '"no shared memory"' in inspect.getsource(membership)

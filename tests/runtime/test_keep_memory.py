@@ -12,7 +12,7 @@ import pytest
 
 STEPS = """
 import resource, sys, threading, torch
-from gradbus.runtime import malloc
+from gradbus.runtime import fast_paths
 
 def step():
     sizes = (9 << 20, 20 << 20, 30 << 20)
@@ -26,7 +26,7 @@ def train():
         step()
     print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
-print(malloc.keep_memory())
+print(fast_paths.keep_memory())
 if sys.argv[1] == "main":
     train()
 else:
@@ -59,5 +59,5 @@ def test_what_a_step_of_training_has_freed_is_there_for_the_next_step(thread: st
 
 
 def test_who_has_set_parameters_of_malloc_keeps_them() -> None:
-    program = "from gradbus.runtime import malloc; print(malloc.keep_memory())"
+    program = "from gradbus.runtime import fast_paths; print(fast_paths.keep_memory())"
     assert told(program, MALLOC_ARENA_MAX="2") == ["False"]

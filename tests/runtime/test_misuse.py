@@ -15,10 +15,9 @@ from forked_commands import Forked
 
 import gradbus
 from gradbus.runtime.bus.transport_factory import check_job
-from gradbus.runtime.config import job_name
-from gradbus.runtime.config.bus import BusSettings
+from gradbus.runtime.config import bus as bus_settings
+from gradbus.runtime.config.bus import BusSettings, default_job, user_name, with_user
 from gradbus.runtime.config.federated import FederatedConfig
-from gradbus.runtime.config.job_name import default_job, user_name, with_user
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.misuse import WrongKeyword, awaited
 
@@ -158,4 +157,4 @@ def test_two_users_with_defaults_have_jobs_of_their_own(monkeypatch: pytest.Monk
     for one in names:
         for job in one:
             check_job(job, 0)
-    assert job_name.default_job() == BusSettings().job
+    assert bus_settings.default_job() == BusSettings().job

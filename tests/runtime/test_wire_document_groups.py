@@ -23,7 +23,7 @@ from gradbus.runtime.collectives import (
     link,
     membership,
     objects,
-    rendezvous,
+    operation,
     tensors,
 )
 from gradbus.runtime.collectives.arithmetic import Arithmetic, ReduceOp
@@ -189,14 +189,14 @@ def test_sizes_of_what_the_algorithms_send(page: str) -> None:
 
 def test_what_is_large_is_offered_first_and_sent_to_those_who_have_called(page: str) -> None:
     numbers = {row[1]: int(row[0]) for row in rows(section(page, "A COLLECTIVE frame"), "part")}
-    assert numbers == {"RTS": rendezvous.RTS, "CTS": rendezvous.CTS, "ACK": rendezvous.ACK}
+    assert numbers == {"RTS": operation.RTS, "CTS": operation.CTS, "ACK": operation.ACK}
     assert "above are empty" in section(page, "A COLLECTIVE frame")
     sent = traffic(CALLS["all_gather"][0], large_bytes=1)
-    assert {(a, b) for *_, part, a, b, _ in sent if part == rendezvous.RTS} == ROUTES["each → all"]
-    assert {(a, b) for *_, part, a, b, _ in sent if part == rendezvous.CTS} == ROUTES["each → each"]
+    assert {(a, b) for *_, part, a, b, _ in sent if part == operation.RTS} == ROUTES["each → all"]
+    assert {(a, b) for *_, part, a, b, _ in sent if part == operation.CTS} == ROUTES["each → each"]
     assert {size for *_, part, _, _, size in sent if part != 0} == {0}
     shards = traffic(reduction("shards"), large_bytes=1)
-    assert {(a, b) for *_, part, a, b, _ in shards if part == rendezvous.RTS} == ROUTES["each → each"]
+    assert {(a, b) for *_, part, a, b, _ in shards if part == operation.RTS} == ROUTES["each → each"]
 
 
 @pytest.mark.parametrize("op", get_args(ReduceOp))
@@ -232,7 +232,7 @@ def test_kept_frames_have_names_as_the_code_makes_them_but_for_the_padding(root:
         assert frame.key.name.rstrip("\0") == wire_name(*parts).rstrip("\0")
         assert engine.parts_of(frame.key.name) == engine.parts_of(wire_name(*parts))
         assert (8 + 4 + frames.HEADER_BYTES + len(wire_name(*parts).encode())) % 16 == 0
-    assert frames.parse(bytes.fromhex(kept["group_receipt"])).key.part == rendezvous.ACK
+    assert frames.parse(bytes.fromhex(kept["group_receipt"])).key.part == operation.ACK
     assert tensors.describe(torch.ones(())) == "float32 "
 
 
@@ -257,13 +257,13 @@ def test_limits_are_those_of_the_code(page: str) -> None:
     assert limits["collectives of a group that are pending on a rank"] == pending
     assert engine.Engine("", 0, 3, None, early_bytes=800, early_age_s=1).credit.share_bytes == 200  # type: ignore[arg-type]
     assert (
-        f"{rendezvous.FRAME_BYTES} bytes for each frame" in limits["payload without RTS, to a rank that has not called"]
+        f"{operation.FRAME_BYTES} bytes for each frame" in limits["payload without RTS, to a rank that has not called"]
     )
     assert (
         f"{defaults['early_bytes']} by default; {engine.MAX_EARLY_FRAMES} frames"
         in limits["frames for calls not made yet"]
     )
-    assert limits["payload without RTS"].startswith(f"{rendezvous.RENDEZVOUS_BYTES} bytes or")
+    assert limits["payload without RTS"].startswith(f"{operation.RENDEZVOUS_BYTES} bytes or")
     assert engine.Engine("", 0, 8, None, early_bytes=800, early_age_s=1).rendezvous_bytes == 800 / (4 * 8)  # type: ignore[arg-type]
     assert limits["payload of unknown size"].endswith(f"{defaults['max_payload_bytes']} by default")
     assert limits["pairs of round_id and name whose calls are counted"] == (

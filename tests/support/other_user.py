@@ -37,7 +37,7 @@ _LIES = 1 << 50  # his incarnation
 _PAUSE_S = 0.02
 _LATE = (
     "encodings.ascii", "encodings.idna", "encodings.latin_1", "gradbus.actors.federated.client.client",
-    "gradbus.runtime.security.liveness_challenge", "gradbus.runtime.security.user_key", "gradbus.torch.register",
+    "gradbus.runtime.security.membership", "gradbus.runtime.security.job_key", "gradbus.torch.register",
 )  # fmt: skip
 WAYS: tuple[Level, ...] = ("user", "none")
 

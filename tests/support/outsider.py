@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from gradbus.runtime.network.network_config import NetworkConfig
 from gradbus.runtime.security.envelope import MAGIC
-from gradbus.runtime.security.liveness_challenge import SESSION_TOPIC
+from gradbus.runtime.security.membership import SESSION_TOPIC
 from gradbus.runtime.security.sealed import wire_channel
 from gradbus.runtime.transport.channels import CHANNELS, Channel, ToController
 from gradbus.runtime.transport.dds import libddsc

@@ -12,7 +12,7 @@ from shared_pair import key
 
 from gradbus.runtime.bus.raw_endpoints import Parts
 from gradbus.runtime.bus.sender import Job, Pause
-from gradbus.runtime.collectives.chunk_sender import ChunkSender, FrameTemplate
+from gradbus.runtime.collectives.link import ChunkSender, FrameTemplate
 from gradbus.runtime.shm.slots import SlotPool
 from gradbus.runtime.wire import frames
 from gradbus.runtime.wire.frames import CHUNK_BYTES, Flags

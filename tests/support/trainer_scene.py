@@ -31,7 +31,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import gradbus
 from gradbus.runtime.errors import TrainingFailed
 from gradbus.runtime.security import Security
-from gradbus.runtime.security.user_key import load_user_key
+from gradbus.runtime.security.job_key import load_user_key
 
 SAMPLES, BATCH, LR = 110, 20, 0.05  # the last batch of an epoch is a half
 PATIENT_S = 60.0

@@ -37,8 +37,9 @@ from gradbus.runtime import logs
 from gradbus.runtime.collectives import Group, join_group
 from gradbus.runtime.errors import GradbusError
 from gradbus.runtime.security import Security
+from gradbus.runtime.transport.dds.network import discovery_ports
 from gradbus.runtime.transport.dds.participant import Participant
-from gradbus.runtime.transport.dds.spdp import discovery_ports, goodbye
+from gradbus.runtime.transport.dds.spdp import goodbye
 from gradbus.runtime.wire.messages import Control
 
 START_S = 60.0  # for a group to form

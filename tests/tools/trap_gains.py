@@ -27,7 +27,7 @@ from cyclonedds.topic import Topic as BindingTopic
 
 from gradbus.experiments.bench.processes import LEASE_S, BenchRank, Transport, run_ranks
 from gradbus.experiments.bench.timing import KIB, MIB, in_turns, size_text
-from gradbus.runtime import malloc
+from gradbus.runtime import fast_paths
 from gradbus.runtime.bus.wait_loop import Handover
 from gradbus.runtime.network.network_config import NetworkConfig
 from gradbus.runtime.transport.dds import libddsc, native_topics
@@ -52,7 +52,7 @@ LEAVE_OUT: Mapping[str, Callable[[], None]] = {
     "native topics": _set(native_topics, "CTopic", BindingTopic),
     "polling": _set(Handover, "poll", lambda *_: None),
     "switch interval": _default_interval,
-    "malloc": _set(malloc, "keep_memory", lambda: False),
+    "malloc": _set(fast_paths, "keep_memory", lambda: False),
 }
 
 

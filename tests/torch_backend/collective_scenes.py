@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch_node import RankLocation
 
-from gradbus.runtime.collectives import chunk_sender
+from gradbus.runtime.collectives import link
 from gradbus.runtime.wire.frames import CHUNK_BYTES
 
 Case = Callable[[int, int], list[Tensor]]
@@ -339,7 +339,7 @@ NOT_ON_GLOO = {
 
 def sums_of_many_chunks(place: RankLocation) -> list[float]:
     """Each shard has more chunks than a rank has slots, and each rank hears from its readers one after the other."""
-    chunk_sender.SLOT_WAIT_S = PATIENT_S  # no way out over DDS
+    link.SLOT_WAIT_S = PATIENT_S  # no way out over DDS
     place.start(timeout_s=PATIENT_S / 2)
     found = []
     for _ in range(4):

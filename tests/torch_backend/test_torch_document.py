@@ -14,8 +14,7 @@ from torch_node import play
 import gradbus.torch
 from gradbus.runtime.bus import background
 from gradbus.runtime.collectives.objects import MAX_OBJECT_BYTES
-from gradbus.runtime.config.bus import BusSettings
-from gradbus.runtime.config.job_name import default_job
+from gradbus.runtime.config.bus import BusSettings, default_job
 from gradbus.runtime.network.network_config import NetworkConfig
 from gradbus.torch import hooks
 from gradbus.torch.backend import STALL_VARIABLE, STALL_WARNING_S

@@ -33,8 +33,8 @@ from gradbus.actors.federated.task_results import as_floats
 from gradbus.runtime import forks
 from gradbus.runtime.bus.bus import Bus, connect
 from gradbus.runtime.bus.transport_factory import network_config
+from gradbus.runtime.config.bus import default_job
 from gradbus.runtime.config.federated import ClientConfig
-from gradbus.runtime.config.job_name import default_job
 from gradbus.runtime.errors import ConfigError, OutOfTurn
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.loop_thread import LoopThread

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import bisect
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from gradbus.actors.aggregation.bounded_strategy import bounded
@@ -28,7 +28,7 @@ from gradbus.runtime.errors import ConfigError
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CheckedChoices:
     """The settings of a run, checked, and what they name. A Controller that gets them checks and makes nothing of this
-    again; its strategy it makes itself, as that needs the size of the model.
+    again.
 
     Attributes:
         codecs, selector: that the settings name.
@@ -39,6 +39,19 @@ class CheckedChoices:
     codecs: RunCodecs
     selector: Selector
     fits_strategy: bool = False
+    # Made for that, without a model. It holds the state of a run, so one run alone takes it.
+    _made: list[Strategy] = field(default_factory=list)
+
+    def take_strategy(self, dim: int) -> Strategy:
+        """Return the strategy that the settings name, without limits and privacy: for one run, which lays it out.
+
+        Args:
+            dim: elements of its model, for a strategy that is not made yet.
+
+        Raises:
+            ConfigError: one of the user's own cannot be made.
+        """
+        return self._made.pop() if self._made else STRATEGIES.make(self.config.strategy, dim)
 
 
 def check_choices(config: FederatedConfig) -> CheckedChoices:
@@ -98,7 +111,8 @@ def _check_evaluation(config: FederatedConfig) -> None:
 def check_combination(config: FederatedConfig) -> CheckedChoices:
     """As :func:`check_choices`, and refuse choices that do not work together.
 
-    A strategy of the user's own is not made for this: it may need the size of its model. The controller makes it.
+    A strategy of the user's own is not made for this: it may need the size of its model. The controller makes it. A
+    built-in one is made here, once, and learns the size when it is laid out.
 
     Raises:
         ConfigError: they do not; it says why, and what to choose.
@@ -106,14 +120,15 @@ def check_combination(config: FederatedConfig) -> CheckedChoices:
     choices = check_choices(config)
     if ":" in config.strategy.name:
         return choices
-    strategy = make_strategy(config, 1)
+    base = STRATEGIES.make(config.strategy, 1)
+    strategy = make_strategy(config, 1, base)
     strategy.lay_out([[1]])
     check_strategy(choices, strategy)
-    return replace(choices, fits_strategy=True)
+    return replace(choices, fits_strategy=True, _made=[base])
 
 
 def make_strategy(config: FederatedConfig, dim: int, given: Strategy | None = None) -> Strategy:
-    """The strategy of a run, behind its limits and its privacy. ``given``: in place of the one that is named."""
+    """The strategy of a run, behind its limits and its privacy. ``given``: without these; None: it is made as well."""
     strategy: Strategy = given or STRATEGIES.make(config.strategy, dim)
     if config.secure_aggregation.enabled:
         strategy = on_common_grid(strategy, config, dim)

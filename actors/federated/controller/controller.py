@@ -206,7 +206,7 @@ class Controller:
 
     def _make_base_strategy(self, dim: int) -> Strategy:
         """The strategy without its limits and its privacy."""
-        return self._given_strategy or STRATEGIES.make(self._config.strategy, dim)
+        return self._given_strategy or self._choices.take_strategy(dim)
 
     def _make_book(self, strategy: Strategy, state: RunState, rates: RoundRates, *, has_caller: bool) -> OrderBook:
         return OrderBook(self._config, strategy, state, rates, has_caller=has_caller)

@@ -18,7 +18,7 @@ from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.bus.liveness import DOUBT_S, Reachability
 from gradbus.runtime.errors import BarrierTimeout, BusError, FrameError
 from gradbus.runtime.logs import get_logger
-from gradbus.runtime.security.liveness_challenge import SESSION_TOPIC
+from gradbus.runtime.security.membership import SESSION_TOPIC
 from gradbus.runtime.transport.api import Outlet
 from gradbus.runtime.transport.channels import store_channel
 from gradbus.runtime.transport.wait_log import WaitLog

@@ -30,7 +30,8 @@ from cyclonedds.domain import DomainParticipant
 from gradbus.runtime.network.addresses import FAMILIES, family_of
 from gradbus.runtime.transport import peer_processes
 from gradbus.runtime.transport.dds import libddsc
-from gradbus.runtime.transport.dds.spdp import discovery_ports, goodbye
+from gradbus.runtime.transport.dds.network import discovery_ports
+from gradbus.runtime.transport.dds.spdp import goodbye
 
 MAX_CLAIM_BYTES = 64
 MAX_PARTICIPANTS = 4096  # of others

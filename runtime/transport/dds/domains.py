@@ -30,8 +30,7 @@ from gradbus.runtime.transport.dds.discovery import Announcer, Discovery, keep_t
 from gradbus.runtime.transport.dds.exclusion import Exclusion
 from gradbus.runtime.transport.dds.late_peers import LatePeers
 from gradbus.runtime.transport.dds.log_sink import dds_log
-from gradbus.runtime.transport.dds.network import leaves_machine, own_address, uses_ipv6
-from gradbus.runtime.transport.dds.peers import names_in, with_addresses
+from gradbus.runtime.transport.dds.network import leaves_machine, names_in, own_address, uses_ipv6, with_addresses
 from gradbus.runtime.transport.dds.spdp import PREFIX_BYTES
 
 

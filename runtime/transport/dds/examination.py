@@ -5,21 +5,17 @@ from __future__ import annotations
 import os
 
 from gradbus.runtime.network.network_config import NetworkConfig
-from gradbus.runtime.transport.dds.network import RECEIVE_BUFFER_BYTES, SEND_BUFFER_BYTES, build_xml, uses_ipv6
-from gradbus.runtime.transport.dds.peers import names_in
+from gradbus.runtime.transport.dds.network import (
+    RECEIVE_BUFFER_BYTES,
+    SEND_BUFFER_BYTES,
+    build_xml,
+    names_in,
+    port_range,
+    uses_ipv6,
+)
 from gradbus.runtime.transport.examination import Examination, PeerNames
 
-MAX_PROCESSES = 120  # of a machine and domain
 _DOMAINS = 233
-
-
-def port_range(domain: int) -> str:
-    """Return the ports that DDS processes of this domain listen on: two each, for up to 120 processes of a machine.
-
-    That is RTPS's formula for participant indices 0 to MaxAutoParticipantIndex - 1; docs/operations.md tells more.
-    """
-    first = 7400 + 250 * domain + 10
-    return f"{first}-{min(first + 2 * MAX_PROCESSES - 1, 65535)}"
 
 
 def examination_of(domain: int, network: NetworkConfig) -> Examination:

@@ -3,7 +3,7 @@
 Most wrong values it refuses, which is an error. These few it takes: a division by zero, an assertion, a thread that the
 kernel does not make, a loop. Found by trying each element of its configuration with what it does not expect;
 ``tests/runtime/transport/dds/test_hostile_settings.py`` has the list. Peers, which are the most frequent of them, are
-checked in :mod:`gradbus.runtime.network.peers`.
+checked in :mod:`gradbus.runtime.network.addresses`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable
 from xml.etree import ElementTree as ET
 
 from gradbus.runtime.errors import ConfigError
-from gradbus.runtime.network.peers import parse_peer
+from gradbus.runtime.network.addresses import parse_peer
 
 MAX_PARTICIPANT_INDEX = 29_000  # two ports each, of 65,535
 _QUANTITY = re.compile(r"([0-9]+(?:\.[0-9]*)?)\s*([A-Za-z]*)", re.ASCII)

@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.network.addresses import family_of, udp_socket, with_port
 from gradbus.runtime.network.host_names import LOOKUPS
-from gradbus.runtime.transport.dds.network import SEARCH_S
-from gradbus.runtime.transport.dds.spdp import PORTS_OF_A_DOMAIN, discovery_ports, first_port, prefix_of
+from gradbus.runtime.transport.dds.network import PORTS_OF_A_DOMAIN, SEARCH_S, discovery_ports, first_port
+from gradbus.runtime.transport.dds.spdp import prefix_of
 
 ANNOUNCE_S = 2.0  # from one round of announcements to the next, as Cyclone's are; buses look once a second
 MAX_ANNOUNCEMENT = 4_096  # bytes; Cyclone's have about 440

@@ -5,13 +5,20 @@ multicast, and nothing leaves the machine unless the user names an interface or 
 
 Cyclone reports a configuration error only on stderr, and accepts an unclosed document *silently* with its defaults in
 force. So a document from the user (``CYCLONEDDS_URI``) is parsed here first and merged into ours.
+
+Cyclone resolves the host names of peers by itself, and ends the process (``abort``) at the first that has no address,
+or that is no address at all. So it gets numbers alone: names are looked up by
+:mod:`gradbus.runtime.network.host_names`, and those that have no address yet wait in :mod:`.late_peers`.
 """
 
 from __future__ import annotations
 
 import functools
 import ipaddress
-from collections.abc import Mapping
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 from xml.etree import ElementTree as ET
@@ -19,13 +26,11 @@ from xml.etree import ElementTree as ET
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.fast_paths import LOOPBACK
 from gradbus.runtime.nearest import nearest
-from gradbus.runtime.network.addresses import address_of, check_interface
+from gradbus.runtime.network.addresses import FAMILIES, PeerAddress, address_of, check_interface, interfaces, parse_peer
+from gradbus.runtime.network.host_names import LOOKUPS, describe_missing
 from gradbus.runtime.network.network_config import NetworkConfig
-from gradbus.runtime.network.peers import PeerAddress, parse_peer
 from gradbus.runtime.transport.channels import WINDOW_BYTES
 from gradbus.runtime.transport.dds.fatal_values import check_fatal_values
-from gradbus.runtime.transport.dds.peers import choose_transport, expand_peers, peers_in
-from gradbus.runtime.transport.dds.spdp import discovery_ports
 
 RECEIVE_BUFFER_BYTES = 16 << 20  # a model's worth of datagrams may wait while Python is busy
 # Two samples of 1 MiB, as the kernel counts. Of what does not fit the rest waits in DDS's write, and DDS's heartbeats,
@@ -41,11 +46,36 @@ SEARCH_S = 600.0
 # 90 bytes (Ethernet) more, which is as many packets again and 6 % of a link with datagrams of 1,400 B.
 _BESIDE_FRAGMENT_BYTES = 84
 
+PORTS_OF_A_DOMAIN = 250
+MAX_PROCESSES = 120  # of a machine and domain
+
+_OTHER_TRANSPORT = "A process with bus.connect or bus.listen uses Zenoh, and cannot be met here"
+
 # Sections that a document of Cyclone 11 may have under <Domain>.
 _SECTIONS = (
     "Compatibility", "Discovery", "General", "Internal", "Partitioning", "SharedMemory", "Sizing", "TCP", "Threads",
     "Tracing",
 )  # fmt: skip
+
+
+def first_port(domain_id: int) -> int:
+    """Return the first port of a domain, as RTPS has it."""
+    return 7400 + PORTS_OF_A_DOMAIN * domain_id
+
+
+def discovery_ports(domain_id: int) -> range:
+    """Ports at which participants of a domain listen for announcements, as RTPS has it."""
+    first = first_port(domain_id) + 10
+    return range(first, first + 2 * 121, 2)
+
+
+def port_range(domain: int) -> str:
+    """Return the ports that DDS processes of this domain listen on: two each, for up to 120 processes of a machine.
+
+    That is RTPS's formula for participant indices 0 to MaxAutoParticipantIndex - 1; docs/operations.md tells more.
+    """
+    first = discovery_ports(domain)[0]
+    return f"{first}-{min(first + 2 * MAX_PROCESSES - 1, 65535)}"
 
 
 def announcement_s(lease_s: float) -> float:
@@ -275,3 +305,217 @@ def _merge(ours: ET.Element, theirs: ET.Element) -> None:
                 for old in mine.findall(element.tag):
                     mine.remove(old)
                 mine.append(element)
+
+
+_VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}")  # as Cyclone expands them, and a default
+
+
+def peers_in(document: str) -> list[PeerAddress]:
+    """Return the peers of a configuration of Cyclone that :func:`expand_peers` has checked."""
+    return [parse_peer(element.get("Address"), "peers") for element in ET.fromstring(document).iter("Peer")]
+
+
+def names_in(document: str) -> dict[str, list[int | None]]:
+    """Return the host names among the peers of a configuration, and the ports to try of each (None: all)."""
+    found: dict[str, list[int | None]] = {}
+    for peer in peers_in(document):
+        if peer.is_name:
+            found.setdefault(peer.host, []).append(peer.port)
+    return found
+
+
+def expand_peers(tree: ET.Element, where: str) -> None:
+    """Bring the peers of a merged configuration into one form: an element with the attribute ``Address`` for each.
+
+    Cyclone takes several in one element, and variables of the environment, which it would expand after this check.
+
+    Args:
+        tree: it is changed. where: the setting or variable that the peers are from, for errors.
+
+    Raises:
+        ConfigError: one of them is no address.
+    """
+    for parent in [one for one in tree.iter() if any(child.tag == "Peer" for child in one)]:
+        children = list(parent)
+        for child in children:
+            parent.remove(child)
+        for child in children:
+            parent.extend(_expanded(child, where) if child.tag == "Peer" else [child])
+
+
+def choose_transport(tree: ET.Element, where: str) -> None:
+    """Have a domain use IPv6 if the addresses among its peers are of that version, and its configuration says nothing.
+
+    Cyclone ends the process at a peer of the other version.
+
+    Args:
+        tree: it is changed; :func:`expand_peers` has been called on it. where: as there.
+
+    Raises:
+        ConfigError: there are addresses of both versions, or not of the version of the transport.
+    """
+    peers = [parse_peer(element.get("Address"), where) for element in tree.iter("Peer")]
+    versions = {peer.is_ipv6: peer.host for peer in peers if not peer.is_name}
+    general = tree.find("Domain/General")
+    assert general is not None
+    transport = general.find("Transport")
+    if transport is None and True in versions:
+        transport = ET.SubElement(general, "Transport")
+        transport.text = "udp6"
+    is_ipv6 = transport is not None and (transport.text or "").strip().casefold() == "udp6"
+    if (not is_ipv6) in versions:
+        ours, theirs = ("IPv6", "IPv4") if is_ipv6 else ("IPv4", "IPv6")
+        raise ConfigError(
+            f"{where}: a bus uses IPv4 or IPv6; this one uses {ours}, and its peer {versions[not is_ipv6]} is {theirs}"
+        )
+
+
+def _expanded(element: ET.Element, where: str) -> list[ET.Element]:
+    attributes = {name: value for name, value in element.items() if name.casefold() != "address"}
+    given = ",".join(value for name, value in element.items() if name.casefold() == "address")
+    peers = [parse_peer(part, where) for part in _VARIABLE.sub(_value, given).split(",")]
+    return [ET.Element("Peer", {"Address": peer.at(peer.host), **attributes}) for peer in peers]
+
+
+def _value(variable: re.Match[str]) -> str:
+    return os.environ.get(variable[1]) or variable[2] or ""
+
+
+def with_addresses(document: str, known: Mapping[str, Sequence[str]], relay: str | None) -> str:
+    """Return the configuration with numbers in place of names, which is what Cyclone may get.
+
+    Args:
+        known: addresses of names; what is not in it is left out. relay: one more peer, which never ends.
+    """
+    tree = ET.fromstring(document)
+    for parent in [one for one in tree.iter() if any(child.tag == "Peer" for child in one)]:
+        for element in [child for child in parent if child.tag == "Peer"]:
+            peer = parse_peer(element.get("Address"), "peers")
+            if not peer.is_name:
+                continue
+            at = list(parent).index(element)
+            parent.remove(element)
+            for address in reversed(known.get(peer.host, ())):
+                parent.insert(at, ET.Element("Peer", {**element.attrib, "Address": peer.at(address)}))
+        if relay is not None:
+            ET.SubElement(parent, "Peer", Address=relay, PruneDelay="inf")
+            relay = None
+    return ET.tostring(tree, encoding="unicode")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reach:
+    """Describes how far a bus on DDS reaches: the :class:`~gradbus.runtime.transport.api.Reachable` of DDS.
+
+    Attributes:
+        domain: of DDS. interface, peers, multicast: as it is set.
+        leaves_machine: whether other machines can be reached at all. is_exposed: whether they can, or peers are named
+            that are not this machine.
+        by_document: whether ``CYCLONEDDS_URI`` has a say in that.
+        names: host names among the peers of both. ipv6: whether it uses IPv6, else IPv4.
+    """
+
+    domain: int
+    interface: str
+    peers: tuple[str, ...]
+    multicast: bool
+    leaves_machine: bool
+    is_exposed: bool = False
+    by_document: bool = False
+    names: tuple[str, ...] = ()
+    ipv6: bool = False
+
+    @classmethod
+    def of(cls, domain: int, network: NetworkConfig) -> Reach:
+        """Return the reach of a bus with this network. Raises ConfigError: that is wrong."""
+        document = os.environ.get("CYCLONEDDS_URI")
+        merged = build_xml(network, user_document=document)
+        return cls(
+            domain=domain,
+            interface=network.interface,
+            peers=network.peers,
+            multicast=network.multicast,
+            leaves_machine=leaves_machine(merged),
+            is_exposed=is_exposed(merged),
+            by_document=bool(document),
+            names=tuple(names_in(merged)),
+            ipv6=uses_ipv6(merged),
+        )
+
+    @property
+    def meeting_place(self) -> str:
+        """Return the domain, in words."""
+        return f"DDS domain {self.domain}"
+
+    @property
+    def attachment(self) -> str:
+        """Return the network interface."""
+        return self.interface
+
+    @property
+    def unresolved(self) -> str:
+        """Return a sentence about peers whose host names have no address yet; empty: none is known to have none."""
+        return describe_missing(LOOKUPS.reasons(self.names, FAMILIES[self.ipv6]))
+
+    def hint(self, *, elsewhere: bool | None = None, one: bool = False) -> str:
+        """Return what to look at first while processes do not come, in a few words for a line that is repeated.
+
+        Args:
+            elsewhere: as for :meth:`advice`. one: it is one process that is missing.
+        """
+        return _joined(self._hint(elsewhere, one), self.unresolved)
+
+    def _hint(self, elsewhere: bool | None, one: bool) -> str:
+        start = "Start it" if one else "Start them"
+        if elsewhere is False:
+            return f"{start} on this machine, with the same job and domain {self.domain}"
+        if not self.leaves_machine:
+            others = "this bus reaches only this machine (lo): see docs/operations.md, bus.interface"
+            return others[0].upper() + others[1:] if elsewhere else f"{start}. If on another machine: {others}"
+        if not self.peers and not self.multicast:
+            return f"This bus ({self.interface}) has no peers: set bus.peers to the addresses of all machines"
+        return (
+            f"{start}, with the same job, domain {self.domain} and key; 'gradbus doctor' on both sides checks the way"
+        )
+
+    def advice(self, *, elsewhere: bool | None = None, one: bool = False) -> str:
+        """Return what to do about processes that have not come, with every setting to look at: for an error.
+
+        Args:
+            elsewhere: whether they are on other machines; None: nobody knows. one: it is one process that is missing.
+        """
+        others = "" if elsewhere is False else _OTHER_TRANSPORT
+        return _joined(self._advice(elsewhere, one), self.unresolved, others)
+
+    def _advice(self, elsewhere: bool | None, one: bool) -> str:
+        document = ", and CYCLONEDDS_URI" if self.by_document else ""
+        start, they, theirs = ("Start it", "it is", "its") if one else ("Start them", "they are", "theirs")
+        if elsewhere is False:
+            return f"{start}, with the same job and domain {self.domain}{document}; {they} on this machine"
+        if not self.leaves_machine:
+            others = [name for name in interfaces() if name != LOOPBACK and address_of(name)]
+            here = f"here: {', '.join(others[:6])}" if others else "as ip -brief address shows it"
+            place = "on another machine" if one else "on other machines"
+            when = f"{they} {place}".capitalize() if elsewhere else f"{start}. If {they} {place}"
+            return (
+                f"{when}: this bus is on lo, which reaches this machine alone. Set on all of them "
+                f"GRADBUS_BUS__INTERFACE=NAME ({here}), GRADBUS_BUS__NETWORK=network, "
+                f"GRADBUS_BUS__PEERS='[\"ADDRESS\", ...]' with the addresses of all, and a key: "
+                f"GRADBUS_BUS__SECURITY=psk and GRADBUS_BUS__KEY_FILE=FILE ('gradbus keys new FILE' makes one)"
+            )
+        own = address_of(self.interface, ipv6=True) if self.ipv6 else address_of(self.interface)
+        at = f"{own} on {self.interface}" if own else self.interface
+        if not self.peers and not self.multicast:
+            return (
+                f"This bus ({at}) has no peers: set GRADBUS_BUS__PEERS='[\"ADDRESS\", ...]' with the addresses of all "
+                f"machines, on all of them"
+            )
+        return (
+            f"{start}, with the same job, domain {self.domain}{document} and key. Check that bus.peers there has "
+            f"this machine ({at}), that bus.peers here has {theirs} ({', '.join(self.peers) or 'multicast'}), and that "
+            f"UDP ports {port_range(self.domain)} pass the firewalls: 'gradbus doctor' on both sides finds it out"
+        )
+
+
+def _joined(*sentences: str) -> str:
+    return ". ".join(sentence for sentence in sentences if sentence)

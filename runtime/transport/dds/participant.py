@@ -31,7 +31,7 @@ from cyclonedds.sub import DataReader, Subscriber
 from cyclonedds.topic import Topic as DdsTopic
 from cyclonedds.util import duration
 
-from gradbus.runtime import drive, forks, malloc
+from gradbus.runtime import drive, fast_paths, forks
 from gradbus.runtime.errors import BusClosed, BusError
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.network.network_config import NetworkConfig
@@ -45,8 +45,7 @@ from gradbus.runtime.transport.dds.foreign_readers import ForeignReaders
 from gradbus.runtime.transport.dds.idl_types import IDL_TYPES
 from gradbus.runtime.transport.dds.libddsc import MatchedReader
 from gradbus.runtime.transport.dds.log_sink import dds_log
-from gradbus.runtime.transport.dds.missing_peers import Reach
-from gradbus.runtime.transport.dds.network import build_xml, leaves_machine
+from gradbus.runtime.transport.dds.network import Reach, build_xml, leaves_machine
 from gradbus.runtime.transport.sample_layout import LAYOUTS, SampleError
 
 MAX_DELETING = 64  # writers at the same time, each on a thread
@@ -301,7 +300,7 @@ class Participant:
         """
         self.lease_s = network.effective_lease_s
         self.access_policy = AccessPolicy()
-        malloc.keep_memory()
+        fast_paths.keep_memory()
         xml = build_xml(network, domain_id=domain_id, user_document=os.environ.get("CYCLONEDDS_URI"))
         self._lease = domains.acquire(domain_id, xml, partition)
         self._partition = partition

@@ -22,20 +22,6 @@ _UDP4, _UDP6 = 1, 2  # kinds of locators
 _INLINE_QOS, _HAS_DATA, _HAS_KEY = 2, 4, 8
 
 
-PORTS_OF_A_DOMAIN = 250
-
-
-def first_port(domain_id: int) -> int:
-    """Return the first port of a domain, as RTPS has it."""
-    return 7400 + PORTS_OF_A_DOMAIN * domain_id
-
-
-def discovery_ports(domain_id: int) -> range:
-    """Ports at which participants of a domain listen for announcements, as RTPS has it."""
-    first = first_port(domain_id) + 10
-    return range(first, first + 2 * 121, 2)
-
-
 def prefix_of(message: bytes) -> bytes:
     """Return the GUID prefix of the participant that a message is from; empty: it is no RTPS message."""
     return message[8 : 8 + PREFIX_BYTES] if message.startswith(b"RTPS") else b""

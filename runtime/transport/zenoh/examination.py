@@ -10,9 +10,9 @@ from dataclasses import replace
 from cryptography import x509
 
 from gradbus.runtime.errors import BusError, ConfigError
+from gradbus.runtime.network.addresses import ip_address_of, is_host_name
 from gradbus.runtime.network.endpoints import LinkEndpoint
 from gradbus.runtime.network.links import LinkConfig
-from gradbus.runtime.network.peers import ip_address_of, is_host_name
 from gradbus.runtime.transport.examination import LinkReport
 from gradbus.runtime.transport.zenoh.certificates import (
     WARNING_DAYS,

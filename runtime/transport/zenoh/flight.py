@@ -25,8 +25,16 @@ RATE_S = 5.0  # how long a rate counts at least, and twice as long at most
 class FlightWindow:
     """The samples that were sent to an inlet, and not acknowledged."""
 
-    __slots__ = ("_arrived_bytes", "_flight", "_had_loss", "_rates", "_rates_since_s", "_recovered_at")
-    __slots__ += ("num_bytes", "window_bytes")
+    __slots__ = (
+        "_arrived_bytes",
+        "_flight",
+        "_had_loss",
+        "_rates",
+        "_rates_since_s",
+        "_recovered_at",
+        "num_bytes",
+        "window_bytes",
+    )
 
     def __init__(self) -> None:
         self._flight: deque[tuple[int, int, int, float]] = deque()  # number, bytes; what had arrived by then, and when

@@ -12,11 +12,10 @@ import os
 import socket
 from dataclasses import dataclass
 
-from gradbus.runtime.network.addresses import FAMILIES, family_of
+from gradbus.runtime.network.addresses import FAMILIES, family_of, ip_address_of
 from gradbus.runtime.network.endpoints import LinkEndpoint
 from gradbus.runtime.network.host_names import LOOKUPS
 from gradbus.runtime.network.links import LinkConfig
-from gradbus.runtime.network.peers import ip_address_of
 from gradbus.runtime.transport.zenoh.tls_probe import Wrong, plain_fault, tls_fault
 
 _MAX_ADDRESSES = 2  # of a name

@@ -199,6 +199,21 @@ def test_a_strategy_of_a_program_has_the_constants_of_one_that_the_configuration
     assert constants(STRATEGIES.table[name](8)) == constants(STRATEGIES.make(Choice(name=name), 8))
 
 
+@pytest.mark.parametrize("name", STRATEGIES.table)
+def test_a_strategy_that_was_made_without_a_model_is_once_laid_out_as_one_that_was_made_for_it(name: str) -> None:
+    def content(strategy: Strategy) -> dict[str, Any]:
+        flat = {**vars(strategy), **vars(strategy).get("_buffers", {})}
+        flat.pop("_buffers", None)
+        return {key: value.tolist() if isinstance(value, Tensor) else value for key, value in flat.items()}
+
+    checked, made_for_it = (STRATEGIES.make(Choice(name=name), dim) for dim in (1, 8))
+    for shapes in ([[1]], [[3, 2], [2]]):
+        checked.lay_out(shapes)
+    made_for_it.lay_out([[3, 2], [2]])
+    assert content(checked) == content(made_for_it)
+    assert content(checked)["_dim"] == 8
+
+
 @pytest.mark.parametrize(
     ("name", "kind", "options"),
     [

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from gradbus.actors.aggregation.strategies import FedAvg
+from gradbus.actors.aggregation.strategies import FedAvg, FedAvgM
 from gradbus.actors.federated.controller import combinations
 from gradbus.commands.files import ClientFile, ControllerFile
 from gradbus.commands.run.federated import run_client, run_controller
@@ -60,22 +60,41 @@ def test_a_run_makes_its_selector_strategy_and_codecs_once(
         return make_codecs(config)
 
     monkeypatch.setattr(combinations, "make_codecs", counted)
-    bus = {"job": "once", "domain": domain}
-    rules = {
-        "rounds": 2, "clients": {"num": 1, "min": 1}, "strategy": f"{__name__}:CountedStrategy",
-        "selection": f"{__name__}:CountedSelector",
-    }  # fmt: skip
+    own = {"strategy": f"{__name__}:CountedStrategy", "selection": f"{__name__}:CountedSelector"}
+    asyncio.run(two_rounds(domain, tmp_path / "run", own))
+    assert made == {"selector": 1, "strategy": 1, "check of the strategy": 1, "codecs": 1}
+
+
+def test_a_run_makes_a_built_in_strategy_once(domain: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made.clear()
+    make = FedAvgM.__init__
+
+    def counted(self: FedAvgM, dim: int, **options: Any) -> None:
+        made["strategy"] += 1
+        make(self, dim, **options)
+
+    monkeypatch.setattr(FedAvgM, "__init__", counted)
+    asyncio.run(two_rounds(domain, tmp_path / "run", {"strategy": "fedavgm"}))
+    assert made == {"strategy": 1}
+
+
+async def two_rounds(domain: int, path: Path, choices: dict[str, str]) -> None:
+    """Run a controller and a client as their commands do."""
+    bus, rules = {"job": "once", "domain": domain}, {"rounds": 2, "clients": {"num": 1, "min": 1}, **choices}
     controller = ControllerFile.model_validate({"bus": bus, "task": TASK, "federated": rules})
     client = ClientFile.model_validate({"bus": bus, "task": TASK})
+    with ControllerDirectory(path) as run:
+        async with asyncio.timeout(60.0), asyncio.TaskGroup() as group:
+            group.create_task(run_controller(controller, run))
+            group.create_task(run_client(client, 0))
 
-    async def main() -> None:
-        with ControllerDirectory(tmp_path / "run") as run:
-            async with asyncio.timeout(60.0), asyncio.TaskGroup() as group:
-                group.create_task(run_controller(controller, run))
-                group.create_task(run_client(client, 0))
 
-    asyncio.run(main())
-    assert made == {"selector": 1, "strategy": 1, "check of the strategy": 1, "codecs": 1}
+def test_a_second_run_with_the_same_choices_makes_a_strategy_of_its_own() -> None:
+    choices = combinations.check_combination(FederatedConfig(strategy="fedavgm"))  # type: ignore[arg-type]
+    first, second = choices.take_strategy(3), choices.take_strategy(3)
+    assert isinstance(first, FedAvgM)
+    assert isinstance(second, FedAvgM)
+    assert first is not second
 
 
 def test_a_built_in_strategy_is_found_to_fit_the_other_choices_before_a_model_is_there() -> None:

@@ -16,7 +16,7 @@ from identities import Identities
 
 from gradbus.commands.files import WorkerFile, load
 from gradbus.commands.run.cores import read_topology
-from gradbus.runtime.config.job_name import default_job
+from gradbus.runtime.config.bus import default_job
 from gradbus.runtime.cores import usable_cpus
 from gradbus.runtime.profiling.summary import read_summary
 

@@ -20,7 +20,7 @@ from bus_helpers import BODIES, CHIEF, CLIENT, CONTROLS, MIB, MODEL, UPDATE, del
 
 import gradbus
 from gradbus.runtime.bus.bus import Bus
-from gradbus.runtime.security.liveness_challenge import LivenessChallenge
+from gradbus.runtime.security.membership import LivenessChallenge
 from gradbus.runtime.transport.channels import ToClients, ToController
 from gradbus.runtime.wire.messages import ClientUpdate, ModelBlob, TrainCmd
 

@@ -33,8 +33,8 @@ from bus_helpers import (
 from patience import eventually
 
 import gradbus
-from gradbus.runtime.security import liveness_challenge
-from gradbus.runtime.security.liveness_challenge import LivenessChallenge
+from gradbus.runtime.security import membership
+from gradbus.runtime.security.membership import LivenessChallenge
 from gradbus.runtime.security.sealed import SealedOutlet
 from gradbus.runtime.transport.channels import ToClients, ToController
 from gradbus.runtime.wire.messages import ClientUpdate, Control, ModelBlob, PeerGone, TrainCmd
@@ -202,7 +202,7 @@ def test_a_reader_counts_once_both_processes_know_that_the_other_is_alive_and_th
     """Until then it could hold few samples, and would drop the rest."""
     payload = random.Random(6).randbytes(128 * MIB)
     announce_again = LivenessChallenge.announce_again
-    monkeypatch.setattr(liveness_challenge, "ACKNOWLEDGED_S", 60.0)
+    monkeypatch.setattr(membership, "ACKNOWLEDGED_S", 60.0)
     has_come = False
     monkeypatch.setattr(SealedOutlet, "is_acknowledged", property(lambda self: has_come))
 

@@ -18,8 +18,7 @@ from shared_pair import Ranks
 
 from gradbus.runtime.bus.raw_endpoints import Parts
 from gradbus.runtime.bus.sender import Pause
-from gradbus.runtime.collectives.chunk_sender import ChunkSender
-from gradbus.runtime.collectives.link import GroupLink
+from gradbus.runtime.collectives.link import ChunkSender, GroupLink
 from gradbus.runtime.collectives.operation import Operation, OperationKey, OutgoingPart
 from gradbus.runtime.errors import BusError
 from gradbus.runtime.shm.layout import SLOTS

@@ -29,7 +29,7 @@ from shared_scripts import (
 )
 
 import gradbus
-from gradbus.runtime.collectives import Group, chunk_sender, membership
+from gradbus.runtime.collectives import Group, link, membership
 from gradbus.runtime.errors import BarrierTimeout
 from gradbus.runtime.shm import mailbox, transport
 from gradbus.runtime.shm.segment import Bytes, SharedMemoryFault
@@ -300,7 +300,7 @@ def test_a_handle_that_is_cancelled_gives_its_buffer_back_while_others_hold_the_
         return put(self, readers, data) if cancelled.is_set() or self.sent_bytes < part_bytes else None
 
     monkeypatch.setattr(SlotPool, "put", is_held)
-    monkeypatch.setattr(chunk_sender, "SLOT_WAIT_S", WAIT_S)  # what waits does not go over DDS meanwhile
+    monkeypatch.setattr(link, "SLOT_WAIT_S", WAIT_S)  # what waits does not go over DDS meanwhile
 
     async def script(group: Group) -> None:
         vector = torch.ones(8 * MIB)  # 32 MiB

@@ -14,7 +14,7 @@ from bus_helpers import Run
 
 import gradbus
 from gradbus.runtime.collectives import ALGORITHMS, Group
-from gradbus.runtime.collectives.rendezvous import RENDEZVOUS_BYTES
+from gradbus.runtime.collectives.operation import RENDEZVOUS_BYTES
 
 Script = Callable[[Group], Awaitable[Any]]
 

@@ -9,8 +9,8 @@ from sent_payload import Payload, fill, free_slots
 from shared_pair import Ranks
 
 from gradbus.runtime.bus.sender import Pause
-from gradbus.runtime.collectives import chunk_sender
-from gradbus.runtime.collectives.chunk_sender import NEXT_WAIT_S, SLOT_WAIT_S, STARVED
+from gradbus.runtime.collectives import link
+from gradbus.runtime.collectives.link import NEXT_WAIT_S, SLOT_WAIT_S, STARVED
 from gradbus.runtime.shm.slots import SlotPool
 from gradbus.runtime.wire import frames
 from gradbus.runtime.wire.frames import Flags
@@ -43,7 +43,7 @@ class Waiting:
 
     def __init__(self, slots: SlotPool, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s = 100.0
-        monkeypatch.setattr(chunk_sender, "time", SimpleNamespace(monotonic=lambda: self.now_s))
+        monkeypatch.setattr(link, "time", SimpleNamespace(monotonic=lambda: self.now_s))
         self._slots = slots
         self._first, *_ = fill(slots)
         self._samples = Payload(slots, chunks=100).sender.samples(lambda: False)
@@ -108,7 +108,7 @@ def test_who_advances_a_payload_waits_for_slots_while_the_writer_thread_does_not
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else all of it would go over DDS, on a thread that has better things to do, while that writes one chunk."""
-    monkeypatch.setattr(chunk_sender, "SLOT_WAIT_S", 0.0)
+    monkeypatch.setattr(link, "SLOT_WAIT_S", 0.0)
     free_slots(ranks.shared[0].slots)
     payload = Payload(ranks.shared[0].slots)
     for sample in payload.sender.samples(lambda: False):

@@ -9,8 +9,8 @@ import pytest
 
 import gradbus
 from gradbus.runtime.errors import ConfigError
+from gradbus.runtime.network.addresses import MAX_PEERS, PeerAddress, parse_peer
 from gradbus.runtime.network.network_config import NetworkConfig
-from gradbus.runtime.network.peers import MAX_PEERS, PeerAddress, parse_peer
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.bus.transport_factory import transport_maker
 from gradbus.runtime.errors import BarrierTimeout
 from gradbus.runtime.network.network_config import NetworkConfig
-from gradbus.runtime.security import Security, liveness_challenge
+from gradbus.runtime.security import Security, membership
 from gradbus.runtime.security.job_key import new_job_key, write_secret_file
 from gradbus.runtime.security.peers import MAX_HELD_EACH
 from gradbus.runtime.security.sealed import SealedInlet
@@ -88,7 +88,7 @@ def test_sealed_buses_talk_over_every_topic_and_a_late_one_still_gets_command_an
 def test_a_late_one_gets_all_of_a_model_that_dds_refused_at_first(
     keyed: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(liveness_challenge, "LEEWAY_S", 0)
+    monkeypatch.setattr(membership, "LEEWAY_S", 0)
     model = random.randbytes(2_500_000)
     write, tries = libddsc.write_made, count()
 
@@ -210,7 +210,7 @@ def test_a_recording_of_a_process_that_is_gone_is_not_taken_by_one_that_heard_it
 def test_a_recording_of_a_living_process_is_not_taken_by_one_that_was_restarted(
     keyed: dict[str, Any], place: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(liveness_challenge, "LEEWAY_S", 0)
+    monkeypatch.setattr(membership, "LEEWAY_S", 0)
 
     async def main() -> None:
         with Outsider(place["job"], place["domain"]) as outsider:
@@ -238,7 +238,7 @@ def test_a_recording_of_a_living_process_is_not_taken_by_one_that_was_restarted(
 def test_who_says_words_again_that_a_process_has_missed_and_goes_takes_nobody_along(
     keyed: dict[str, Any], place: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(liveness_challenge, "LEEWAY_S", 60)
+    monkeypatch.setattr(membership, "LEEWAY_S", 60)
 
     async def main() -> None:
         with ExitStack() as stack:

@@ -13,10 +13,9 @@ from pathlib import Path
 import pytest
 
 from gradbus.runtime.errors import ConfigError
-from gradbus.runtime.security import user_key
-from gradbus.runtime.security.job_key import new_job_key
+from gradbus.runtime.security import job_key
+from gradbus.runtime.security.job_key import load_user_key, new_job_key, places_of_user
 from gradbus.runtime.security.settings import Security, level_in_force
-from gradbus.runtime.security.user_key import load_user_key, places_of_user
 
 NOBODY = 65534
 _AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
@@ -58,8 +57,8 @@ def test_without_a_home_in_the_environment_it_is_that_of_the_password_database(
     monkeypatch: pytest.MonkeyPatch, home: str, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("HOME", home)
-    entry = user_key.pwd.getpwuid(os.geteuid())
-    monkeypatch.setattr(user_key.pwd, "getpwuid", lambda _: type(entry)((*entry[:5], str(tmp_path), entry[6])))
+    entry = job_key.pwd.getpwuid(os.geteuid())
+    monkeypatch.setattr(job_key.pwd, "getpwuid", lambda _: type(entry)((*entry[:5], str(tmp_path), entry[6])))
     assert places_of_user()[0] == tmp_path / ".config" / "gradbus"
 
 
@@ -125,7 +124,7 @@ def test_somebody_who_occupies_a_place_that_is_everybodys_keeps_nobody_from_havi
 
 _LOADS = """
 import pathlib, sys
-from gradbus.runtime.security.user_key import load_user_key
+from gradbus.runtime.security.job_key import load_user_key
 print("ready", flush=True)
 sys.stdin.read(1)
 print(load_user_key((pathlib.Path(sys.argv[1]),)).key.id.hex())

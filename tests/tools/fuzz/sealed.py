@@ -10,7 +10,7 @@ from gradbus.runtime.security import envelope
 from gradbus.runtime.security.encryption import Opened, PskKeys, SessionCipher, StreamDecryptor
 from gradbus.runtime.security.envelope import HEADER_BYTES, EnvelopeHeader
 from gradbus.runtime.security.job_key import JobKey, parse_job_key
-from gradbus.runtime.security.liveness_challenge import (
+from gradbus.runtime.security.membership import (
     MAX_ANSWERS,
     MAX_LABEL_BYTES,
     ChallengeMessage,

@@ -19,8 +19,8 @@ from patience import until
 from gradbus.runtime.network.network_config import NetworkConfig
 from gradbus.runtime.transport import peer_processes
 from gradbus.runtime.transport.dds import discovery, network
+from gradbus.runtime.transport.dds.network import discovery_ports
 from gradbus.runtime.transport.dds.participant import Participant
-from gradbus.runtime.transport.dds.spdp import discovery_ports
 
 COUNT = 60
 

@@ -8,8 +8,7 @@ import pytest
 
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.network.network_config import NetworkConfig
-from gradbus.runtime.transport.dds.network import build_xml
-from gradbus.runtime.transport.dds.peers import names_in, with_addresses
+from gradbus.runtime.transport.dds.network import build_xml, names_in, with_addresses
 
 
 def transport(document: str) -> str | None:

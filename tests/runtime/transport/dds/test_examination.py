@@ -8,7 +8,8 @@ import pytest
 
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.network.network_config import NetworkConfig
-from gradbus.runtime.transport.dds.examination import examination_of, peer_names_of, port_range
+from gradbus.runtime.transport.dds.examination import examination_of, peer_names_of
+from gradbus.runtime.transport.dds.network import port_range
 
 
 def test_ports_follow_from_the_domain_and_end_where_udp_has_no_more() -> None:

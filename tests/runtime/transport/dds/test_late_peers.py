@@ -14,7 +14,8 @@ from patience import PATIENT_S
 from gradbus.runtime.network.host_names import HostNames
 from gradbus.runtime.transport.dds import late_peers
 from gradbus.runtime.transport.dds.late_peers import LatePeers
-from gradbus.runtime.transport.dds.spdp import PREFIX_BYTES, discovery_ports
+from gradbus.runtime.transport.dds.network import discovery_ports
+from gradbus.runtime.transport.dds.spdp import PREFIX_BYTES
 
 OWN, OTHER = (bytes([value]) * PREFIX_BYTES for value in (1, 2))
 

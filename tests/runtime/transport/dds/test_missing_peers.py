@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from gradbus.runtime.network.network_config import NetworkConfig
-from gradbus.runtime.transport.dds import missing_peers
-from gradbus.runtime.transport.dds.missing_peers import Reach
+from gradbus.runtime.transport.dds import network
+from gradbus.runtime.transport.dds.network import Reach
 
 
 @pytest.fixture(autouse=True)
@@ -15,8 +15,8 @@ def no_document(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_on_lo_the_advice_names_every_variable_that_leads_to_other_machines(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(missing_peers, "interfaces", lambda: ["lo", "eth0", "down0"])
-    monkeypatch.setattr(missing_peers, "address_of", lambda name: {"lo": "127.0.0.1", "eth0": "192.0.2.1"}.get(name))
+    monkeypatch.setattr(network, "interfaces", lambda: ["lo", "eth0", "down0"])
+    monkeypatch.setattr(network, "address_of", lambda name: {"lo": "127.0.0.1", "eth0": "192.0.2.1"}.get(name))
     advice = Reach.of(0, NetworkConfig()).advice()
     assert advice.startswith("Start them. If they are on other machines: this bus is on lo")
     assert "GRADBUS_BUS__INTERFACE=NAME (here: eth0)" in advice
@@ -27,7 +27,7 @@ def test_on_lo_the_advice_names_every_variable_that_leads_to_other_machines(monk
 
 
 def test_on_a_network_it_names_peers_ports_and_the_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(missing_peers, "address_of", lambda name: "192.0.2.1")
+    monkeypatch.setattr(network, "address_of", lambda name: "192.0.2.1")
     reach = Reach(domain=3, interface="eth0", peers=(), multicast=False, leaves_machine=True)
     assert "This bus (192.0.2.1 on eth0) has no peers" in reach.advice()
     reach = Reach(domain=3, interface="eth0", peers=("192.0.2.2",), multicast=False, leaves_machine=True)
