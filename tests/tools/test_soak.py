@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 from soak import nemesis as nemesis_module
 from soak.nemesis import KINDS, Nemesis
-from soak.processes import SoakProcess, make_processes
+from soak.processes import SoakProcess, make_processes, pools_of
 from soak.summary import page, recoveries, summarise
 
 from gradbus.commands.buses import check
@@ -89,6 +90,15 @@ def test_a_soak_over_zenoh_has_everybody_dial_a_relay_with_tls_and_kills_it_too(
         nemesis.turn()
     processes.end()
     assert "relay SIGKILL" in sent
+
+
+def test_a_sample_names_the_pools_of_a_processs_threads(tmp_path: Path) -> None:
+    for thread, name in (("1", "python"), ("2", "rx-0"), ("3", "rx-1"), ("4", "pt_autograd_0"), ("5", "acc-12")):
+        (tmp_path / "task" / thread).mkdir(parents=True)
+        (tmp_path / "task" / thread / "comm").write_text(name + "\n")
+    assert pools_of(tmp_path, ["1", "2", "3", "4", "5", "6"]) == ["acc", "pt_autograd", "python", "rx"]  # 6 has ended
+    own = Path("/proc/self")
+    assert pools_of(own, [str(threading.get_native_id())])
 
 
 def test_the_first_partition_of_a_long_soak_is_longer_than_dds_remembers_who_is_there(

@@ -99,14 +99,14 @@ class SoakProcess:
         self.process.join(10.0)
 
     def sample(self) -> dict[str, Any] | None:
-        """Memory, descriptors and threads now."""
+        """Memory, descriptors, threads and the names of their pools now."""
         if self.process is None or not self.running:
             return None
         folder = Path("/proc", str(self.process.pid))
         try:
             rss = int((folder / "statm").read_text().split()[1]) * _PAGE
             fds = len(os.listdir(folder / "fd"))
-            threads = len(os.listdir(folder / "task"))
+            threads = os.listdir(folder / "task")
         except (OSError, IndexError):
             return None
         return {
@@ -116,8 +116,21 @@ class SoakProcess:
             "pid": self.process.pid,
             "rss_bytes": rss,
             "fds": fds,
-            "threads": threads,
+            "threads": len(threads),
+            "pools": pools_of(folder, threads),
         }
+
+
+def pools_of(folder: Path, threads: Sequence[str]) -> list[str]:
+    """Return the names of the pools that threads of a process belong to. ``folder``: of the process in ``/proc``.
+
+    A pool numbers its threads: ``rx-0`` and ``rx-1`` are of the pool ``rx``.
+    """
+    names = set()
+    for thread in threads:
+        with suppress(OSError):  # it has ended
+            names.add((folder / "task" / thread / "comm").read_text(errors="replace").strip())
+    return sorted({name.rstrip("0123456789").rstrip("-_") for name in names})
 
 
 @dataclass(slots=True)
