@@ -337,6 +337,17 @@ def test_threads_that_end_when_they_have_been_idle_are_no_leak_and_one_more_at_e
     assert "(pid 2): threads grew from 9 to 12, more than 10" in leak
 
 
+def test_a_relay_is_compared_with_itself_while_it_has_as_many_links(tmp_path: Path) -> None:
+    """Two descriptors a link: eight of its peers start again for a while."""
+    links = [12] * 60 + [4] * 50 + [12] * 90
+    write(tmp_path, "controller", *GOOD)
+    for pid, leaked in ((1, [0] * 200), (2, [number // 15 for number in range(200)])):
+        counts = zip(samples(pid, iter([100] * 200)), links, leaked, strict=True)
+        write(tmp_path, "resources", *({**one, "links": n, "fds": 20 + 2 * n + more} for one, n, more in counts))
+    (leak,) = found(tmp_path)["I6"].violations
+    assert "(pid 2): fds grew" in leak
+
+
 def test_what_a_process_takes_to_start_and_to_end_is_no_growth(tmp_path: Path) -> None:
     def life(pid: int) -> list[Event]:
         """It waits for others for 40 s, works for 60 s, and ends for 30 s."""

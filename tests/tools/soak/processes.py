@@ -27,6 +27,8 @@ LEASE_S = 1.0  # of those on a link that can be cut
 _CALM_LEASE_S = 60.0
 _LOOPBACK, _RELAY_PORT = "127.0.0.1", 7448
 _PAGE = os.sysconf("SC_PAGE_SIZE")
+_ESTABLISHED = "01"  # in /proc/net/tcp
+_TAIL_BYTES = 64 << 10  # of the journal of rounds: one line, and many more
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["soak.task", "gradbus.commands.cli.main", "torch._dynamo"])
 
@@ -57,6 +59,7 @@ class SoakProcess:
         name: controller, client-3, rank-1. arguments: of ``gradbus``. host: the namespace it lives in; None: this one.
         faults: what goes wrong with what it sends, from its next start on.
         down: it is not to run now.
+        port: where it listens; None: nowhere.
     """
 
     name: str
@@ -66,6 +69,7 @@ class SoakProcess:
     faults: str = ""
     process: Any = None  # multiprocessing's
     down: bool = False
+    port: int | None = None
     starts: int = 0
 
     def start(self) -> None:
@@ -107,6 +111,7 @@ class SoakProcess:
             rss = int((folder / "statm").read_text().split()[1]) * _PAGE
             fds = len(os.listdir(folder / "fd"))
             threads = os.listdir(folder / "task")
+            links = {} if self.port is None else {"links": links_of(folder, self.port)}
         except (OSError, IndexError):
             return None
         return {
@@ -118,6 +123,7 @@ class SoakProcess:
             "fds": fds,
             "threads": len(threads),
             "pools": pools_of(folder, threads),
+            **links,
         }
 
 
@@ -131,6 +137,13 @@ def pools_of(folder: Path, threads: Sequence[str]) -> list[str]:
         with suppress(OSError):  # it has ended
             names.add((folder / "task" / thread / "comm").read_text(errors="replace").strip())
     return sorted({name.rstrip("0123456789").rstrip("-_") for name in names})
+
+
+def links_of(folder: Path, port: int) -> int:
+    """Return the number of connections that are open at a port. ``folder``: in ``/proc``, of who listens there."""
+    lines = (folder / "net" / "tcp").read_text().splitlines()[1:]
+    rows = (line.split() for line in lines)
+    return sum(local.endswith(f":{port:04X}") and state == _ESTABLISHED for _, local, _, state, *_ in rows)
 
 
 @dataclass(slots=True)
@@ -169,6 +182,13 @@ class SoakProcesses:
         if not any(rank.running for rank in self.ranks):
             for rank in self.ranks:
                 rank.start()
+
+    def is_calm(self) -> bool:
+        """Return whether all clients are in the newest round and all ranks run: a fault now meets no other."""
+        with (self.path / "federated" / "rounds.jsonl").open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            whole = file.read().rpartition(b"\n")[0].rpartition(b"\n")[2]
+        return len(json.loads(whole)["clients"]) == len(self.clients) and all(rank.running for rank in self.ranks)
 
     def sample(self) -> None:
         """Note what each process takes."""
@@ -302,5 +322,5 @@ def _make_relay(path: Path, host: Host | None) -> tuple[SoakProcess, dict[str, A
     files = TlsFolder(path / "tls", host.address if host is not None else _LOOPBACK)
     endpoint = f"tls/{files.host}:{_RELAY_PORT}"
     options = ("--listen", endpoint, "--tls-certificate", str(files.certificate), "--tls-key", str(files.key))
-    relay = SoakProcess("relay", ("relay", *options, "--log-style", "json"), path / "relay.log", host)
+    relay = SoakProcess("relay", ("relay", *options, "--log-style", "json"), path / "relay.log", host, port=_RELAY_PORT)
     return relay, {"connect": [endpoint], "tls_ca": str(files.ca)}
