@@ -215,10 +215,12 @@ def _equal_ranks(run: RunHistory, result: InvariantResult) -> None:
 
 def _flat(run: RunHistory, result: InvariantResult) -> None:
     work = _at_work(run)
+    with_journal = {process for process, _ in work}
     for (process, pid), samples in sorted(_by_process(run).items()):
         # A rank that still waits for the others has a thread and a descriptor less than one at work, and 26 MiB of 513.
         # Where a machine takes 20 s to start them, the rest was compared with that. And to end takes some of each, too.
-        began_s, over_s = work.get((process, pid), (-inf, inf))
+        never = inf if process in with_journal else -inf  # it was killed while it loaded its libraries
+        began_s, over_s = work.get((process, pid), (never, inf))
         samples = _usually_linked(sample for sample in samples if began_s <= sample["at_s"] < over_s)
         for part in _between_pools(samples):
             _expect_flat(f"{process} (pid {pid})", part, result)

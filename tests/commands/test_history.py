@@ -364,6 +364,8 @@ def test_what_a_process_takes_to_start_and_to_end_is_no_growth(tmp_path: Path) -
     write(tmp_path, "resources", *samples(2, (100 + i / 2 for i in range(60))))
     write(tmp_path, "client-1", {**CLIENT, "pid": 2, "at_s": 0.0})
     assert len(found(tmp_path)["I6"].violations) == 1
+    write(tmp_path, "resources", *samples(3, (100 + i for i in range(60))))  # killed before it was at work
+    assert len(found(tmp_path)["I6"].violations) == 1
 
 
 def test_a_line_that_was_cut_short_is_passed_over_and_the_next_start_begins_a_new_one(tmp_path: Path) -> None:
