@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -124,6 +125,10 @@ def test_a_soak_is_calm_while_all_clients_are_in_the_newest_round_and_all_ranks_
     assert not processes.is_calm()
     dead.clear()
     rounds.write_text('{"clients": [0, 1]}\n{"clients": [0]}\n')
+    assert not processes.is_calm()
+    rounds.write_text('{"clients": [0, 1]}\n')
+    assert processes.is_calm()
+    os.utime(rounds, (rounds.stat().st_mtime - 8.0,) * 2)  # the controller has been dead since then
     assert not processes.is_calm()
     processes.end()
 

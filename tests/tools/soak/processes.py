@@ -28,6 +28,7 @@ _CALM_LEASE_S = 60.0
 _LOOPBACK, _RELAY_PORT = "127.0.0.1", 7448
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _ESTABLISHED = "01"  # in /proc/net/tcp
+_JUST_S = 3.0  # several rounds, and less than the pause after a fault that ends them
 _TAIL_BYTES = 64 << 10  # of the journal of rounds: one line, and many more
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["soak.task", "gradbus.commands.cli.main", "torch._dynamo"])
@@ -184,11 +185,13 @@ class SoakProcesses:
                 rank.start()
 
     def is_calm(self) -> bool:
-        """Return whether all clients are in the newest round and all ranks run: a fault now meets no other."""
+        """Return whether a round was just committed with all clients, and all ranks run: a fault now meets no other."""
         with (self.path / "federated" / "rounds.jsonl").open("rb") as file:
+            age_s = time.time() - os.fstat(file.fileno()).st_mtime
             file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
             whole = file.read().rpartition(b"\n")[0].rpartition(b"\n")[2]
-        return len(json.loads(whole)["clients"]) == len(self.clients) and all(rank.running for rank in self.ranks)
+        is_complete = len(json.loads(whole)["clients"]) == len(self.clients)
+        return age_s < _JUST_S and is_complete and all(rank.running for rank in self.ranks)
 
     def sample(self) -> None:
         """Note what each process takes."""
