@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -119,17 +120,17 @@ def test_a_soak_is_calm_while_all_clients_are_in_the_newest_round_and_all_ranks_
     monkeypatch.setattr(SoakProcess, "running", property(lambda self: self.name not in dead))
     processes = make_processes(tmp_path, clients=2, ranks=2, hosts=None)
     rounds, dead = tmp_path / "federated" / "rounds.jsonl", set[str]()
-    rounds.write_text('{"clients": [0]}\n{"clients": [0, 1]}\n{"clie')
-    assert processes.is_calm()
+
+    def is_calm_with(lines: str, age_s: float = -60.0) -> bool:
+        rounds.write_text(lines)
+        os.utime(rounds, (time.time() - age_s,) * 2)
+        return processes.is_calm()
+
+    assert is_calm_with('{"clients": [0]}\n{"clients": [0, 1]}\n{"clie')
+    assert not is_calm_with('{"clients": [0, 1]}\n{"clients": [0]}\n')
+    assert not is_calm_with('{"clients": [0, 1]}\n', age_s=8.0)  # the controller has been dead since then
     dead.add("rank-1")
-    assert not processes.is_calm()
-    dead.clear()
-    rounds.write_text('{"clients": [0, 1]}\n{"clients": [0]}\n')
-    assert not processes.is_calm()
-    rounds.write_text('{"clients": [0, 1]}\n')
-    assert processes.is_calm()
-    os.utime(rounds, (rounds.stat().st_mtime - 8.0,) * 2)  # the controller has been dead since then
-    assert not processes.is_calm()
+    assert not is_calm_with('{"clients": [0, 1]}\n')
     processes.end()
 
 
