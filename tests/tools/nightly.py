@@ -28,6 +28,9 @@ _GRACE_S = 30.0  # from the request to end to the kill
 _TICK_S = 0.05
 _LAST_LINES = 30  # of a part that failed
 _PAGE = Path("docs", "nightly.md")
+_OWN = re.compile(
+    r"(?<!\S)(?:PART|ARGS)=(?:\\.|[^\\\s])*", re.DOTALL
+)  # in what make hands down; a space is behind a backslash
 _HEADER = ("| part | covers | commit | date | minutes | outcome |", "|---|---|---|---|---|---|")
 
 
@@ -175,6 +178,7 @@ def run_part(part: Part, log: Path) -> tuple[str, str]:
     with log.open("wb") as out:
         process = subprocess.Popen(
             ["/bin/sh", "-c", part.command],
+            env=environment(),
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=subprocess.STDOUT,
@@ -193,6 +197,15 @@ def run_part(part: Part, log: Path) -> tuple[str, str]:
     if code:
         return f"failed: exit code {code}", output
     return said[-1] if said else GREEN, output
+
+
+def environment() -> dict[str, str]:
+    """Return the environment of parts: this one without the PART and ARGS of ``make nightly``, which a make in a part
+    would take for its own."""
+    handed_down = {name: value for name, value in os.environ.items() if name not in ("PART", "ARGS")}
+    if flags := handed_down.get("MAKEFLAGS"):
+        handed_down["MAKEFLAGS"] = _OWN.sub("", flags)
+    return handed_down
 
 
 def end_session(process: subprocess.Popen[bytes]) -> None:

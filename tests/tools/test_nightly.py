@@ -6,6 +6,7 @@ import datetime
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -107,6 +108,22 @@ def test_what_cannot_be_run_here_is_said_again_at_the_end_and_keeps_its_line(
         f"{NOT_RUN}no disk, less than 20 GB",
     ]
     assert list(Page(PAGE, parts).read()) == ["good"]
+
+
+def test_a_part_that_runs_make_gets_other_variables_than_the_part_that_was_asked_for(run: Run, tmp_path: Path) -> None:
+    """`make nightly PART=relay-kills` runs `make test`, which has a PART as well."""
+    seen = tmp_path / "build" / "seen"
+    Path("inner.mk").write_text(f"all:\n\t@echo '[$(PART)] [$(ARGS)] [$(KEPT)]' >{seen}\n")
+    program = (
+        "import nightly; nightly.run_part(nightly.Part('x', '', 'make -f inner.mk', 60), nightly.Path('build/log'))"
+    )
+    Path("Makefile").write_text(f'all:\n\t@"{sys.executable}" -P -c "{program}"\n')
+    subprocess.run(
+        ["make", "PART=x", "ARGS=--two 'words' PART=y", "KEPT=yes"],
+        check=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "tests" / "tools")},
+    )
+    assert seen.read_text() == "[] [] [yes]\n"
 
 
 def test_changes_that_are_not_committed_are_refused(run: Run) -> None:

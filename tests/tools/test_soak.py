@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from soak import nemesis as nemesis_module
 from soak.nemesis import KINDS, Nemesis
-from soak.processes import SoakProcess, make_processes
+from soak.processes import SoakProcess, links_of, make_processes, pools_of
 from soak.summary import page, recoveries, summarise
 
 from gradbus.commands.buses import check
@@ -89,6 +92,69 @@ def test_a_soak_over_zenoh_has_everybody_dial_a_relay_with_tls_and_kills_it_too(
         nemesis.turn()
     processes.end()
     assert "relay SIGKILL" in sent
+
+
+def test_a_sample_names_the_pools_of_a_processs_threads(tmp_path: Path) -> None:
+    for thread, name in (("1", "python"), ("2", "rx-0"), ("3", "rx-1"), ("4", "pt_autograd_0"), ("5", "acc-12")):
+        (tmp_path / "task" / thread).mkdir(parents=True)
+        (tmp_path / "task" / thread / "comm").write_text(name + "\n")
+    assert pools_of(tmp_path, ["1", "2", "3", "4", "5", "6"]) == ["acc", "pt_autograd", "python", "rx"]  # 6 has ended
+    own = Path("/proc/self")
+    assert pools_of(own, [str(threading.get_native_id())])
+
+
+def test_the_links_of_a_relay_are_the_connections_that_are_open_at_its_port(tmp_path: Path) -> None:
+    """One is open, one closed by the other end, one is of the port on the other side, and one listens."""
+    (tmp_path / "net").mkdir()
+    rows = ("0100007F:1D18 0100007F:C001 01", "0100007F:1D18 0100007F:C002 08", "0100007F:C001 0100007F:1D18 01")
+    lines = [
+        f"{number:4}: {row} 00000000:00000000" for number, row in enumerate((*rows, "0100007F:1D18 00000000:0000 0A"))
+    ]
+    (tmp_path / "net" / "tcp").write_text("\n".join(["  sl  local_address rem_address   st", *lines]) + "\n")
+    assert links_of(tmp_path, 7448) == 1
+
+
+def test_a_soak_is_calm_while_all_clients_are_in_the_newest_round_and_all_ranks_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SoakProcess, "running", property(lambda self: self.name not in dead))
+    processes = make_processes(tmp_path, clients=2, ranks=2, hosts=None)
+    rounds, dead = tmp_path / "federated" / "rounds.jsonl", set[str]()
+
+    def is_calm_with(lines: str, age_s: float = -60.0) -> bool:
+        rounds.write_text(lines)
+        os.utime(rounds, (time.time() - age_s,) * 2)
+        return processes.is_calm()
+
+    assert is_calm_with('{"clients": [0]}\n{"clients": [0, 1]}\n{"clie')
+    assert not is_calm_with('{"clients": [0, 1]}\n{"clients": [0]}\n')
+    assert not is_calm_with('{"clients": [0, 1]}\n', age_s=8.0)  # the controller has been dead since then
+    dead.add("rank-1")
+    assert not is_calm_with('{"clients": [0, 1]}\n')
+    processes.end()
+
+
+@pytest.mark.parametrize(("calm_from_s", "strikes_at_s"), [(0.0, 8.0), (20.0, 20.0), (1000.0, 38.0)])
+def test_a_fault_waits_until_all_are_back_after_the_last_one_but_not_for_good(
+    calm_from_s: float, strikes_at_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, struck = Clock(), list[float]()
+    begin_s = clock.now_s
+    monkeypatch.setattr(nemesis_module, "time", clock)
+    monkeypatch.setattr(SoakProcess, "send", lambda self, number: struck.append(clock.now_s - begin_s))
+    processes = make_processes(tmp_path, clients=8, ranks=3, hosts=None)
+    nemesis = Nemesis(
+        processes,
+        seed=3,
+        far=None,
+        log=tmp_path / "nemesis.jsonl",
+        is_calm=lambda: clock.now_s - begin_s >= calm_from_s,
+    )
+    while not struck:
+        clock.now_s += 0.25
+        nemesis.turn()
+    processes.end()
+    assert struck == [strikes_at_s]
 
 
 def test_the_first_partition_of_a_long_soak_is_longer_than_dds_remembers_who_is_there(

@@ -10,7 +10,7 @@ from soak.summary import LIMITS, recoveries, summarise
 
 from gradbus.commands.history.reader import RunHistory, Start
 
-GAP, CLIENT, _, CONTROLLER, RANKS = LIMITS
+GAP, CLIENT, LINK, CONTROLLER, RANKS = LIMITS
 
 
 def start(at_s: float, **events: list[float]) -> Start:
@@ -46,6 +46,16 @@ def test_who_never_comes_back_counts_with_all_the_time_there_was() -> None:
 def test_who_had_no_time_to_come_back_does_not_count() -> None:
     assert recoveries(run(start(0.0), start(10.0), start(12.0, offered=[13.0])), None, [])[CLIENT] == [1.0]
     assert recoveries(run(start(0.0), start(95.0)), None, [])[CLIENT] == []
+
+
+def test_a_client_is_not_late_by_the_time_in_which_no_controller_runs() -> None:
+    history = run(start(0.0, offered=[1.0, 29.0]), start(31.0, offered=[53.0]))
+    history.controller = [start(0.0, committed=[30.0]), start(50.0, commanded=[50.5]), start(90.0)]
+    history.controller[1].events.append({"event": "committed", "at_s": 89.0})
+    mended = {"event": "ends", "kind": "partition", "target": "the far clients", "at_s": 49.0}
+    found = recoveries(history, None, [mended])
+    assert found[CLIENT] == [3.0]
+    assert found[LINK] == [3.0]
 
 
 @pytest.mark.parametrize(("told", "worst"), [([31.0], 1.5), ([], 68.0)])

@@ -67,6 +67,7 @@ def main() -> int:
                 far=hosts[1] if hosts else None,
                 log=out / "nemesis.jsonl",
                 with_long=options.minutes >= _MINUTES_FOR_LONG,
+                is_calm=processes.is_calm,
             )
             end_s = time.monotonic() + 60.0 * options.minutes
             while (now_s := time.monotonic()) < end_s:

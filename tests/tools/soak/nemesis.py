@@ -6,12 +6,14 @@ import json
 import random
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from gradbus.commands.lab.namespaces import Host, set_link
 from soak.processes import SoakProcess, SoakProcesses
 
 PAUSE_S = (8.0, 16.0)  # between two faults
+PATIENCE_S = 30.0  # for who was struck last, beyond the pause: a busy machine takes longer to start a process
 SICK = "drop p=0.05; delay p=0.1 seconds=0.3; duplicate p=0.05; reorder p=0.05; corrupt p=0.03; seed={seed}"
 
 LONG_S = 90.0  # a partition after which the transport has forgotten the other side
@@ -24,10 +26,18 @@ class Nemesis:
     """Chooses a fault, does it, and undoes it when its time is over."""
 
     def __init__(
-        self, processes: SoakProcesses, *, seed: int, far: Host | None, log: Path, with_long: bool = False
+        self,
+        processes: SoakProcesses,
+        *,
+        seed: int,
+        far: Host | None,
+        log: Path,
+        with_long: bool = False,
+        is_calm: Callable[[], bool] = lambda: True,
     ) -> None:
         """``far``: whose link can be cut; without it there are no partitions. ``with_long``: the first one is of
-        ``LONG_S``."""
+        ``LONG_S``. ``is_calm``: all are back after the last fault; the next one waits for that, ``PATIENCE_S`` at most,
+        as what is measured is the recovery from one fault."""
         self._processes = processes
         self._random = random.Random(seed)
         self._far = far
@@ -37,13 +47,18 @@ class Nemesis:
         self._now = ("", "")
         self._kinds: list[str] = []
         self._has_long_to_come = with_long
+        self._is_calm = is_calm
 
     def turn(self) -> None:
         """Called now and then."""
         now_s = time.monotonic()
         if now_s >= self._undo_at_s:
             self._undo()
-        elif now_s >= self._next_at_s and self._undo_at_s == float("inf"):
+        elif (
+            self._undo_at_s == float("inf")
+            and now_s >= self._next_at_s
+            and (self._is_calm() or now_s >= self._next_at_s + PATIENCE_S)
+        ):
             self._strike(now_s)
 
     def _choose(self) -> str:

@@ -27,6 +27,9 @@ LEASE_S = 1.0  # of those on a link that can be cut
 _CALM_LEASE_S = 60.0
 _LOOPBACK, _RELAY_PORT = "127.0.0.1", 7448
 _PAGE = os.sysconf("SC_PAGE_SIZE")
+_ESTABLISHED = "01"  # in /proc/net/tcp
+_JUST_S = 3.0  # several rounds, and less than the pause after a fault that ends them
+_TAIL_BYTES = 64 << 10  # of the journal of rounds: one line, and many more
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["soak.task", "gradbus.commands.cli.main", "torch._dynamo"])
 
@@ -57,6 +60,7 @@ class SoakProcess:
         name: controller, client-3, rank-1. arguments: of ``gradbus``. host: the namespace it lives in; None: this one.
         faults: what goes wrong with what it sends, from its next start on.
         down: it is not to run now.
+        port: where it listens; None: nowhere.
     """
 
     name: str
@@ -66,6 +70,7 @@ class SoakProcess:
     faults: str = ""
     process: Any = None  # multiprocessing's
     down: bool = False
+    port: int | None = None
     starts: int = 0
 
     def start(self) -> None:
@@ -99,14 +104,15 @@ class SoakProcess:
         self.process.join(10.0)
 
     def sample(self) -> dict[str, Any] | None:
-        """Memory, descriptors and threads now."""
+        """Memory, descriptors, threads and the names of their pools now."""
         if self.process is None or not self.running:
             return None
         folder = Path("/proc", str(self.process.pid))
         try:
             rss = int((folder / "statm").read_text().split()[1]) * _PAGE
             fds = len(os.listdir(folder / "fd"))
-            threads = len(os.listdir(folder / "task"))
+            threads = os.listdir(folder / "task")
+            links = {} if self.port is None else {"links": links_of(folder, self.port)}
         except (OSError, IndexError):
             return None
         return {
@@ -116,8 +122,29 @@ class SoakProcess:
             "pid": self.process.pid,
             "rss_bytes": rss,
             "fds": fds,
-            "threads": threads,
+            "threads": len(threads),
+            "pools": pools_of(folder, threads),
+            **links,
         }
+
+
+def pools_of(folder: Path, threads: Sequence[str]) -> list[str]:
+    """Return the names of the pools that threads of a process belong to. ``folder``: of the process in ``/proc``.
+
+    A pool numbers its threads: ``rx-0`` and ``rx-1`` are of the pool ``rx``.
+    """
+    names = set()
+    for thread in threads:
+        with suppress(OSError):  # it has ended
+            names.add((folder / "task" / thread / "comm").read_text(errors="replace").strip())
+    return sorted({name.rstrip("0123456789").rstrip("-_") for name in names})
+
+
+def links_of(folder: Path, port: int) -> int:
+    """Return the number of connections that are open at a port. ``folder``: in ``/proc``, of who listens there."""
+    lines = (folder / "net" / "tcp").read_text().splitlines()[1:]
+    rows = (line.split() for line in lines)
+    return sum(local.endswith(f":{port:04X}") and state == _ESTABLISHED for _, local, _, state, *_ in rows)
 
 
 @dataclass(slots=True)
@@ -156,6 +183,15 @@ class SoakProcesses:
         if not any(rank.running for rank in self.ranks):
             for rank in self.ranks:
                 rank.start()
+
+    def is_calm(self) -> bool:
+        """Return whether a round was just committed with all clients, and all ranks run: a fault now meets no other."""
+        with (self.path / "federated" / "rounds.jsonl").open("rb") as file:
+            age_s = time.time() - os.fstat(file.fileno()).st_mtime
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            whole = file.read().rpartition(b"\n")[0].rpartition(b"\n")[2]
+        is_complete = len(json.loads(whole)["clients"]) == len(self.clients)
+        return age_s < _JUST_S and is_complete and all(rank.running for rank in self.ranks)
 
     def sample(self) -> None:
         """Note what each process takes."""
@@ -289,5 +325,5 @@ def _make_relay(path: Path, host: Host | None) -> tuple[SoakProcess, dict[str, A
     files = TlsFolder(path / "tls", host.address if host is not None else _LOOPBACK)
     endpoint = f"tls/{files.host}:{_RELAY_PORT}"
     options = ("--listen", endpoint, "--tls-certificate", str(files.certificate), "--tls-key", str(files.key))
-    relay = SoakProcess("relay", ("relay", *options, "--log-style", "json"), path / "relay.log", host)
+    relay = SoakProcess("relay", ("relay", *options, "--log-style", "json"), path / "relay.log", host, port=_RELAY_PORT)
     return relay, {"connect": [endpoint], "tls_ca": str(files.ca)}

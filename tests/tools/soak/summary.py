@@ -37,6 +37,12 @@ def _after(times: list[float], at_s: float, until_s: float) -> float | None:
     return min(later, default=None if until_s - at_s < _LONG_S else until_s - at_s)
 
 
+def _away(controller: list[Start]) -> list[tuple[float, float]]:
+    """Return from when to when no controller ran."""
+    ends = (max(event["at_s"] for event in (start.opening, *start.events)) for start in controller)
+    return [(gone_s, start.opening["at_s"]) for gone_s, start in zip(ends, controller[1:], strict=False)]
+
+
 def _runs(starts: list[Start], at_s: float) -> bool:
     """Whether this rank was at it then: it had started, and had neither failed nor ended."""
     before = [start for start in starts if start.opening["at_s"] < at_s]
@@ -46,8 +52,16 @@ def _runs(starts: list[Start], at_s: float) -> bool:
 
 def recoveries(run: RunHistory, ranks: RunHistory | None, faults: list[Event]) -> dict[str, list[float]]:  # noqa: C901 - one case for each kind of event
     """Seconds, by what was waited for, one for each fault. Who has not come back counts with the time that there was,
-    if that was long enough."""
+    if that was long enough. Time in which no controller ran is not the clients'."""
     found: dict[str, list[float]] = {name: [] for name in LIMITS}
+    away = _away(run.controller)
+
+    def update_after(starts: list[Start], at_s: float, until_s: float) -> float | None:
+        seconds = _after(_times(starts, "offered"), at_s, until_s)
+        if seconds is None:
+            return None
+        over_s = at_s + seconds
+        return seconds - sum(max(0.0, min(over_s, back_s) - max(at_s, gone_s)) for gone_s, back_s in away)
 
     def add(name: str, seconds: float | None) -> None:
         if seconds is not None:
@@ -67,7 +81,7 @@ def recoveries(run: RunHistory, ranks: RunHistory | None, faults: list[Event]) -
                 offers = _times(starts, "offered")
                 before = [time_s for time_s in offers if time_s < at_s]
                 if before and at_s - before[-1] > 1.5:  # it was cut off
-                    add("client: from the mended link to an update", _after(offers, at_s, end_s))
+                    add("client: from the mended link to an update", update_after(starts, at_s, end_s))
         elif kind == "kill rank" and begins and ranks is not None:
             others = [starts for rank, starts in ranks.ranks.items() if f"rank-{rank}" != fault["target"]]
             if all(_runs(starts, at_s) for starts in ranks.ranks.values()):  # else there was no run to die in
@@ -78,10 +92,7 @@ def recoveries(run: RunHistory, ranks: RunHistory | None, faults: list[Event]) -
                     )
     for starts in run.clients.values():
         for start, over_s in _with_end(starts, end_s):
-            add(
-                "client: from its new start to an update",
-                _after(_times([start], "offered"), start.opening["at_s"], over_s),
-            )
+            add("client: from its new start to an update", update_after([start], start.opening["at_s"], over_s))
     for start, over_s in _with_end(run.controller, end_s):
         add("controller: from its new start to a command", _after(commands, start.opening["at_s"], over_s))
     return found
