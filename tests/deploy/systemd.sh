@@ -5,26 +5,19 @@
 # folder, and all processes are those of the container, which goes at the end. BIN: where gradbus is, by default .venv/bin.
 set -euo pipefail
 part=systemd
+# shellcheck source=tests/tools/roots.sh
+. tests/tools/roots.sh
+# shellcheck source=tests/tools/deploy_part.sh
+. tests/tools/deploy_part.sh
 # shellcheck source=tests/tools/podman.sh
 . tests/tools/podman.sh
-not_run() {
-  echo "NOT RUN: $part, $1"
-  exit 77
-}
 fail() {
   echo "FAILED: $part, $1" >&2
   podman exec "$box" journalctl --no-pager -n 60 2>/dev/null | cut -c1-400 >&2 || true
   exit 1
 }
-[[ "$(id -u)" == 0 ]] || not_run "containers with systemd are started by root"
-packages=(systemd mmdebstrap podman runc netavark catatonit)
-missing=()
-for package in "${packages[@]}"; do dpkg -s "$package" >/dev/null 2>&1 || missing+=("$package"); done
-if ((${#missing[@]})); then
-  command -v apt-get >/dev/null || not_run "there is no ${missing[*]}, and no apt-get to install it"
-  { apt-get -o DPkg::Lock::Timeout=300 -qq update && DEBIAN_FRONTEND=noninteractive apt-get -o DPkg::Lock::Timeout=300 -qq install -y --no-install-recommends "${missing[@]}"; } >/dev/null 2>&1 ||
-    not_run "${missing[*]} could not be installed with apt-get"
-fi
+needs "systemd-analyze mmdebstrap podman runc catatonit" "systemd mmdebstrap podman runc netavark catatonit"
+needs_namespaces "$roots"
 checkout=$PWD
 bin=$(realpath "${BIN:-.venv/bin}")
 python=$("$bin/python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
@@ -43,19 +36,21 @@ clean_up() {
 trap clean_up EXIT
 podman_in "$place"
 
-root=${GRADBUS_SYSTEMD_ROOT:-$place/root.tar}
+root="$roots/systemd-$suite.tar"
 if [[ ! -e "$root" ]]; then
-  mmdebstrap --quiet --variant=minbase --include=systemd-sysv,dbus,python3 "$suite" "$root" "${mirror:-http://deb.debian.org/debian}" >"$place/root.log" 2>&1 || {
+  mmdebstrap --quiet --variant=minbase --include=systemd-sysv,dbus,python3 "$suite" "$place/root.tar" "${mirror:-http://deb.debian.org/debian}" >"$place/root.log" 2>&1 || {
     tail -5 "$place/root.log"
     not_run "mmdebstrap could not make a root of $suite"
   }
+  mv "$place/root.tar" "$root.$$" && mv "$root.$$" "$root"
 fi
-podman import --quiet --signature-policy /dev/null "$root" "$box" >/dev/null 2>&1 || podman import --quiet "$root" "$box" >/dev/null || not_run "podman cannot import an image"
+podman import --quiet --signature-policy /dev/null "$root" "$box" >/dev/null 2>&1 || podman import --quiet "$root" "$box" >/dev/null || fail "podman cannot import an image"
+podman run --rm --network none "$box" true 2>"$place/error" || not_run "podman starts no container here: $(tail -1 "$place/error")"
 
 # The interpreter of .venv may lie in the home of root, which services do not see. Debian's own takes its packages, if it is the same version.
 site=$("$bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 podman run -d --name "$box" --systemd=always --network none --cap-add SYS_ADMIN,NET_ADMIN --security-opt seccomp=unconfined --security-opt unmask=ALL \
-  -v "$checkout:$checkout:ro" -v "$site:/srv/site:ro" "$box" /sbin/init >/dev/null || not_run "podman cannot start a container here"
+  -v "$checkout:$checkout:ro" -v "$site:/srv/site:ro" "$box" /sbin/init >/dev/null || fail "podman cannot start a container with systemd"
 inside() { podman exec "$box" "$@"; }
 wait_until() { # SECONDS WHAT COMMAND...
   local end=$((SECONDS + $1)) what=$2

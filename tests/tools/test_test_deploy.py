@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 from pathlib import Path
 
@@ -61,6 +63,27 @@ def test_one_part_that_fails_leaves_the_others_their_turn_and_what_was_not_run_c
     ]
     assert done.stdout.splitlines()[-2:] == ["NOT RUN: absent, no such tool", "NOT RUN: partly, one check"]
     assert "broken: failed with exit code 3" in done.stderr
+
+
+def test_a_part_ends_with_the_program_that_runs_it(checkout: Path) -> None:
+    part = checkout / "tests" / "deploy" / "long.sh"
+    part.write_text("#!/bin/sh\necho $$ begins\nexec sleep 60\n")
+    part.chmod(0o755)
+    with subprocess.Popen(["bash", str(PROGRAM), "long"], cwd=checkout, stdout=subprocess.PIPE, text=True) as program:
+        assert program.stdout is not None
+        begun = next(line for line in program.stdout if line.endswith("begins\n"))
+        program.send_signal(signal.SIGTERM)
+        assert program.wait(30) == 143
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(begun.split()[0]), 0)
+
+
+def test_what_takes_many_minutes_runs_by_its_name_only(checkout: Path) -> None:
+    part = checkout / "tests" / "deploy" / "first-round.sh"
+    part.write_text("#!/bin/sh\n")
+    part.chmod(0o755)
+    assert "first-round" not in deploy(checkout).stdout
+    assert "== first-round: green," in deploy(checkout, "first-round").stdout
 
 
 def test_an_unknown_part_is_refused_with_the_names_of_those_there_are(checkout: Path) -> None:
