@@ -146,17 +146,22 @@ inside sh -c 'mkdir -p /srv/app && ln -s /srv/gradbus/venv /srv/app/venv'
 put /srv/app/main.py <<'END'
 import asyncio
 import os
+import sys
 
 import gradbus
 
 
 async def main() -> None:
-    async with gradbus.connect("program", load_actors=False, security="psk"):
+    async with gradbus.connect("program", interface=os.environ.get("INTERFACE", "lo"), load_actors=False, security="psk"):
         print("connected as", os.getuid(), flush=True)
         await asyncio.Event().wait()
 
 
-asyncio.run(main())
+try:
+    asyncio.run(main())
+except gradbus.ConfigError as error:
+    sys.stderr.write(f"{error}\n")
+    sys.exit(2)
 END
 put /etc/systemd/system/gradbus-program.service <deploy/systemd/gradbus-program.service
 found=$(inside systemd-analyze --man=no verify /etc/systemd/system/gradbus-program.service 2>&1)
@@ -168,4 +173,11 @@ is_connected() { inside journalctl -o cat -u gradbus-program | grep -q "connecte
 wait_until 30 "the program to be connected" is_connected
 inside systemctl stop gradbus-program
 [[ "$(property program Result)" == success ]] || fail "SIGTERM ended the program with $(property program Result)"
+inside mkdir /etc/systemd/system/gradbus-program.service.d
+put /etc/systemd/system/gradbus-program.service.d/wrong.conf <<<$'[Service]\nEnvironment=INTERFACE=nowhere7'
+inside systemctl daemon-reload
+inside systemctl start gradbus-program
+wait_until 30 "the program to have failed" is_property program ActiveState failed
+[[ "$(property program ExecMainStatus) $(property program NRestarts)" == "2 0" ]] ||
+  fail "a wrong setting ended the program with $(property program ExecMainStatus), after $(property program NRestarts) restarts"
 echo "systemd: a relay, a controller, a client and a program were run, killed, restarted and stopped"
