@@ -29,9 +29,7 @@ from gradbus.runtime.plain_text import plain_line
 DdsDomain = Annotated[int | None, typer.Option(min=0, max=232, help="DDS domain. [default: bus.domain, else 0]")]
 NetworkProfile = Annotated[Network | None, typer.Option(help="Network profile. [default: bus.network, else loopback]")]
 Interface = Annotated[str | None, typer.Option(help="Network interface. [default: bus.interface, else lo]")]
-Peers = Annotated[
-    str | None, typer.Option(help="Addresses of all machines, separated by commas. [default: bus.peers]")
-]
+Peers = Annotated[str | None, typer.Option(help="Addresses of all machines, separated by commas. [default: bus.peers]")]
 _RUN_DIR_HELP = "What a run has left: runs/JOB-TIME."
 
 

@@ -58,4 +58,7 @@ def test_the_timeouts_of_a_configuration_are_those_on_the_examined_bus(tmp_path:
     path = write(tmp_path, lease_s=9.0)
     job = job_of(path).model_copy(update={"bus": settings_of(path, {"network": "network"})})
     assert "lease 9 s" in timeouts(job)[0].value
-    assert "lease 10 s" in timeouts(job_of(None).model_copy(update={"bus": settings_of(None, {"network": "network"})}))[0].value
+    assert (
+        "lease 10 s"
+        in timeouts(job_of(None).model_copy(update={"bus": settings_of(None, {"network": "network"})}))[0].value
+    )

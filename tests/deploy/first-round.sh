@@ -34,11 +34,7 @@ if [[ -z "${GRADBUS_IN_NAMESPACE:-}" ]]; then
     touch "$root/ready"
   fi
   needs_compose "$roots/compose"
-  clean_up() {
-    umount "$place/storage/overlay" 2>/dev/null || true
-    rm -rf "$place"
-  }
-  trap clean_up EXIT
+  trap 'umount "$place/storage/overlay" 2>/dev/null || true; rm -rf "$place"' EXIT
   podman_in "$place"
   torch=()
   if [[ -n "${TORCH_WHEEL:-}" ]]; then

@@ -27,6 +27,7 @@ needs_namespaces() { # FOLDER: namespaces of mounts, networks and processes, and
   [[ $EUID == 0 ]] || not_run "containers are started by root here"
   mkdir -p "$1"
   place=$(mktemp -d -p "$1")
+  # shellcheck disable=SC2016 # the shell inside expands it
   unshare --mount --net --pid --fork sh -euc '
     mkdir "$1/lower" "$1/upper" "$1/work" "$1/merged"
     mount -t overlay overlay -o "lowerdir=$1/lower,upperdir=$1/upper,workdir=$1/work" "$1/merged"

@@ -30,9 +30,7 @@ def tasks() -> set[psutil.Process]:
     return {one for one in children if one.is_running() and "take_part" in " ".join(one.cmdline())}
 
 
-def test_clients_train_as_tasks_of_ray_and_one_whose_process_dies_comes_back_by_its_name(
-    ray: Any, domain: int
-) -> None:
+def test_clients_train_as_tasks_of_ray_and_one_whose_process_dies_comes_back_by_its_name(ray: Any, domain: int) -> None:
     rules = gradbus.FederatedConfig(
         rounds=3, clients={"num": 2, "min": 2}, training={"subset_size": 32}, eval_every=0, round={"timeout_s": 60.0}
     )
