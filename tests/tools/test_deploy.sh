@@ -21,9 +21,9 @@ if [[ -n "$part" && ! -e "tests/deploy/$part.sh" ]]; then
 fi
 output=$(mktemp) missing=$(mktemp)
 trap 'rm -f "$output" "$missing"' EXIT
-# `timeout` has a process group of its own, so it has to be told when this program is to end.
+# `timeout` makes a process group of its own, which has to be told when this program is to end.
 running=
-trap '[[ -z "$running" ]] || { kill "$running" && wait "$running"; } 2>/dev/null; exit 143' TERM INT
+trap '[[ -z "$running" ]] || { { kill -- "-$running" || kill "$running"; } 2>/dev/null && wait; }; exit 143' TERM INT
 
 failed=()
 for name in ${part:-"${names[@]}"}; do
