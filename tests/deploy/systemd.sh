@@ -58,11 +58,11 @@ wait_until() { # SECONDS WHAT COMMAND...
   until "$@" >/dev/null 2>&1; do
     for name in ${needed:-}; do is_property "$name" ActiveState failed && fail "the $name ended while $what was awaited"; done
     ((SECONDS < end)) || fail "waited in vain for: $what"
-    sleep 0.2
+    sleep 1 # each question starts a process in the container
   done
 }
 is_booted() { [[ "$(inside systemctl is-system-running 2>/dev/null)" =~ ^(running|degraded)$ ]]; }
-wait_until 60 "systemd to have started" is_booted
+wait_until 120 "systemd to have started" is_booted
 [[ "$(inside python3 -c 'import sys; print("%d.%d" % sys.version_info[:2])')" == "$python" ]] || not_run "Debian $suite has another Python than $bin, $python"
 
 # A helper of systemd mounts the credentials of a service, and the service sees them if mounts are shared, as they are on a machine.
@@ -112,7 +112,7 @@ inside env HOME=/srv/home sh -c 'cd /etc/gradbus && gradbus service install clie
 inside systemctl daemon-reload
 inside systemctl enable --quiet --now gradbus-relay gradbus-controller gradbus-client
 needed="relay controller client"
-wait_until 90 "two rounds" has_rounds 2
+wait_until 300 "two rounds" has_rounds 2
 for role in relay controller client; do
   [[ "$(inside sh -c "stat -c %u /proc/$(property $role MainPID)")" != 0 ]] || fail "the $role runs as root"
 done
@@ -120,8 +120,8 @@ done
 
 needed="relay client"
 inside sh -c "kill -9 $(property controller MainPID)"
-wait_until 60 "the controller to be started again" is_property controller NRestarts 1
-wait_until 90 "rounds after the restart" has_rounds $(($(rounds) + 2))
+wait_until 120 "the controller to be started again" is_property controller NRestarts 1
+wait_until 300 "rounds after the restart" has_rounds $(($(rounds) + 2))
 
 needed=""
 inside systemctl stop gradbus-controller gradbus-client gradbus-relay
@@ -137,7 +137,7 @@ END
 said=$(install controller.json 2>&1) && fail "a wrong configuration got a unit"
 [[ "$said" == *federated.rounds* ]] || fail "a wrong configuration was refused with: $said"
 inside systemctl start gradbus-controller
-wait_until 30 "the controller to have failed" is_property controller ActiveState failed
+wait_until 120 "the controller to have failed" is_property controller ActiveState failed
 [[ "$(property controller ExecMainStatus) $(property controller NRestarts)" == "2 0" ]] ||
   fail "a wrong configuration ended with $(property controller ExecMainStatus), after $(property controller NRestarts) restarts"
 
@@ -170,14 +170,14 @@ inside systemd-analyze security --offline=true --threshold=30 /etc/systemd/syste
 inside systemctl daemon-reload
 inside systemctl start gradbus-program
 is_connected() { inside journalctl -o cat -u gradbus-program | grep -q "connected as [1-9]"; }
-wait_until 30 "the program to be connected" is_connected
+wait_until 120 "the program to be connected" is_connected
 inside systemctl stop gradbus-program
 [[ "$(property program Result)" == success ]] || fail "SIGTERM ended the program with $(property program Result)"
 inside mkdir /etc/systemd/system/gradbus-program.service.d
 put /etc/systemd/system/gradbus-program.service.d/wrong.conf <<<$'[Service]\nEnvironment=INTERFACE=nowhere7'
 inside systemctl daemon-reload
 inside systemctl start gradbus-program
-wait_until 30 "the program to have failed" is_property program ActiveState failed
+wait_until 120 "the program to have failed" is_property program ActiveState failed
 [[ "$(property program ExecMainStatus) $(property program NRestarts)" == "2 0" ]] ||
   fail "a wrong setting ended the program with $(property program ExecMainStatus), after $(property program NRestarts) restarts"
 echo "systemd: a relay, a controller, a client and a program were run, killed, restarted and stopped"

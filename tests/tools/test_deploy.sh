@@ -8,8 +8,9 @@
 # and with anything else when it failed. What a part had to leave out is printed once more at the end.
 set -euo pipefail
 part="${1:-}"
-limit_s=${LIMIT_S:-1500} # of one part, which first may make its root of Debian
 by_name=(first-round)
+limit_s=${LIMIT_S:-1500} # of one part, which first may make its root of Debian
+[[ " ${by_name[*]} " != *" $part "* ]] || limit_s=7200
 
 shopt -s nullglob
 scripts=(tests/deploy/*.sh)
