@@ -55,7 +55,7 @@ build_image() {
     options+=(-v /etc/ssl/certs/ca-certificates.crt:/run/ca.crt:ro --build-arg SSL_CERT_FILE=/run/ca.crt)
   fi
   mkdir -p build
-  buildah bud "${options[@]}" "$@" --target "$target" -t "$tag" . >build/image.log 2>&1 || {
+  nice -n 5 buildah bud "${options[@]}" "$@" --target "$target" -t "$tag" . >build/image.log 2>&1 || {
     tail -30 build/image.log
     return 1
   }
