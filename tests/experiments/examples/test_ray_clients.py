@@ -14,7 +14,7 @@ from gradbus.actors.virtual.ray_pool import LOCAL, RayCluster
 from gradbus.experiments.examples.ray_clients import train
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'gradbus[ray]'")
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(480)]
 
 
 @pytest.fixture
@@ -32,7 +32,11 @@ def tasks() -> set[psutil.Process]:
 
 def test_clients_train_as_tasks_of_ray_and_one_whose_process_dies_comes_back_by_its_name(ray: Any, domain: int) -> None:
     rules = gradbus.FederatedConfig(
-        rounds=3, clients={"num": 2, "min": 2}, training={"subset_size": 32}, eval_every=0, round={"timeout_s": 60.0}
+        rounds=3,
+        clients={"num": 2, "min": 2, "start_timeout_s": 240.0},
+        training={"subset_size": 32},
+        eval_every=0,
+        round={"timeout_s": 60.0},
     )
     reports: list[gradbus.RoundReport] = []
     seen: list[set[psutil.Process]] = []
