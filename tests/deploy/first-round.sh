@@ -60,7 +60,8 @@ keys() { podman run --rm --network none -v "$place/deploy/secrets:/secrets" -w /
 step "keys new job.key" keys new job.key
 step "keys tls controller" keys tls controller
 compose() { podman-compose -f deploy/compose.yaml "$@"; }
-first_round() { timeout 300 podman logs -f deploy_controller_1 2>&1 | grep -m1 "round done"; }
+# Not a pipe, as the log goes on.
+first_round() { grep -m1 "round done" < <(timeout 600 podman logs -f deploy_controller_1 2>&1); }
 step "podman-compose up -d" compose up -d --no-deps controller client-1 client-2
 step "the first round is done" first_round
 step "all 10 rounds are done, and the controller has ended with 0" test "$(podman wait deploy_controller_1)" = 0
