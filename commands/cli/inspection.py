@@ -26,7 +26,7 @@ from gradbus.commands.exit_codes import ExitCode
 from gradbus.commands.lifecycle import run_loop
 from gradbus.runtime.plain_text import plain_line
 
-DdsDomain = Annotated[int | None, typer.Option(min=0, max=232, help="DDS domain. [default: bus.domain, else 0]")]
+BusDomain = Annotated[int | None, typer.Option(min=0, max=232, help="DDS domain. [default: bus.domain, else 0]")]
 NetworkProfile = Annotated[Network | None, typer.Option(help="Network profile. [default: bus.network, else loopback]")]
 Interface = Annotated[str | None, typer.Option(help="Network interface. [default: bus.interface, else lo]")]
 Peers = Annotated[str | None, typer.Option(help="Addresses of all machines, separated by commas. [default: bus.peers]")]
@@ -147,7 +147,7 @@ def status(
         Path | None,
         typer.Option("--config", metavar="FILE", help="Take job and network from a configuration.", show_default=False),
     ] = None,
-    domain: DdsDomain = None,
+    domain: BusDomain = None,
     network: NetworkProfile = None,
     interface: Interface = None,
     peers: Peers = None,
@@ -188,7 +188,7 @@ def doctor(
     network: NetworkProfile = None,
     interface: Interface = None,
     peers: Peers = None,
-    domain: DdsDomain = None,
+    domain: BusDomain = None,
     connect: Connect = None,
     tls_ca: TlsCa = None,
     key_file: KeyFile = None,
