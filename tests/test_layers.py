@@ -45,7 +45,6 @@ KNOW_INTERFACES = ("runtime/network", "runtime/config", "runtime/transport/dds")
 NAMES_INTERFACES = {
     "runtime/fast_paths.py": "has the name of the loopback interface, which the system decides",
     "runtime/bus/transport_factory.py": "makes the network's settings, and their default",
-    "commands/cli/inspection.py": "offers the default of bus.interface as the default of --interface",
     "commands/run/cores.py": "finds the network card behind an interface by its name",
     "commands/lab/namespaces.py": "sets up the loopback interface of a network namespace",
     "experiments/bench/processes.py": "tells gloo of torch which interface to use",

@@ -13,7 +13,6 @@ import typer
 from gradbus.commands.choices import FileFormat, Network
 from gradbus.commands.cli.options import (
     Connect,
-    Domain,
     KeyFile,
     Level,
     Loop,
@@ -25,9 +24,12 @@ from gradbus.commands.cli.options import (
 )
 from gradbus.commands.exit_codes import ExitCode
 from gradbus.commands.lifecycle import run_loop
-from gradbus.runtime.fast_paths import LOOPBACK
 from gradbus.runtime.plain_text import plain_line
 
+BusDomain = Annotated[int | None, typer.Option(min=0, max=232, help="DDS domain. [default: bus.domain, else 0]")]
+NetworkProfile = Annotated[Network | None, typer.Option(help="Network profile. [default: bus.network, else loopback]")]
+Interface = Annotated[str | None, typer.Option(help="Network interface. [default: bus.interface, else lo]")]
+Peers = Annotated[str | None, typer.Option(help="Addresses of all machines, separated by commas. [default: bus.peers]")]
 _RUN_DIR_HELP = "What a run has left: runs/JOB-TIME."
 
 
@@ -145,10 +147,10 @@ def status(
         Path | None,
         typer.Option("--config", metavar="FILE", help="Take job and network from a configuration.", show_default=False),
     ] = None,
-    domain: Annotated[int | None, typer.Option(min=0, max=232, help="DDS domain. [default: 0]")] = None,
-    network: Annotated[Network | None, typer.Option(help="Network profile. [default: loopback]")] = None,
-    interface: Annotated[str | None, typer.Option(help="Network interface. [default: lo]")] = None,
-    peers: Annotated[str | None, typer.Option(help="Addresses of all machines, separated by commas.")] = None,
+    domain: BusDomain = None,
+    network: NetworkProfile = None,
+    interface: Interface = None,
+    peers: Peers = None,
     connect: Connect = None,
     tls_ca: TlsCa = None,
     key_file: KeyFile = None,
@@ -183,10 +185,10 @@ def status(
 
 
 def doctor(
-    network: Annotated[Network, typer.Option(help="Network profile.")] = "loopback",
-    interface: Annotated[str, typer.Option(help="Network interface.")] = LOOPBACK,
-    peers: Annotated[str, typer.Option(help="Addresses of all machines, separated by commas.")] = "",
-    domain: Domain = 0,
+    network: NetworkProfile = None,
+    interface: Interface = None,
+    peers: Peers = None,
+    domain: BusDomain = None,
     connect: Connect = None,
     tls_ca: TlsCa = None,
     key_file: KeyFile = None,
@@ -195,7 +197,7 @@ def doctor(
         typer.Option(
             "--config",
             metavar="FILE",
-            help="Show the timeouts of this configuration, and check the links that it has (bus.connect, bus.listen).",
+            help="Examine the bus and the timeouts of this configuration. The other options are stronger.",
             show_default=False,
         ),
     ] = None,
@@ -203,41 +205,37 @@ def doctor(
         float | None,
         typer.Option(
             min=1,
-            help="Look for the doctors of other machines for so long. [default: 60 with --peers, else not at all]",
+            help="Look for the doctors of other machines for so long. [default: 60 with peers, else not at all]",
         ),
     ] = None,
     job: Annotated[str | None, typer.Option(help="Meet the other doctors under this name.", show_default=False)] = None,
     insecure: Annotated[bool, typer.Option("--insecure", help="All users of the network are trusted.")] = False,
     loop: Loop = "uvloop",
 ) -> int:
-    """Check this machine, and with --peers or --connect the way to others: versions, network, protection, the bus.
+    """Check this machine, and the way to others: versions, network, protection, the bus.
 
-    Start it on two machines within a minute, with the same settings and both addresses in --peers: they find each
-    other, measure both ways, and each reports what it does not see, and what to check. No answer is a failure.
+    Start it on two machines within a minute, with the same settings and both addresses in --peers, or with a
+    configuration that has bus.peers: they find each other, measure both ways, and each reports what it does not see,
+    and what to check. No answer is a failure.
 
     With --connect, or a configuration that has links, each endpoint is tried, certificates are checked, and the bus is
     measured through the relay.
     """
-    from gradbus.commands.doctor.links import with_links
     from gradbus.commands.doctor.report import DEFAULT_WAIT_S, examine
+    from gradbus.commands.doctor.settings import settings_of
     from gradbus.runtime import logs
-    from gradbus.runtime.config.bus import BusSettings
 
     logs.configure(level="error")
-    addresses = addresses_of(peers)
-    settings = BusSettings(
-        domain=domain,
-        network=network,
-        interface=interface,
-        peers=addresses,
-        insecure=True,  # it sends no data
-    )
-    settings = settings if job is None else settings.model_copy(update={"job": job})
-    options = {"connect": None if connect is None else addresses_of(connect), "tls_ca": tls_ca}
-    settings = with_links(settings, config, {name: value for name, value in options.items() if value is not None})
-    others = any(address not in ("127.0.0.1", "localhost") for address in addresses)
+    options: dict[str, Any] = {
+        "job": job, "domain": domain, "network": network, "interface": interface,
+        "peers": None if peers is None else list(addresses_of(peers)),
+        "connect": None if connect is None else list(addresses_of(connect)),
+        "tls_ca": None if tls_ca is None else str(tls_ca),
+    }  # fmt: skip
+    settings = settings_of(config, {key: value for key, value in options.items() if value is not None}, key_file)
+    others = any(address not in ("127.0.0.1", "localhost") for address in settings.peers)
     seconds = wait_s if wait_s is not None else DEFAULT_WAIT_S if others else None
-    well = examine(settings, loop, key_file, wait_s=seconds, trusted=insecure, config=config)
+    well = examine(settings, loop, wait_s=seconds, trusted=insecure, config=config)
     return ExitCode.OK if well else ExitCode.BUS
 
 

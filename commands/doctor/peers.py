@@ -21,7 +21,6 @@ from gradbus.runtime.network.network_config import DATAGRAM_BYTES, NetworkConfig
 from gradbus.runtime.security.job_key import load_key
 from gradbus.runtime.security.settings import level_in_force, security_of
 
-JOB = "gradbus-doctor"
 _LINGER_S = 1.5  # for the last samples to the other one
 
 

@@ -15,8 +15,9 @@ from rich.text import Text
 
 from gradbus.commands.buses import examination_of, peer_names_of, reach_of, uses_links
 from gradbus.commands.choices import LoopName
-from gradbus.commands.doctor.links import OTHER_JOBS, is_trusted, upstream_links
+from gradbus.commands.doctor.links import OTHER_JOBS, upstream_links
 from gradbus.commands.doctor.machine import Finding, Severity, machine, packages
+from gradbus.commands.doctor.settings import is_trusted
 from gradbus.commands.lifecycle import run_loop
 from gradbus.runtime.config.bus import BusSettings
 from gradbus.runtime.errors import BusError, ConfigError
@@ -34,7 +35,6 @@ _STYLES = {Severity.OK: "green", Severity.ADVICE: "yellow", Severity.BAD: "red"}
 def examine(
     settings: BusSettings,
     loop: LoopName,
-    key_file: Path | None = None,
     *,
     wait_s: float | None = None,
     trusted: bool = False,
@@ -43,10 +43,9 @@ def examine(
     """Print the report. True: nothing is bad.
 
     Args:
-        key_file: measure a sealed bus, with the key in this file; None: as the environment has it.
         wait_s: look for other doctors for so long, also without peers; None: not at all.
         trusted: no key is needed on the network.
-        config: of a job whose timeouts are shown; None: the defaults are.
+        config: that the settings are from, for the timeouts of the job and the level above a site; None: there is none.
 
     Raises:
         ConfigError: the configuration or the environment holds wrong settings.
@@ -54,25 +53,25 @@ def examine(
     console = Console()
     findings = [*packages(settings), *machine(settings)]
     if all(finding.severity is not Severity.BAD for finding in findings):
-        from gradbus.commands.doctor.timeouts import JobTimeouts, job_of, timeouts
+        from gradbus.commands.doctor.timeouts import job_of, timeouts
 
-        findings += timeouts(JobTimeouts(bus=settings) if config is None else job_of(config))
+        findings += timeouts(job_of(config).model_copy(update={"bus": settings}))
+        trusted = trusted or is_trusted(config)
         if uses_links(settings):
-            findings += _over_links(settings, loop, key_file, trusted or is_trusted(config))
+            findings += _over_links(settings, loop, trusted)
         else:
-            findings += _on_the_bus(console, settings, loop, key_file, wait_s, trusted)
+            findings += _on_the_bus(console, settings, loop, wait_s, trusted)
         findings += upstream_links(config)
     _print(console, findings)
     return all(finding.severity is not Severity.BAD for finding in findings)
 
 
-def _over_links(settings: BusSettings, loop: LoopName, key_file: Path | None, trusted: bool) -> list[Finding]:
+def _over_links(settings: BusSettings, loop: LoopName, trusted: bool) -> list[Finding]:
     """Return the findings about links, and where one that is dialled is well, about a bus that uses it."""
     from gradbus.commands.doctor.links import links
     from gradbus.commands.doctor.local_bus import measure
-    from gradbus.commands.doctor.security import measurable, protection, security, with_key_file
+    from gradbus.commands.doctor.security import measurable, protection, security
 
-    settings = with_key_file(settings, key_file)
     findings = links(settings)
     if any(finding.severity is Severity.BAD for finding in findings):
         return findings
@@ -90,14 +89,14 @@ def _over_links(settings: BusSettings, loop: LoopName, key_file: Path | None, tr
 
 
 def _on_the_bus(
-    console: Console, settings: BusSettings, loop: LoopName, key_file: Path | None, wait_s: float | None, trusted: bool
+    console: Console, settings: BusSettings, loop: LoopName, wait_s: float | None, trusted: bool
 ) -> list[Finding]:
     from gradbus.commands.doctor.local_bus import measure
     from gradbus.commands.doctor.peer_names import unresolved
-    from gradbus.commands.doctor.peers import JOB, look_for
-    from gradbus.commands.doctor.security import measurable, protected, security
+    from gradbus.commands.doctor.peers import look_for
+    from gradbus.commands.doctor.security import measurable, security
 
-    settings = asked = protected(settings, key_file)
+    asked = settings
     own = address_of(settings.interface, ipv6=peer_names_of(settings).ipv6)
     if own is not None and reach_of(settings).leaves_machine:
         # Without multicast a bus finds only the peers in its settings; here the second one runs on this machine.
@@ -107,10 +106,8 @@ def _on_the_bus(
         with measurable(settings) as measured:
             findings += judge(run_loop(lambda: measure(measured), loop), settings)
         if wait_s is not None:
-            name = asked.job if "job" in asked.model_fields_set else JOB
-            named = asked.model_copy(update={"job": name})
             print_line = partial(console.print, markup=False, highlight=False, soft_wrap=True)
-            findings += run_loop(lambda: look_for(named, wait_s=wait_s, say=print_line), loop)
+            findings += run_loop(lambda: look_for(asked, wait_s=wait_s, say=print_line), loop)
         findings += unresolved(asked)
     except (ConfigError, BusError) as error:
         findings.append(Finding("data bus", "cannot be opened", Severity.BAD, str(error)))

@@ -14,10 +14,9 @@ from pathlib import Path
 from gradbus.commands.buses import open_bus, reach_of, uses_links
 from gradbus.commands.doctor.links import OTHER_JOBS
 from gradbus.commands.doctor.machine import Finding, Severity
+from gradbus.commands.doctor.settings import NO_IDENTITY
 from gradbus.commands.peer_link import PEER, ROOT, Link
-from gradbus.commands.run.status import BusFile
 from gradbus.runtime.config.bus import BusSettings
-from gradbus.runtime.config.settings import load_settings
 from gradbus.runtime.errors import BusError, ConfigError
 from gradbus.runtime.security.identity.key import public_text
 from gradbus.runtime.security.identity.opening import read_identity
@@ -27,22 +26,6 @@ from gradbus.runtime.wire.messages import Control
 
 TRIP_S = 10.0
 _PROOF = "sealed"
-_NO_IDENTITY = {"controller_key": "", "allow_file": None}
-
-
-def protected(settings: BusSettings, key_file: Path | None) -> BusSettings:
-    """The settings with the security of ``--key-file`` or of the environment. Raises ConfigError."""
-    environment = load_settings(BusFile, None).bus
-    names = ("security", "key_file", "controller_key", "allow_file")
-    settings = settings.model_copy(update={name: getattr(environment, name) for name in names})
-    return with_key_file(settings, key_file)
-
-
-def with_key_file(settings: BusSettings, key_file: Path | None) -> BusSettings:
-    """Return the settings with the key of ``--key-file``, if that is given."""
-    if key_file is None:
-        return settings
-    return settings.model_copy(update={"security": "psk", "key_file": key_file, **_NO_IDENTITY})
 
 
 @contextmanager
@@ -55,7 +38,7 @@ def measurable(settings: BusSettings) -> Iterator[BusSettings]:
     with tempfile.TemporaryDirectory(prefix="gradbus-doctor-") as folder:
         key_file = Path(folder, "job.key")
         write_secret_file(key_file, new_job_key().text)
-        yield settings.model_copy(update={"security": "psk", "key_file": key_file, **_NO_IDENTITY})
+        yield settings.model_copy(update={"security": "psk", "key_file": key_file, **NO_IDENTITY})
 
 
 def protection(settings: BusSettings, *, trusted: bool = False) -> Finding:

@@ -28,7 +28,7 @@ class JobTimeouts(Settings):
     federated: FederatedConfig = FederatedConfig()
 
 
-def job_of(config: Path) -> JobTimeouts:
+def job_of(config: Path | None) -> JobTimeouts:
     """Read a configuration, and the environment. Raises ConfigError: something is wrong with them."""
     return load_settings(JobTimeouts, config)
 

@@ -47,7 +47,7 @@ ELSEWHERE = {
     ),
     "tests/commands/test_over_links.py": ("gradbus doctor --config *",),
     "tests/commands/run/test_worker_command.py": (
-        "make run-ddp", ".venv/bin/torchrun --standalone *", "gradbus worker my.json *",
+        "make run-ddp", ".venv/bin/torchrun --standalone *", "torchrun --standalone *", "gradbus worker my.json *",
     ),
     "tests/commands/run/test_parameter_server.py": (
         "gradbus run experiments/configs/parameter-server.conf.json", "gradbus parameter-server *",
@@ -88,6 +88,7 @@ ELSEWHERE = {
     "tests/commands/test_settings_reference.py": ("gradbus config *",),
     "tests/experiments/examples/test_embedding_program.py": ("python -m gradbus.experiments.examples.embed_aiohttp *",),
     "tests/experiments/examples/test_robot_fleet.py": ("python -m gradbus.experiments.examples.robot_fleet*",),
+    "tests/experiments/examples/test_ray_clients.py": ("python -m gradbus.experiments.examples.ray_clients *",),
     "tests/experiments/examples/test_control_loop.py": ("python -m gradbus.experiments.examples.control_loop *",),
     "tests/torch_backend/test_elastic_script.py": (
         ". .venv/bin/activate", "gradbus run --elastic 2:4 -- train.py", "torchrun --nnodes=2:4 *", "python train.py",

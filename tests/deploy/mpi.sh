@@ -2,17 +2,9 @@
 # mpi.sh: four ranks under a real mpirun, with no word of rank and world: all finish with the same weights, and an error of theirs is mpirun's exit code.
 set -euo pipefail
 part=mpi
-not_run() {
-  echo "NOT RUN: $part, $1"
-  exit 77
-}
-if ! command -v mpirun >/dev/null; then
-  if [[ $EUID != 0 ]] || ! command -v apt-get >/dev/null; then
-    not_run "there is no mpirun, and only root can install it: apt-get install openmpi-bin"
-  fi
-  { apt-get -qq -o DPkg::Lock::Timeout=300 update && DEBIAN_FRONTEND=noninteractive apt-get -qq -y -o DPkg::Lock::Timeout=300 \
-    install --no-install-recommends openmpi-bin; } >/dev/null 2>&1 || not_run "apt-get could not install openmpi-bin"
-fi
+# shellcheck source=tests/tools/deploy_part.sh
+. tests/tools/deploy_part.sh
+needs mpirun openmpi-bin
 mpirun --version | grep -q "Open MPI" || not_run "mpirun on PATH is not that of Open MPI"
 
 bin=$(realpath "${BIN:-.venv/bin}")

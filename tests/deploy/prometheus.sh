@@ -4,17 +4,12 @@
 # Each query of the Grafana dashboard returns data, and the alert about a target that is down fires after the client is killed. BIN: where gradbus is.
 set -euo pipefail
 part=prometheus
-not_run() {
-  echo "NOT RUN: $part, $1"
-  exit 77
-}
+# shellcheck source=tests/tools/deploy_part.sh
+. tests/tools/deploy_part.sh
 if [[ -z "${GRADBUS_IN_NAMESPACE:-}" ]]; then
-  [[ "$(id -u)" == 0 ]] || not_run "a network namespace is made by root"
-  if ! command -v prometheus promtool >/dev/null; then
-    command -v apt-get >/dev/null || not_run "there is no prometheus on PATH, and no apt-get to install it"
-    { apt-get -o DPkg::Lock::Timeout=300 -qq update && DEBIAN_FRONTEND=noninteractive apt-get -o DPkg::Lock::Timeout=300 -qq install -y --no-install-recommends prometheus; } >/dev/null 2>&1 ||
-      not_run "prometheus could not be installed with apt-get"
-  fi
+  [[ $EUID == 0 ]] || not_run "a network namespace is made by root"
+  needs "prometheus promtool unshare" prometheus
+  unshare -n true || not_run "this machine makes no network namespace"
   GRADBUS_IN_NAMESPACE=1 exec unshare -n "$0"
 fi
 ip link set lo up

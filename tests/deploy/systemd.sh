@@ -5,26 +5,19 @@
 # folder, and all processes are those of the container, which goes at the end. BIN: where gradbus is, by default .venv/bin.
 set -euo pipefail
 part=systemd
+# shellcheck source=tests/tools/roots.sh
+. tests/tools/roots.sh
+# shellcheck source=tests/tools/deploy_part.sh
+. tests/tools/deploy_part.sh
 # shellcheck source=tests/tools/podman.sh
 . tests/tools/podman.sh
-not_run() {
-  echo "NOT RUN: $part, $1"
-  exit 77
-}
 fail() {
   echo "FAILED: $part, $1" >&2
   podman exec "$box" journalctl --no-pager -n 60 2>/dev/null | cut -c1-400 >&2 || true
   exit 1
 }
-[[ "$(id -u)" == 0 ]] || not_run "containers with systemd are started by root"
-packages=(systemd mmdebstrap podman runc netavark catatonit)
-missing=()
-for package in "${packages[@]}"; do dpkg -s "$package" >/dev/null 2>&1 || missing+=("$package"); done
-if ((${#missing[@]})); then
-  command -v apt-get >/dev/null || not_run "there is no ${missing[*]}, and no apt-get to install it"
-  { apt-get -o DPkg::Lock::Timeout=300 -qq update && DEBIAN_FRONTEND=noninteractive apt-get -o DPkg::Lock::Timeout=300 -qq install -y --no-install-recommends "${missing[@]}"; } >/dev/null 2>&1 ||
-    not_run "${missing[*]} could not be installed with apt-get"
-fi
+needs "systemd-analyze mmdebstrap podman runc catatonit" "systemd mmdebstrap podman runc netavark catatonit"
+needs_namespaces "$roots"
 checkout=$PWD
 bin=$(realpath "${BIN:-.venv/bin}")
 python=$("$bin/python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
@@ -43,19 +36,21 @@ clean_up() {
 trap clean_up EXIT
 podman_in "$place"
 
-root=${GRADBUS_SYSTEMD_ROOT:-$place/root.tar}
+root="$roots/systemd-$suite.tar"
 if [[ ! -e "$root" ]]; then
-  mmdebstrap --quiet --variant=minbase --include=systemd-sysv,dbus,python3 "$suite" "$root" "${mirror:-http://deb.debian.org/debian}" >"$place/root.log" 2>&1 || {
+  mmdebstrap --quiet --variant=minbase --include=systemd-sysv,dbus,python3 "$suite" "$place/root.tar" "${mirror:-http://deb.debian.org/debian}" >"$place/root.log" 2>&1 || {
     tail -5 "$place/root.log"
     not_run "mmdebstrap could not make a root of $suite"
   }
+  mv "$place/root.tar" "$root.$$" && mv "$root.$$" "$root"
 fi
-podman import --quiet --signature-policy /dev/null "$root" "$box" >/dev/null 2>&1 || podman import --quiet "$root" "$box" >/dev/null || not_run "podman cannot import an image"
+podman import --quiet --signature-policy /dev/null "$root" "$box" >/dev/null 2>&1 || podman import --quiet "$root" "$box" >/dev/null || fail "podman cannot import an image"
+podman run --rm --network none "$box" true 2>"$place/error" || not_run "podman starts no container here: $(tail -1 "$place/error")"
 
 # The interpreter of .venv may lie in the home of root, which services do not see. Debian's own takes its packages, if it is the same version.
 site=$("$bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 podman run -d --name "$box" --systemd=always --network none --cap-add SYS_ADMIN,NET_ADMIN --security-opt seccomp=unconfined --security-opt unmask=ALL \
-  -v "$checkout:$checkout:ro" -v "$site:/srv/site:ro" "$box" /sbin/init >/dev/null || not_run "podman cannot start a container here"
+  -v "$checkout:$checkout:ro" -v "$site:/srv/site:ro" "$box" /sbin/init >/dev/null || fail "podman cannot start a container with systemd"
 inside() { podman exec "$box" "$@"; }
 wait_until() { # SECONDS WHAT COMMAND...
   local end=$((SECONDS + $1)) what=$2
@@ -63,11 +58,11 @@ wait_until() { # SECONDS WHAT COMMAND...
   until "$@" >/dev/null 2>&1; do
     for name in ${needed:-}; do is_property "$name" ActiveState failed && fail "the $name ended while $what was awaited"; done
     ((SECONDS < end)) || fail "waited in vain for: $what"
-    sleep 0.2
+    sleep 1 # each question starts a process in the container
   done
 }
 is_booted() { [[ "$(inside systemctl is-system-running 2>/dev/null)" =~ ^(running|degraded)$ ]]; }
-wait_until 60 "systemd to have started" is_booted
+wait_until 120 "systemd to have started" is_booted
 [[ "$(inside python3 -c 'import sys; print("%d.%d" % sys.version_info[:2])')" == "$python" ]] || not_run "Debian $suite has another Python than $bin, $python"
 
 # A helper of systemd mounts the credentials of a service, and the service sees them if mounts are shared, as they are on a machine.
@@ -117,7 +112,7 @@ inside env HOME=/srv/home sh -c 'cd /etc/gradbus && gradbus service install clie
 inside systemctl daemon-reload
 inside systemctl enable --quiet --now gradbus-relay gradbus-controller gradbus-client
 needed="relay controller client"
-wait_until 90 "two rounds" has_rounds 2
+wait_until 300 "two rounds" has_rounds 2
 for role in relay controller client; do
   [[ "$(inside sh -c "stat -c %u /proc/$(property $role MainPID)")" != 0 ]] || fail "the $role runs as root"
 done
@@ -125,8 +120,8 @@ done
 
 needed="relay client"
 inside sh -c "kill -9 $(property controller MainPID)"
-wait_until 60 "the controller to be started again" is_property controller NRestarts 1
-wait_until 90 "rounds after the restart" has_rounds $(($(rounds) + 2))
+wait_until 120 "the controller to be started again" is_property controller NRestarts 1
+wait_until 300 "rounds after the restart" has_rounds $(($(rounds) + 2))
 
 needed=""
 inside systemctl stop gradbus-controller gradbus-client gradbus-relay
@@ -142,7 +137,7 @@ END
 said=$(install controller.json 2>&1) && fail "a wrong configuration got a unit"
 [[ "$said" == *federated.rounds* ]] || fail "a wrong configuration was refused with: $said"
 inside systemctl start gradbus-controller
-wait_until 30 "the controller to have failed" is_property controller ActiveState failed
+wait_until 120 "the controller to have failed" is_property controller ActiveState failed
 [[ "$(property controller ExecMainStatus) $(property controller NRestarts)" == "2 0" ]] ||
   fail "a wrong configuration ended with $(property controller ExecMainStatus), after $(property controller NRestarts) restarts"
 
@@ -151,17 +146,22 @@ inside sh -c 'mkdir -p /srv/app && ln -s /srv/gradbus/venv /srv/app/venv'
 put /srv/app/main.py <<'END'
 import asyncio
 import os
+import sys
 
 import gradbus
 
 
 async def main() -> None:
-    async with gradbus.connect("program", load_actors=False, security="psk"):
+    async with gradbus.connect("program", interface=os.environ.get("INTERFACE", "lo"), load_actors=False, security="psk"):
         print("connected as", os.getuid(), flush=True)
         await asyncio.Event().wait()
 
 
-asyncio.run(main())
+try:
+    asyncio.run(main())
+except gradbus.ConfigError as error:
+    sys.stderr.write(f"{error}\n")
+    sys.exit(2)
 END
 put /etc/systemd/system/gradbus-program.service <deploy/systemd/gradbus-program.service
 found=$(inside systemd-analyze --man=no verify /etc/systemd/system/gradbus-program.service 2>&1)
@@ -170,7 +170,14 @@ inside systemd-analyze security --offline=true --threshold=30 /etc/systemd/syste
 inside systemctl daemon-reload
 inside systemctl start gradbus-program
 is_connected() { inside journalctl -o cat -u gradbus-program | grep -q "connected as [1-9]"; }
-wait_until 30 "the program to be connected" is_connected
+wait_until 120 "the program to be connected" is_connected
 inside systemctl stop gradbus-program
 [[ "$(property program Result)" == success ]] || fail "SIGTERM ended the program with $(property program Result)"
+inside mkdir /etc/systemd/system/gradbus-program.service.d
+put /etc/systemd/system/gradbus-program.service.d/wrong.conf <<<$'[Service]\nEnvironment=INTERFACE=nowhere7'
+inside systemctl daemon-reload
+inside systemctl start gradbus-program
+wait_until 120 "the program to have failed" is_property program ActiveState failed
+[[ "$(property program ExecMainStatus) $(property program NRestarts)" == "2 0" ]] ||
+  fail "a wrong setting ended the program with $(property program ExecMainStatus), after $(property program NRestarts) restarts"
 echo "systemd: a relay, a controller, a client and a program were run, killed, restarted and stopped"

@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from podman_commands import await_line, healthy, inspected, podman
+from podman_commands import await_healthy, await_line, inspected, podman
 
 LOCKED_DOWN = ("--read-only", "--cap-drop", "all", "--security-opt", "no-new-privileges")
 IMAGES = {"relay": 400, "flower-node": 450}  # MB
 RELAY = "test-relay"
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(900)
 
 
 def python(image: str, program: str) -> str:
@@ -74,6 +74,6 @@ def relay(tmp_path: Path) -> Iterator[str]:
 
 def test_a_relay_runs_without_rights_reports_that_it_is_healthy_and_ends_with_0_after_term(relay: str) -> None:
     await_line(relay, "relay listens")
-    assert healthy(relay)
+    await_healthy(relay)
     podman("stop", "--time", "30", relay)
     assert inspected(relay)["State"]["ExitCode"] == 0

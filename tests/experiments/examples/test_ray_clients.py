@@ -1,0 +1,53 @@
+"""Clients of a run as tasks of a Ray cluster, which is started for this test and listens on loopback."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import psutil
+import pytest
+
+import gradbus
+from gradbus.actors.virtual.ray_pool import LOCAL, RayCluster
+from gradbus.experiments.examples.ray_clients import train
+
+pytest.importorskip("ray", reason="Ray is not installed: pip install 'gradbus[ray]'")
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(480)]
+
+
+@pytest.fixture
+def ray() -> Iterator[Any]:
+    cluster = RayCluster(LOCAL, cpus=2, model_bytes=0)
+    yield cluster.ray
+    cluster.close()
+
+
+def tasks() -> set[psutil.Process]:
+    """Return the processes in which Ray runs clients."""
+    children = psutil.Process().children(recursive=True)
+    return {one for one in children if one.is_running() and "take_part" in " ".join(one.cmdline())}
+
+
+def test_clients_train_as_tasks_of_ray_and_one_whose_process_dies_comes_back_by_its_name(ray: Any, domain: int) -> None:
+    rules = gradbus.FederatedConfig(
+        rounds=3,
+        clients={"num": 2, "min": 2, "start_timeout_s": 240.0},
+        training={"subset_size": 32},
+        eval_every=0,
+        round={"timeout_s": 60.0},
+    )
+    reports: list[gradbus.RoundReport] = []
+    seen: list[set[psutil.Process]] = []
+
+    def on_round(report: gradbus.RoundReport) -> None:
+        reports.append(report)
+        seen.append(tasks())
+        if len(reports) == 1:
+            next(iter(seen[0])).kill()
+
+    asyncio.run(train(ray, f"ray-{domain}", rules, {"domain": domain}, on_round))
+    assert [(one.round_id, sorted(one.clients)) for one in reports] == [(n, [0, 1]) for n in range(1, 4)]
+    assert [len(one) for one in (seen[0], seen[-1])] == [2, 2]
+    assert len(seen[0] & seen[-1]) == 1
