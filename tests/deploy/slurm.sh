@@ -22,11 +22,16 @@ fi
 
 bin=$(realpath "${BIN:-.venv/bin}")
 place=$(mktemp -d -t gradbus-slurm-XXXXXX)
-trap 'rm -rf "$place"' EXIT
+clean_up() {
+  local code=$?
+  ((code == 0)) || tail -n 30 "$place"/jobs/*/gradbus-*.out "$place"/jobs/*/slurmctld.log 2>/dev/null | cut -c1-400 >&2 || true
+  rm -rf "$place"
+}
+trap clean_up EXIT
 chmod 755 "$place" # munged wants its folder to be open
 # The shell stays as the first process there, and takes those whose parents have ended.
 # shellcheck disable=SC2016 # the shell inside expands these
 BIN=$bin PYTHONPATH=tests/deploy/slurm unshare --mount --net --uts --ipc --pid --mount-proc --fork --kill-child --propagation private bash -euc '
   ip link set lo up
   "$@" || exit
-' bash nice -n 5 "$bin/pytest" -n 0 -q -s -p no:cacheprovider --basetemp "$place/jobs" tests/deploy/slurm/batch_jobs.py
+' bash "$bin/pytest" -n 0 -q -s -p no:cacheprovider --basetemp "$place/jobs" tests/deploy/slurm/batch_jobs.py

@@ -1,7 +1,7 @@
-"""A cluster of Slurm on one machine: slurmctld and three nodes with slurmd, each node with a network, a host name, processes and shared memory of
-its own, as namespaces of the kernel make them. They share the disk.
+"""A cluster of Slurm on one machine: slurmctld, and three nodes with slurmd, which share the disk.
 
-It runs in namespaces that the caller has made (slurm.sh): links, mounts and processes are gone when these end.
+Each node has a network, a host name, processes and shared memory of its own, as namespaces of the kernel make them.
+They lie in namespaces that the caller has made (slurm.sh): links, mounts and processes are gone when these end.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import Any, Self
 
 SCRIPTS = Path(__file__).resolve().parents[3] / "deploy" / "slurm"
 NODES = 3
-DEADLINE_S = 120.0
-_COMMAND_S = 60.0
+DEADLINE_S = 300.0
+_COMMAND_S = 300.0
 
 _SETTINGS = """
 ClusterName=test
@@ -41,6 +41,7 @@ SlurmdTimeout=12
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 MailProg=/bin/true
+SchedulerParameters=bf_interval=2
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool.%n
 SlurmctldPidFile={folder}/slurmctld.pid
@@ -200,6 +201,11 @@ class Cluster:
         """Submit a batch script of deploy/slurm and return the number of its job."""
         command = ["sbatch", "--parsable", f"--chdir={self.folder}", "--output=%x-%j.out", *options]
         return output_of(*command, SCRIPTS / script, *arguments, **variables)
+
+    def cancel_all(self) -> None:
+        """Cancel what a failed test has left, and wait until it is gone."""
+        output_of("scancel", "--quiet", "--full", "--user=root")
+        wait_until("no job is left", lambda: not output_of("squeue", "--noheader"))
 
     def preempt(self, *nodes: str) -> str:
         """Have a job of higher priority take these nodes; return its number."""
