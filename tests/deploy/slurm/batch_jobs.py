@@ -9,7 +9,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from operator import itemgetter
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cluster import Cluster, events, job_field, output_of, restarts, wait_for_end, wait_until
@@ -19,7 +21,9 @@ BIN = Path(os.environ.get("BIN", ".venv/bin")).resolve()
 RELAY = {"GRADBUS_BUS__CONNECT": '["tcp/login:7447"]', "GRADBUS_BUS__TLS": "false"}
 TASK = {"task": "paced_task:Task", "threads": 1}
 
-pytestmark = pytest.mark.timeout(900)
+EVERY_20 = ("--set", "parallel.checkpoint.every_steps=20")
+
+pytestmark = pytest.mark.timeout(1200)
 
 
 @pytest.fixture(scope="module")
@@ -29,6 +33,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     files = {
         "ddp": {"task": TASK, "parallel": {"epochs": 8, "checkpoint": {"every_steps": 10}}},
         "elastic": {"task": TASK, "parallel": {"epochs": 20, "elastic": {"min_world": 1, "last_call_s": 60}}},
+        "few": {"task": TASK, "parallel": {"epochs": 20, "elastic": {"min_world": 1, "wait_s": 60}}},
         "controller": {"task": TASK, "federated": {"rounds": 80}},
         "client": {"task": TASK},
     }
@@ -86,6 +91,12 @@ def others(job: str) -> list[str]:
     """Return the nodes of a job without that where its script runs."""
     nodes = output_of("scontrol", "show", "hostnames", job_field(job, "NodeList")).split()
     return [node for node in nodes if node != job_field(job, "BatchHost")]
+
+
+def newest_generation(run: Path) -> dict[str, Any]:
+    """Return the event with which a rank has begun the newest generation of an elastic run."""
+    started = [event for rank in range(3) for event in events(run, f"rank-{rank}", "started")]
+    return max(started, key=itemgetter("time"), default={"world": 0, "step": 0})
 
 
 def strike(job: str, what: str, fault: Callable[[], object], checkpoints: Path, more: int) -> None:
@@ -158,8 +169,7 @@ def test_elastic_jobs_go_on_without_a_lost_node_and_its_rank_joins_again(cluster
     array = cluster.submit("elastic.sbatch", "elastic.json", GRADBUS_RUN_DIR=str(run), **RELAY)
 
     def world() -> int:
-        started = [event for rank in range(3) for event in events(run, f"rank-{rank}", "started")]
-        return max(((event["generation"], event["world"]) for event in started), default=(0, 0))[1]
+        return newest_generation(run)["world"]
 
     def lose(rank: int, what: str, fault: Callable[[str], object], restore: Callable[[str], object]) -> None:
         job = f"{array}_{rank}"
@@ -182,6 +192,27 @@ def test_elastic_jobs_go_on_without_a_lost_node_and_its_rank_joins_again(cluster
     assert json.loads((run / "summary.json").read_text())["outcome"] == "done"
     output_of("gradbus", "check", run)
     assert [restarts(f"{array}_{rank}") for rank in range(3)] == [1, 1, 0]
+
+
+def test_elastic_jobs_that_lose_most_of_their_ranks_resume_from_the_checkpoint(cluster: Cluster, relay: None) -> None:
+    run = cluster.folder / "few"
+    pace(cluster, hurries=False)
+    array = cluster.submit("elastic.sbatch", "few.json", *EVERY_20, GRADBUS_RUN_DIR=str(run), **RELAY)
+    jobs = [f"{array}_{rank}" for rank in range(3)]
+    wait_until("there is a checkpoint", lambda: newest(run / "state" / "rank-0") >= 20)
+    began_s = time.monotonic()
+    lost = [job_field(job, "BatchHost") for job in jobs[:2]]
+    for node in lost:
+        cluster.switch_off(node)
+    wait_until("their jobs are requeued", lambda: [restarts(job) for job in jobs[:2]] == [1, 1])
+    for node in lost:
+        cluster.switch_on(node)
+    wait_until("all train again", lambda: newest_generation(run)["step"] >= 20, 900)
+    report("the nodes of two of three ranks are lost, three ranks again after", began_s)
+    pace(cluster, hurries=True)
+    for job in jobs:
+        wait_for_end(job)
+    assert restarts(jobs[2]) == 1  # it was too few, and gave up
 
 
 def test_federated_job_has_the_bits_of_a_calm_one_after_the_nodes_of_a_client_and_of_the_controller_are_lost(

@@ -76,7 +76,7 @@ class Task:
     def prepare(self, client_id: int, num_clients: int) -> None:
         """Do nothing: batches are made as they are needed."""
 
-    def train(
+    def train(  # noqa: PLR0913 - as the protocol of tasks has it
         self,
         model: nn.Module,
         *,
