@@ -212,7 +212,7 @@ def test_elastic_jobs_that_lose_most_of_their_ranks_resume_from_the_checkpoint(c
     pace(cluster, hurries=True)
     for job in jobs:
         wait_for_end(job)
-    assert restarts(jobs[2]) == 1  # it was too few, and gave up
+    assert restarts(jobs[2]) >= 1  # it alone was too few, and gave up
 
 
 def test_federated_job_has_the_bits_of_a_calm_one_after_the_nodes_of_a_client_and_of_the_controller_are_lost(
