@@ -169,7 +169,7 @@ def test_elastic_jobs_go_on_without_a_lost_node_and_its_rank_joins_again(cluster
     array = cluster.submit("elastic.sbatch", "elastic.json", GRADBUS_RUN_DIR=str(run), **RELAY)
 
     def world() -> int:
-        return newest_generation(run)["world"]
+        return int(newest_generation(run)["world"])
 
     def lose(rank: int, what: str, fault: Callable[[str], object], restore: Callable[[str], object]) -> None:
         job = f"{array}_{rank}"

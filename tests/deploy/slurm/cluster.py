@@ -197,9 +197,9 @@ class Cluster:
                 found.append(int(place.name))
         return found
 
-    def submit(self, script: str, *arguments: str, options: tuple[str, ...] = (), **variables: str) -> str:
-        """Submit a batch script of deploy/slurm and return the number of its job."""
-        command = ["sbatch", "--parsable", f"--chdir={self.folder}", "--output=%x-%j.out", *options]
+    def submit(self, script: str, *arguments: str, **variables: str) -> str:
+        """Submit a batch script of deploy/slurm, with environment variables, and return the number of its job."""
+        command = ["sbatch", "--parsable", f"--chdir={self.folder}", "--output=%x-%j.out"]
         return output_of(*command, SCRIPTS / script, *arguments, **variables)
 
     def cancel_all(self) -> None:
