@@ -36,6 +36,8 @@ ELSEWHERE = {
         "mkdir -m 700 deploy/secrets", "sudo chown *", "sudo podman run *", "sudo podman-compose *",
     ),
     "tests/deploy/containers.sh": ("podman build * --target relay *",),
+    "tests/deploy/slurm/batch_jobs.py": ("sbatch *", "export GRADBUS_BUS__CONNECT=*"),
+    "tests/deploy/mpi.sh": ("mpirun *",),
     "tests/commands/test_several_machines.py": (
         "cp *", "scp *", "*gradbus doctor --network network *", ".venv/bin/gradbus controller *",
         ".venv/bin/gradbus client *", ".venv/bin/gradbus worker ddp.json *", "export GRADBUS_BUS__SECURITY=psk *",

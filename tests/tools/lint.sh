@@ -4,4 +4,4 @@ set -euo pipefail
 "$BIN/ruff" format --check
 "$BIN/ruff" check
 shopt -s nullglob
-exec "$BIN/shellcheck" tests/tools/*.sh tests/deploy/*.sh .ci/run
+exec "$BIN/shellcheck" tests/tools/*.sh tests/deploy/*.sh deploy/slurm/*.sbatch .ci/run
