@@ -216,9 +216,7 @@ class _Writer:
 
     @classmethod
     @asynccontextmanager
-    async def open(
-        cls, names: Sequence[str], count: int, relay: RelayPlace | None = None
-    ) -> AsyncIterator[_Writer]:
+    async def open(cls, names: Sequence[str], count: int, relay: RelayPlace | None = None) -> AsyncIterator[_Writer]:
         """Start the readers, and meet them on every bus. ``relay``: where they meet by that way."""
         job, readers, ends = f"bench-bus-{os.getpid()}", range(1, count + 1), {}
         with Processes() as processes:

@@ -40,8 +40,9 @@ class SessionsPlan(NamedTuple):
     processes: int
     rounds: int
     num_bytes: int
-    form_s: float = 300.0
-    round_s: float = 120.0
+    security: str = "psk"
+    form_s: float = 900.0
+    round_s: float = 300.0
 
 
 PLANS = {
@@ -72,7 +73,9 @@ def measure(chosen: argparse.Namespace) -> Iterator[Measurement]:
     """
     need_flower()
     plan = PLANS[chosen.effort]
-    plan = plan._replace(nodes=chosen.nodes or plan.nodes, rounds=chosen.rounds or plan.rounds)
+    plan = plan._replace(
+        nodes=chosen.nodes or plan.nodes, rounds=chosen.rounds or plan.rounds, security=chosen.security
+    )
     with tempfile.TemporaryDirectory(prefix="gradbus-sessions-") as folder, ExitStack() as stack:
         files = TlsFolder(Path(folder) / "tls")
         relay, port = stack.enter_context(relay_process(files))
@@ -88,7 +91,14 @@ def run_crowd(plan: SessionsPlan, folder: Path, files: TlsFolder, relay: int, po
     """
     key, config, environment = folder / "job.key", folder / "bus.json", {**os.environ, "OMP_NUM_THREADS": "1"}
     write_secret_file(key, new_job_key().text)
-    bus = {"job": "sessions", "key_file": str(key), "connect": [f"tls/{files.host}:{port}"], "tls_ca": str(files.ca)}
+    bus = {
+        "job": "sessions",
+        "security": plan.security,
+        "connect": [f"tls/{files.host}:{port}"],
+        "tls_ca": str(files.ca),
+    }
+    if plan.security != "none":
+        bus["key_file"] = str(key)
     config.write_text(json.dumps({"bus": {**bus, "shared_memory": False}}), encoding="utf-8")
     app, logs = write_app(folder), [folder / f"{name}.txt" for name in ("run", *range(plan.processes))]
     values = f"values={plan.num_bytes // 4} rounds={plan.rounds} nodes={plan.nodes}"
@@ -144,7 +154,8 @@ def figures_of(plan: SessionsPlan, moments: Sequence[RelayMoment]) -> Iterator[M
     """Yield the figures of a run. ``moments``: as :func:`run_crowd` returns them."""
     start, formed, *_ = moments
     sessions = plan.nodes + 1  # and that of the ServerApp
-    title = f"{plan.nodes} Flower nodes in {plan.processes} processes"
+    key = {"psk": "one key", "none": "no key"}[plan.security]
+    title = f"{plan.nodes} Flower nodes with {key} in {plan.processes} processes"
     rounds = f"{title}, rounds of {plan.num_bytes / 1e6:.3g} MB"
     between = list(pairwise(moments[1:]))
     cpu = [after.cpu_s - before.cpu_s for before, after in between]
@@ -175,9 +186,13 @@ def figures_of(plan: SessionsPlan, moments: Sequence[RelayMoment]) -> Iterator[M
 def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--nodes", type=int, help="nodes in all")
     parser.add_argument("--rounds", type=int, help="rounds")
+    parser.add_argument(
+        "--security",
+        choices=("psk", "none"),
+        default="psk",
+        help="with one key, each member proves to all that it is alive",
+    )
     add_effort(parser, "fewer nodes and rounds")
 
 
-BENCHMARK = Benchmark(
-    __doc__ or "", {"relay-sessions": Part(measure, "A relay with 200 sessions", 300, 60)}, _options
-)
+BENCHMARK = Benchmark(__doc__ or "", {"relay-sessions": Part(measure, "A relay with 200 sessions", 300, 60)}, _options)

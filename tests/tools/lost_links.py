@@ -103,7 +103,12 @@ def _known_after_s(watcher: zenoh.Session, arguments: tuple[str, ...], number: s
 
 
 async def _gone_after_s(
-    bus: Bus, arguments: tuple[str, ...], lose: Callable[[subprocess.Popen[str]], None], *, host: Host | None, silent_s: float
+    bus: Bus,
+    arguments: tuple[str, ...],
+    lose: Callable[[subprocess.Popen[str]], None],
+    *,
+    host: Host | None,
+    silent_s: float,
 ) -> float:
     """Seconds from when a peer is lost until PeerGone. ``silent_s``: since its last message, before that. ``host``: of
     the peer, else this one."""

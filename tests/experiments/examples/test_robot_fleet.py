@@ -28,7 +28,7 @@ def reports_of(folder: Path, level: str) -> list[dict[str, Any]]:
 
 def run(*command: str, cwd: Path) -> str:
     """Run a program of this example. Return what it has printed."""
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd=cwd)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, cwd=cwd)
     logs = {file.name: file.read_text() for file in cwd.glob("fleet/*.log")}
     assert done.returncode == 0, (done.stdout, done.stderr, logs)
     return done.stderr
@@ -88,6 +88,7 @@ def test_a_folder_that_is_there_already_is_left_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.netns
+@pytest.mark.timeout(300)
 def test_each_site_of_robots_on_a_host_of_its_own_dials_out_to_one_port_and_needs_no_other(tmp_path: Path) -> None:
     """The command of docs/trees.md. The sites reach no other port, and nothing reaches them."""
     try:
