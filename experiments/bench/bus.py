@@ -300,7 +300,7 @@ async def _pair_figures(writer: _Writer, plan: BusPlan) -> list[Measurement]:
 
 
 async def _relayed_pair_figures(writer: _Writer, plan: BusPlan) -> list[Measurement]:
-    """Return round trips and streams over a relay, against bare TCP between the two, which no relay is on the way of."""
+    """Return round trips and streams over a relay, against bare TCP between the two without a relay."""
     figures = []
     by_dds = _trips_of(writer, UNICAST)
     with Echo() as echo:

@@ -1,6 +1,6 @@
 """Many nodes of a Flower app in one process, each with a bus of its own, and so a session of its own on a relay.
 
-    .venv-flower/bin/python -P -m gradbus.experiments.bench.flower_nodes APP_DIR --config FILE --first 0 --count 25 --of 200
+    python -P -m gradbus.experiments.bench.flower_nodes APP_DIR --config FILE --first 0 --count 25 --of 200
 
 A user's node is a process, as ``gradbus flower node`` starts it; two hundred of them on one machine would measure its
 start of Python. At its end this one prints a line of JSON: how many messages its nodes have answered, and whether torch

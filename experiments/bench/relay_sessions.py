@@ -1,4 +1,4 @@
-"""Many sessions on one relay: nodes of a Flower app over TLS, the time until all are there, rounds, what the relay takes.
+"""Many sessions on one relay: nodes of a Flower app over TLS, until all are there, and in rounds; what the relay takes.
 
 The app's clients return the model at once, so a round is the model to each node and a reply of its size from each, all
 of it through the relay. Nodes are spread over a few processes without torch (:mod:`.flower_nodes`), and the ServerApp

@@ -6,8 +6,8 @@ stopped (its connection stands, and nothing comes: as when a cable is pulled). P
 what users of gradbus get. On the bus the peer counts as one of another machine (GRADBUS_PORTABLE), and is killed right
 after its last message, or when it has sent none for longer than the lease.
 
-With ``--cable`` the relay and the watcher are on one host and the peer on another, which are network namespaces. Then it
-is the bus alone that is measured, from when the link of the peer's host is down.
+With ``--cable`` the relay and the watcher are on one host and the peer on another, which are network namespaces. Then
+only the bus is measured, from when the link of the peer's host is down.
 """
 
 from __future__ import annotations
