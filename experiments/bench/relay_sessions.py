@@ -99,7 +99,8 @@ def run_crowd(plan: SessionsPlan, folder: Path, files: TlsFolder, relay: int, po
     }
     if plan.security != "none":
         bus["key_file"] = str(key)
-    config.write_text(json.dumps({"bus": {**bus, "shared_memory": False}}), encoding="utf-8")
+    settings = {"bus": {**bus, "shared_memory": False}, "flower": {"controller_timeout_s": plan.form_s}}
+    config.write_text(json.dumps(settings), encoding="utf-8")
     app, logs = write_app(folder), [folder / f"{name}.txt" for name in ("run", *range(plan.processes))]
     values = f"values={plan.num_bytes // 4} rounds={plan.rounds} nodes={plan.nodes}"
     server = ["gradbus", "flower", "run", str(app), "--run-config", values, "--config", str(config)]
