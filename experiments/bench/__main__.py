@@ -38,6 +38,7 @@ from gradbus.experiments.bench import (
     privacy,
     reach,
     relay,
+    relay_sessions,
     scale,
     sealing,
 )
@@ -78,6 +79,8 @@ DOCUMENTED: Mapping[str, Mapping[str, str]] = {
     "federated": {name: f"Federated: {federated.BENCHMARK.parts[name].about}" for name in FEDERATED},
     "flower": {name: part.about for name, part in flower.BENCHMARK.parts.items()},
     "reach": {name: part.about for name, part in reach.BENCHMARK.parts.items()},
+    "bus": {"bus-relay": bus.BENCHMARK.parts["bus-relay"].about},
+    "sessions": {name: part.about for name, part in relay_sessions.BENCHMARK.parts.items()},
 }
 """By benchmark, the titles of the parts whose tables are in the document, when they have been measured for it."""
 TITLES = {name: title for titles in DOCUMENTED.values() for name, title in titles.items()}
@@ -111,6 +114,7 @@ BENCHMARKS = {
     "collectives": collectives.BENCHMARK,
     "aggregation": aggregation.BENCHMARK,
     "attacks": attacks.BENCHMARK,
+    "bus": _with_document(bus.BENCHMARK),
     "client": embedded_client.BENCHMARK,
     "codecs": codecs.BENCHMARK,
     "control": control_path.BENCHMARK,
@@ -123,6 +127,7 @@ BENCHMARKS = {
     "reach": _with_document(reach.BENCHMARK),
     "relay": relay.BENCHMARK,
     "sealing": sealing.BENCHMARK,
+    "sessions": _with_document(relay_sessions.BENCHMARK),
     "compression": _with_document(compression.BENCHMARK),
     "privacy": _with_document(privacy.BENCHMARK),
 }

@@ -1,7 +1,9 @@
 """The bus: round trips and streams between two processes against bare TCP, one writer to many readers, the event loop.
 
-This process writes; each reader is a process with one bus for each network configuration that is measured, and answers
-on each what it is sent.
+This process writes; each reader is a process with one bus for each way that is measured, and answers on each what it is
+sent. The ways are DDS by unicast, DDS by multicast, and a relay of this machine, to which all dial over TLS.
+
+    make bench PART=bus
 """
 
 from __future__ import annotations
@@ -10,26 +12,32 @@ import argparse
 import asyncio
 import os
 import statistics
+import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import gradbus
 from gradbus.commands.peer_link import END, GOT, HERE, PING, ROOT, Link
 from gradbus.experiments.bench.bare_dds import DdsEcho
+from gradbus.experiments.bench.command import Benchmark, Part, add_effort
 from gradbus.experiments.bench.processes import LEASE_S, Processes
+from gradbus.experiments.bench.relay import RelayPlace, TlsFolder, relay_process
 from gradbus.experiments.bench.results import Measurement, measurement
 from gradbus.experiments.bench.tcp import Echo
 from gradbus.experiments.bench.ticker import loop_gaps
 from gradbus.experiments.bench.timing import KIB, MIB, in_turns, percentile, size_text
 from gradbus.runtime.bus.bus import Bus
+from gradbus.runtime.security.job_key import new_job_key, write_secret_file
 from gradbus.runtime.wire.control import Leave
 from gradbus.runtime.wire.frames import FrameKey, Kind
 from gradbus.runtime.wire.messages import ClientUpdate, Control, Message, ModelBlob
 
-_DOMAINS = {"unicast": 23, "multicast": 24}  # a domain has one network configuration in a process
+UNICAST, MULTICAST, RELAY = "unicast", "multicast", "relay"
+_DOMAINS = {UNICAST: 23, MULTICAST: 24}  # a domain has one network configuration in a process
 _WATCH, _LATE = "watch", "late"
 _ECHO = "echo"  # name of a transfer that is to come back
 _ANSWER_S = 20.0
@@ -61,21 +69,42 @@ PLANS = {
 
 
 def measure(chosen: argparse.Namespace) -> list[Measurement]:
-    """All figures of the bus."""
+    """All figures of the bus over DDS."""
     return asyncio.run(_measure(PLANS[chosen.effort]))
 
 
 async def _measure(plan: BusPlan) -> list[Measurement]:
-    async with _Writer.open(["unicast"], 1) as writer:
-        figures = [*await _pair_figures(writer, plan), *await _gap_figures(writer, plan)]
+    async with _Writer.open([UNICAST], 1) as writer:
+        figures = [*await _pair_figures(writer, plan), *await _gap_figures(writer, plan, UNICAST)]
     for count in plan.readers:
-        async with _Writer.open(["unicast", "multicast"], count) as writer:
-            figures += await _fan_figures(writer, plan, count)
+        async with _Writer.open([UNICAST, MULTICAST], count) as writer:
+            figures += await _fan_figures(writer, plan, count, MULTICAST)
     return figures
 
 
-def _connect(name: str, job: str) -> AbstractAsyncContextManager[Bus]:
-    network = gradbus.NetworkConfig(multicast=name == "multicast", lease_s=LEASE_S)
+def measure_relay(chosen: argparse.Namespace) -> list[Measurement]:
+    """Return the same figures over a relay, with those of DDS from the same processes, by turns."""
+    with tempfile.TemporaryDirectory(prefix="gradbus-bus-") as folder:
+        files, key = TlsFolder(Path(folder) / "tls"), Path(folder) / "job.key"
+        write_secret_file(key, new_job_key().text)
+        with relay_process(files) as (_, port):
+            return asyncio.run(_measure_relay(PLANS[chosen.effort], RelayPlace(port, files.ca, key)))
+
+
+async def _measure_relay(plan: BusPlan, relay: RelayPlace) -> list[Measurement]:
+    async with _Writer.open([UNICAST, RELAY], 1, relay) as writer:
+        figures = [*await _relayed_pair_figures(writer, plan), *await _gap_figures(writer, plan, RELAY)]
+    for count in plan.readers:
+        async with _Writer.open([UNICAST, RELAY], count, relay) as writer:
+            figures += await _fan_figures(writer, plan, count, RELAY)
+    return figures
+
+
+def _connect(name: str, job: str, relay: RelayPlace | None) -> AbstractAsyncContextManager[Bus]:
+    if name == RELAY:
+        assert relay is not None
+        return relay.connect(job)
+    network = gradbus.NetworkConfig(multicast=name == MULTICAST, lease_s=LEASE_S)
     return gradbus.connect(job, domain=_DOMAINS[name], network=network)
 
 
@@ -138,11 +167,11 @@ class _End(Link):
 # A reader
 
 
-async def read(me: int, names: Sequence[str], job: str) -> None:
+async def read(me: int, names: Sequence[str], job: str, relay: RelayPlace | None) -> None:
     """The whole life of a reader."""
     async with asyncio.timeout(_LIFETIME_S), AsyncExitStack() as stack, asyncio.TaskGroup() as group:
         for name in names:
-            group.create_task(_answer(await stack.enter_async_context(_connect(name, job)), me))
+            group.create_task(_answer(await stack.enter_async_context(_connect(name, job, relay)), me))
 
 
 async def _answer(bus: Bus, me: int) -> None:
@@ -179,7 +208,7 @@ async def _answer(bus: Bus, me: int) -> None:
 
 
 class _Writer:
-    """The writer's ends by network configuration, and its readers."""
+    """The writer's ends by way, and its readers."""
 
     def __init__(self, ends: dict[str, _End], readers: Sequence[int]) -> None:
         self.ends = ends
@@ -187,15 +216,15 @@ class _Writer:
 
     @classmethod
     @asynccontextmanager
-    async def open(cls, names: Sequence[str], count: int) -> AsyncIterator[_Writer]:
-        """Start the readers, and meet them on every bus."""
+    async def open(cls, names: Sequence[str], count: int, relay: RelayPlace | None = None) -> AsyncIterator[_Writer]:
+        """Start the readers, and meet them on every bus. ``relay``: where they meet by that way."""
         job, readers, ends = f"bench-bus-{os.getpid()}", range(1, count + 1), {}
         with Processes() as processes:
             for reader in readers:
-                processes.start(f"reader {reader}", read, reader, names, job)
+                processes.start(f"reader {reader}", read, reader, names, job, relay)
             async with AsyncExitStack() as stack:
                 for name in names:
-                    bus = await stack.enter_async_context(_connect(name, job))
+                    bus = await stack.enter_async_context(_connect(name, job, relay))
                     inbox = stack.enter_context(bus.subscribe(Control, ClientUpdate))
                     ends[name] = _End(bus, ROOT, inbox)
                 for end in ends.values():
@@ -216,10 +245,12 @@ class _Writer:
         return 1e3 * (time.perf_counter() - began_s) / count
 
 
-async def _pair_figures(writer: _Writer, plan: BusPlan) -> list[Measurement]:
-    end = writer.ends["unicast"]
-    ping = PING.ljust(_PING_BYTES, ".")
-    figures = []
+_Trip = Callable[[], Awaitable[None]]
+
+
+def _trips_of(writer: _Writer, name: str) -> dict[str, tuple[_Trip, int]]:
+    """Return what makes a round trip to the first reader by a way, and its bytes each way, by title."""
+    end, ping = writer.ends[name], PING.ljust(_PING_BYTES, ".")
 
     async def small() -> None:
         await end.say(ping)
@@ -229,44 +260,79 @@ async def _pair_figures(writer: _Writer, plan: BusPlan) -> list[Measurement]:
         await end.send_model(bytes(_LARGE_BYTES), _ECHO)
         await end.receive_update()
 
-    async def trips(trip: Callable[[], Awaitable[None]]) -> float:
-        taken = []
-        for _ in range(plan.trips):
-            began_s = time.perf_counter()
-            await trip()
-            taken.append(time.perf_counter() - began_s)
-        return 1e6 * statistics.median(taken)
+    return {"64 B": (small, _PING_BYTES), "64 KiB": (large, _LARGE_BYTES)}
 
+
+async def _trip_us(trip: _Trip, count: int) -> float:
+    """Return the microseconds of a round trip, the median of so many."""
+    taken = []
+    for _ in range(count):
+        began_s = time.perf_counter()
+        await trip()
+        taken.append(time.perf_counter() - began_s)
+    return 1e6 * statistics.median(taken)
+
+
+async def _bare_us(one: Echo | DdsEcho, size: int) -> float:
+    return 1e6 * statistics.median(one.round_trip_s(size) for _ in range(_BARE_TRIPS))
+
+
+async def _bare_stream_ms(echo: Echo, size: int, count: int) -> float:
+    return 1e3 * echo.stream_s(size, count) / count
+
+
+async def _pair_figures(writer: _Writer, plan: BusPlan) -> list[Measurement]:
+    figures = []
     with Echo() as echo, DdsEcho() as dds_echo:
-
-        async def bare(one: Echo | DdsEcho, size: int) -> float:
-            return 1e6 * statistics.median(one.round_trip_s(size) for _ in range(_BARE_TRIPS))
-
-        async def bare_stream(size: int, count: int) -> float:
-            return 1e3 * echo.stream_s(size, count) / count
-
-        for name, trip, size in (("64 B", small, _PING_BYTES), ("64 KiB", large, _LARGE_BYTES)):
-            alone = {"tcp": partial(bare, echo, size), "dds": partial(bare, dds_echo, size)}
-            taken = await _by_turns(plan.blocks, bus=partial(trips, trip), **alone)
+        for name, (trip, size) in _trips_of(writer, UNICAST).items():
+            alone = {"tcp": partial(_bare_us, echo, size), "dds": partial(_bare_us, dds_echo, size)}
+            taken = await _by_turns(plan.blocks, bus=partial(_trip_us, trip, plan.trips), **alone)
             note, against = f"Cyclone DDS alone: {statistics.median(taken['dds']):.0f} us", ("TCP", taken["tcp"])
             figures.append(measurement(f"round trip, {name}", "us", taken["bus"], against=against, note=note))
         for size in plan.streams:
             count = plan.stream_bytes // size
-            stream = partial(writer.send_ms, "unicast", size, count)
-            taken = await _by_turns(plan.blocks, bus=stream, tcp=partial(bare_stream, size, count))
-            note = f"{size / statistics.median(taken['bus']) / 1e3:,.0f} MB/s"
+            stream = partial(writer.send_ms, UNICAST, size, count)
+            taken = await _by_turns(plan.blocks, bus=stream, tcp=partial(_bare_stream_ms, echo, size, count))
+            note = _rate_text(size, taken["bus"])
             name = f"stream of {size_text(size)} messages"
             figures.append(measurement(name, "ms", taken["bus"], against=("TCP", taken["tcp"]), note=note))
     return figures
 
 
-async def _gap_figures(writer: _Writer, plan: BusPlan) -> list[Measurement]:
-    """Return how late the loops of both ends are while 4 MiB messages go through: p99 of each block."""
-    out_ms, in_ms, end = [], [], writer.ends["unicast"]
+async def _relayed_pair_figures(writer: _Writer, plan: BusPlan) -> list[Measurement]:
+    """Return round trips and streams over a relay, against bare TCP between the two without a relay."""
+    figures = []
+    by_dds = _trips_of(writer, UNICAST)
+    with Echo() as echo:
+        for name, (trip, size) in _trips_of(writer, RELAY).items():
+            dds = partial(_trip_us, by_dds[name][0], plan.trips)
+            bus = partial(_trip_us, trip, plan.trips)
+            taken = await _by_turns(plan.blocks, bus=bus, dds=dds, tcp=partial(_bare_us, echo, size))
+            note = f"over DDS: {statistics.median(taken['dds']):.0f} us"
+            title, against = f"round trip over a relay, {name}", ("TCP", taken["tcp"])
+            figures.append(measurement(title, "us", taken["bus"], against=against, note=note))
+        for size in plan.streams:
+            count = plan.stream_bytes // size
+            bus, dds = (partial(writer.send_ms, way, size, count) for way in (RELAY, UNICAST))
+            tcp = partial(_bare_stream_ms, echo, size, count)
+            taken = await _by_turns(plan.blocks, bus=bus, dds=dds, tcp=tcp)
+            note = f"{_rate_text(size, taken['bus'])}; over DDS: {statistics.median(taken['dds']):.3g} ms"
+            title, against = f"stream of {size_text(size)} messages over a relay", ("TCP", taken["tcp"])
+            figures.append(measurement(title, "ms", taken["bus"], against=against, note=note))
+    return figures
+
+
+def _rate_text(size: int, taken_ms: Sequence[float]) -> str:
+    return f"{size / statistics.median(taken_ms) / 1e3:,.0f} MB/s"
+
+
+async def _gap_figures(writer: _Writer, plan: BusPlan, way: str) -> list[Measurement]:
+    """Return how late the loops of both ends are while 4 MiB messages go through by a way: p99 of each block."""
+    out_ms, in_ms, end = [], [], writer.ends[way]
     for _ in range(plan.blocks):
         await end.say(_WATCH)
         async with loop_gaps() as gaps:
-            await writer.send_ms("unicast", 4 * MIB, max(1, plan.stream_bytes // (4 * MIB)))
+            await writer.send_ms(way, 4 * MIB, max(1, plan.stream_bytes // (4 * MIB)))
         await end.say(_LATE)
         (word,) = await end.hear_all(_LATE, writer.readers)
         out_ms.append(1e3 * percentile(gaps, 0.99))
@@ -278,13 +344,16 @@ async def _gap_figures(writer: _Writer, plan: BusPlan) -> list[Measurement]:
     ]
 
 
-async def _fan_figures(writer: _Writer, plan: BusPlan, count: int) -> list[Measurement]:
-    sends = {name: partial(writer.send_ms, name, plan.fan_bytes, plan.fans) for name in ("unicast", "multicast")}
+async def _fan_figures(writer: _Writer, plan: BusPlan, count: int, way: str) -> list[Measurement]:
+    """Return what one large message to all readers takes by unicast, and by another way."""
+    sends = {name: partial(writer.send_ms, name, plan.fan_bytes, plan.fans) for name in (UNICAST, way)}
     ms = await _by_turns(plan.blocks, **sends)
-    name = f"{size_text(plan.fan_bytes)} to {count} readers"
+    name, unicast = f"{size_text(plan.fan_bytes)} to {count} readers", ms[UNICAST]
+    if way == RELAY:
+        return [measurement(f"{name}, over a relay", "ms", ms[way], against=("DDS", unicast))]
     return [
-        measurement(f"{name}, unicast", "ms", ms["unicast"]),
-        measurement(f"{name}, multicast", "ms", ms["multicast"], against=("unicast", ms["unicast"])),
+        measurement(f"{name}, unicast", "ms", unicast),
+        measurement(f"{name}, multicast", "ms", ms[way], against=("unicast", unicast)),
     ]
 
 
@@ -296,3 +365,13 @@ async def _by_turns(blocks: int, **samples: Callable[[], Awaitable[float]]) -> d
     for name in in_turns(samples, blocks):
         taken[name].append(await samples[name]())
     return taken
+
+
+BENCHMARK = Benchmark(
+    __doc__ or "",
+    {
+        "bus-dds": Part(measure, "Bus", 30, 20),
+        "bus-relay": Part(measure_relay, "Bus over a relay", 75, 40),
+    },
+    lambda parser: add_effort(parser, "fewer blocks"),
+)

@@ -228,7 +228,7 @@ def until_printed(log: Path, text: str, limit_s: float = 60.0) -> None:
         time.sleep(0.1)
 
 
-def _need_flower() -> None:
+def need_flower() -> None:
     """Raises NoData: it is not set up."""
     if not (PROGRAMS / "flwr").exists():
         raise NoData("Flower is not set up here: make setup-flower")
@@ -236,7 +236,7 @@ def _need_flower() -> None:
 
 def measure(chosen: argparse.Namespace) -> Iterator[Measurement]:
     """Each size both ways, by turns, and over DDS alone. Raises NoData: Flower is not set up."""
-    _need_flower()
+    need_flower()
     alone = partial(printed_over_the_bus, shared_memory=False)
     ways: Mapping[str, AppRun] = {
         "one host": printed_over_the_bus,
@@ -282,7 +282,7 @@ def _within_limit(size_bytes: int, rounds_s: Sequence[float]) -> Measurement:
 
 def measure_large(chosen: argparse.Namespace) -> Iterator[Measurement]:
     """A model beyond the 2 GiB of protobuf, on one host. Raises NoData: Flower is not set up, or it does not fit."""
-    _need_flower()
+    need_flower()
     for size_bytes in chosen.bytes or (LARGE,):
         free = available_bytes()
         if free < COPIES * size_bytes:
@@ -296,7 +296,7 @@ def measure_large(chosen: argparse.Namespace) -> Iterator[Measurement]:
 
 def measure_accuracy(chosen: argparse.Namespace) -> Iterator[Measurement]:
     """The accuracy of each app both ways: how far apart they are. Raises NoData: Flower is not set up."""
-    _need_flower()
+    need_flower()
     for app in [APPS / name for name in chosen.app] or sorted(path for path in APPS.iterdir() if path.is_dir()):
         over_the_bus, over_superlink = (accuracies(run, app) for run in (printed_over_the_bus, printed_over_superlink))
         apart = [100 * abs(one - other) for one, other in zip(over_the_bus, over_superlink, strict=True)]

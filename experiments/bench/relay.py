@@ -240,11 +240,11 @@ class RelayPlace(NamedTuple):
     key_file: Path
     host: str = _HOST
 
-    def connect(self) -> OpenBus:
+    def connect(self, job: str = "rounds") -> OpenBus:
         """Return a bus over the relay, which passes nothing through shared memory."""
         links = LinkConfig(connect=(f"tls/{self.host}:{self.port}",), ca=self.ca)
         network = gradbus.NetworkConfig(links=links, shared_memory=False)
-        return gradbus.connect("rounds", network=network, security=Security(level="psk", key_file=self.key_file))
+        return gradbus.connect(job, network=network, security=Security(level="psk", key_file=self.key_file))
 
 
 class RelayState(NamedTuple):

@@ -17,7 +17,7 @@ from gradbus.runtime.bus.wait_loop import IDLE_S, Handover, WaitLoop
 from gradbus.runtime.errors import FrameError
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.transport import peer_processes
-from gradbus.runtime.transport.api import WOKEN, Inlet, Outlet, Peer, Periodic, Transport, Waiter
+from gradbus.runtime.transport.api import WOKEN, Inlet, Outlet, Peer, PeerId, Periodic, Transport, Waiter
 from gradbus.runtime.transport.channels import INBOX_RETAINED, is_control, traffic_name
 from gradbus.runtime.wire.control import Closing
 from gradbus.runtime.wire.frames import Frame
@@ -177,6 +177,16 @@ class Receiver:
     def rematched(self) -> None:
         """See :class:`~gradbus.runtime.transport.api.IoThread`."""
         self._post(self._on_matched)
+
+    def receivers(self) -> Collection[PeerId] | None:
+        """See :class:`~gradbus.runtime.transport.api.IoThread`."""
+        found: set[PeerId] = set()
+        for outlet in self._endpoints.writers:
+            owners = outlet.receivers()
+            if owners is None:
+                return None
+            found.update(owners)
+        return found
 
     def block_writers(self, sources: Collection[Peer], why: str) -> None:
         """See :class:`~gradbus.runtime.transport.api.IoThread`."""

@@ -4,6 +4,10 @@ The proof are liveness challenges. Each process announces a random challenge of 
 the challenges that it has received from others, and when. The announcements are encrypted, so only a holder of the key
 can make one, and one that answers this process's challenge is no recording: it is no older than this process. They are
 state: the newest is retained for late readers, and each repeats all that is still valid.
+
+In a crowd, each announcement is work for all others. So there a process pauses after one, and the next answers all who
+have come meanwhile; and it hurries only for those that receive what it sends: clients of one controller have nothing to
+prove to each other.
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ from gradbus.runtime.security.job_membership import Decrypt, Encrypt, JobMembers
 from gradbus.runtime.security.peers import CHALLENGE_TOPIC, LEEWAY_S, MAX_SOURCES, Peer, Release
 from gradbus.runtime.security.streams import OutboundEnvelope
 from gradbus.runtime.transport import api
-from gradbus.runtime.transport.api import IoThread, Outlet, PeerId, Periodic, Transport
+from gradbus.runtime.transport.api import PERIOD_S, IoThread, Outlet, PeerId, Periodic, Transport
 from gradbus.runtime.transport.channels import CHANNELS, Channel, is_inbox_name
 from gradbus.runtime.wire.frames import Frame
 from gradbus.runtime.wire.messages import Message, ModelBlob, TrainCmd
@@ -30,8 +34,12 @@ MAX_ANSWERS = 4096  # as many as known sessions: one without an answer would ann
 MAX_LABEL_BYTES = 128
 REPEAT_S = 0.5  # shortest interval of announcements caused by samples of unauthenticated sessions
 ACKNOWLEDGED_S = 0.5  # for readers to acknowledge an announcement; one that never does must not keep members apart
-_PACE_S = 0.004  # least interval for each 16 peers: many processes may start together
-_PACE_PEERS = 16
+# Least interval of announcements, for each pair of processes: what all of them announce grows with the square of their
+# number, and they may start together on two processors, which take some 0.2 ms for each announcement at each receiver.
+_PAIR_S = 0.000_4
+_MAX_PACE_S = 1.0
+UNHURRIED_S = 10.0  # in a crowd, until those are answered that no outlet of this process writes to
+CROWD = 8  # more peers than these are one
 # version, reserved, answers, bytes of the label, challenge, id of the transport, oldest retained command, oldest
 # retained frame of a model
 _HEAD = struct.Struct("<BBHH16s12sQQ")
@@ -168,7 +176,10 @@ class LivenessChallenge:
         self.proven: frozenset[PeerId] = frozenset()
         self._label = f"{socket.gethostname()} (process {os.getpid()})"
         self._own = own
+        self._announcing = Periodic(self._announce)
+        self._looking = Periodic(self._look_for_acknowledgements)
         self._announced_s = -REPEAT_S
+        self._unanswered: set[PeerId] = set()  # in the last announcement, and nothing else asks for another one
         self._writer = writer
         self._peers.on_unauthenticated = self._ask
         self._peers.dropped = self._count
@@ -191,16 +202,33 @@ class LivenessChallenge:
             self._answers[message.challenge] = self._cipher.moment
             while len(self._answers) > MAX_ANSWERS:
                 del self._answers[next(iter(self._answers))]
-            self.announce_again()
+            if len(self._peers) <= CROWD:
+                self.announce_again()
+            else:
+                self._unanswered.add(message.peer_id)
+                self._thread.add_periodic(self._announcing)
 
     def announce_again(self) -> None:
         """Announce again, as after a change of keys: later members cannot decrypt earlier announcements."""
         self._is_due = True
-        self._thread.add_periodic(Periodic(self._announce))
+        self._thread.add_periodic(self._announcing)
+
+    def _must_hurry(self, now_s: float) -> bool:
+        """Return whether one that is not answered yet receives what this process sends, or has waited for long."""
+        if not self._unanswered or now_s > self._announced_s + UNHURRIED_S:
+            return bool(self._unanswered)
+        receivers = self._thread.receivers()
+        return receivers is None or not self._unanswered.isdisjoint(receivers)
+
+    @property
+    def _pace_s(self) -> float:
+        peers = len(self._peers)
+        return min(_MAX_PACE_S, _PAIR_S * peers**2) if peers > CROWD else 0.0
 
     def _look_for_acknowledgements(self) -> bool:
         """Return whether to look again soon. A lost sample is sent again, but only once the loss is noticed."""
         if not self._writer.is_acknowledged and time.monotonic() < self._acknowledged_by_s:
+            self._looking.every_s = max(PERIOD_S, self._pace_s / 4)  # a look takes longer with more of them
             return True
         self._is_waiting, self._acknowledged = False, self._sent
         self._look_who_is_proven()
@@ -224,17 +252,19 @@ class LivenessChallenge:
 
     def _announce(self) -> bool:
         """Announce if due; returns whether to try again soon."""
-        now_s = time.monotonic()
-        if self._is_due and now_s > self._announced_s + _PACE_S * (len(self._peers) // _PACE_PEERS):
+        now_s, pace_s = time.monotonic(), self._pace_s
+        self._announcing.every_s = max(PERIOD_S, pace_s / 4)
+        if now_s > self._announced_s + pace_s and (self._is_due or self._must_hurry(now_s)):
             oldest = self._cipher.retained
             retained = oldest.get(_RETAINED[0], 1), oldest.get(_RETAINED[1], 1)
             message = ChallengeMessage(self._peers.challenge, self._answers, retained, self._label, self._own)
             self._is_due = not self._writer.write((), (pack_challenge(message),))
             if not self._is_due:
+                self._unanswered.clear()
                 self._sent = frozenset(self._answers)
                 if not self._is_waiting:
                     self._is_waiting, self._acknowledged_by_s = True, now_s + ACKNOWLEDGED_S
-                    self._thread.add_periodic(Periodic(self._look_for_acknowledgements))
+                    self._thread.add_periodic(self._looking)
             # A write that is refused has held up this thread for 10 ms: others need it more.
             self._announced_s = now_s + REPEAT_S * self._is_due
-        return self._is_due
+        return self._is_due or bool(self._unanswered)

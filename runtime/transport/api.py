@@ -275,6 +275,9 @@ class IoThread(Protocol):
     def add_reader(self, reader: Any) -> None:
         """Take the samples of an inlet that uses them itself, in ``take`` or ``decode``, and hands none over."""
 
+    def receivers(self) -> Collection[PeerId] | None:
+        """Return whose inlets match the outlets of the bus; None: its transport cannot tell."""
+
     def take_again(self) -> None:
         """Take from all inlets again: some hold samples that the transport does not know of."""
 

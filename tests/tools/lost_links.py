@@ -5,6 +5,9 @@ stopped (its connection stands, and nothing comes: as when a cable is pulled). P
 ``session``, until the watcher's session reports the end of the link; ``bus``, until its bus reports PeerGone, which is
 what users of gradbus get. On the bus the peer counts as one of another machine (GRADBUS_PORTABLE), and is killed right
 after its last message, or when it has sent none for longer than the lease.
+
+With ``--cable`` the relay and the watcher are on one host and the peer on another, which are network namespaces. Then
+only the bus is measured, from when the link of the peer's host is down.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import zenoh
@@ -26,6 +30,7 @@ from bus_helpers import CLIENT, reads
 from ports import free_port
 from tls_scene import HOST, TlsFiles
 
+from gradbus.commands.lab.namespaces import Host, enter_host, set_link, two_hosts
 from gradbus.runtime.bus.bus import Bus, PeerGone, connect
 from gradbus.runtime.fast_paths import SWITCH
 from gradbus.runtime.network.links import LinkConfig
@@ -39,10 +44,10 @@ _TOKEN, _JOB = "lost-links/peer", "lost-links"
 _PATIENCE_S = 30.0  # beyond the lease
 
 
-def _serve(endpoint: str, files: TlsFiles, *, lease_s: float | None) -> None:
-    """Be a relay, or with a lease a peer, until this process is ended."""
+def _serve(endpoint: str, files: TlsFiles, host: str, *, lease_s: float | None) -> None:
+    """Be a relay on a host, or with a lease a peer, until this process is ended."""
     if lease_s is None:
-        session = open_session(LinkConfig(listen=(endpoint,), **files.server()))
+        session = open_session(LinkConfig(listen=(endpoint,), **files.server(host)))
         token = None
     else:
         session = open_session(LinkConfig(connect=(endpoint,), ca=files.ca, lease_s=lease_s))
@@ -61,9 +66,9 @@ async def _serve_bus(links: LinkConfig) -> None:
         await asyncio.Event().wait()
 
 
-def _started(*arguments: str, **environment: str) -> subprocess.Popen[str]:
+def _started(*arguments: str, prefix: Sequence[str] = (), **environment: str) -> subprocess.Popen[str]:
     process = subprocess.Popen(
-        [sys.executable, "-P", "-m", "lost_links", *arguments],
+        [*prefix, sys.executable, "-P", "-m", "lost_links", *arguments],
         stdout=subprocess.PIPE,
         text=True,
         env={**os.environ, **environment},
@@ -97,16 +102,25 @@ def _known_after_s(watcher: zenoh.Session, arguments: tuple[str, ...], number: s
         watch.undeclare()
 
 
-async def _gone_after_s(bus: Bus, arguments: tuple[str, ...], *, silent_s: float) -> float:
-    """Seconds from the kill of a peer until PeerGone. ``silent_s``: since its last message, before that."""
+async def _gone_after_s(
+    bus: Bus,
+    arguments: tuple[str, ...],
+    lose: Callable[[subprocess.Popen[str]], None],
+    *,
+    host: Host | None,
+    silent_s: float,
+) -> float:
+    """Seconds from when a peer is lost until PeerGone. ``silent_s``: since its last message, before that. ``host``: of
+    the peer, else this one."""
     with bus.subscribe(ToController) as inbox:
-        peer = await asyncio.to_thread(_started, *arguments, **{SWITCH: "1"})
+        prefix = () if host is None else host.machine_prefix
+        peer = await asyncio.to_thread(_started, *arguments, prefix=prefix, **{SWITCH: "1"})
         try:
             async with asyncio.timeout(_PATIENCE_S):
                 assert isinstance(await inbox.get(), Control)
             await asyncio.sleep(silent_s)
             began_s = time.monotonic()
-            peer.kill()
+            lose(peer)
             async with asyncio.timeout(bus.lease_s + _PATIENCE_S):
                 assert isinstance(await inbox.get(), PeerGone)
             return time.monotonic() - began_s
@@ -115,12 +129,27 @@ async def _gone_after_s(bus: Bus, arguments: tuple[str, ...], *, silent_s: float
             peer.wait()
 
 
-async def _measure_bus(links: LinkConfig, arguments: tuple[str, ...], lease_s: float, repeats: int) -> None:
-    """Measure and print what a bus with a lease reports of a peer that is killed."""
+async def _measure_bus(
+    links: LinkConfig, arguments: tuple[str, ...], lease_s: float, repeats: int, far: Host | None = None
+) -> None:
+    """Measure and print what a bus with a lease reports of a peer that is killed, or that is on a host ``far`` whose
+    link is cut."""
+
+    def lose(peer: subprocess.Popen[str]) -> None:
+        if far is None:
+            peer.kill()
+        else:
+            set_link(far, up=False)
+
+    how = "SIGKILL" if far is None else "link down"
     async with connect(_JOB, network=NetworkConfig(links=links), security="none") as bus:
         for what, silent_s in (("right after a message", 0.0), (f"silent for {1.5 * lease_s:g} s", 1.5 * lease_s)):
-            taken_s = [await _gone_after_s(bus, arguments, silent_s=silent_s) for _ in range(repeats)]
-            _show(f"bus, lease {lease_s:g} s, SIGKILL, {what}", taken_s)
+            taken_s = []
+            for _ in range(repeats):
+                taken_s.append(await _gone_after_s(bus, arguments, lose, host=far, silent_s=silent_s))
+                if far is not None:
+                    set_link(far, up=True)
+            _show(f"bus, lease {lease_s:g} s, {how}, {what}", taken_s)
 
 
 def _show(what: str, taken_s: list[float]) -> None:
@@ -128,11 +157,30 @@ def _show(what: str, taken_s: list[float]) -> None:
     print(f"{what}: {shown} of {len(taken_s)}", flush=True)
 
 
+def _measure_cable(folder: Path, leases_s: Sequence[float], repeats: int) -> None:
+    """Measure a bus that loses a peer on another host by its cable."""
+    with two_hosts() as (near, far):
+        enter_host(near)  # before any thread of Zenoh's
+        files, endpoint = TlsFiles(folder), f"tls/{near.address}:{free_port()}"
+        place = ("--folder", str(folder), "--host", near.address, "--serve", endpoint)
+        relay = _started(*place)
+        try:
+            for lease_s in leases_s:
+                links = LinkConfig(connect=(endpoint,), ca=files.ca, lease_s=lease_s)
+                arguments = (*place, "--lease", f"{lease_s:g}", "--bus")
+                asyncio.run(_measure_bus(links, arguments, lease_s, repeats, far))
+        finally:
+            relay.kill()
+            relay.wait()
+
+
 def main() -> None:
     """Measure, and print a line for each case."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--lease", type=float, action="append", help="may be repeated; by default 2 and 10")
+    parser.add_argument("--cable", action="store_true", help="cut the link of the peer's host instead")
+    parser.add_argument("--host", default=HOST, help=argparse.SUPPRESS)
     parser.add_argument("--serve", metavar="ENDPOINT", help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     parser.add_argument("--bus", action="store_true", help=argparse.SUPPRESS)
@@ -142,16 +190,19 @@ def main() -> None:
         asyncio.run(_serve_bus(LinkConfig(connect=(asked.serve,), ca=ca, lease_s=asked.lease[0])))
         return
     if asked.serve:
-        _serve(asked.serve, TlsFiles(Path(asked.folder)), lease_s=asked.lease[0] if asked.lease else None)
+        _serve(asked.serve, TlsFiles(Path(asked.folder)), asked.host, lease_s=asked.lease[0] if asked.lease else None)
         return
+    leases_s = asked.lease or (2.0, 10.0)
     with tempfile.TemporaryDirectory() as folder:
+        if asked.cable:
+            _measure_cable(Path(folder), leases_s, asked.repeats)
+            return
         files, endpoint = TlsFiles(Path(folder)), f"tls/{HOST}:{free_port()}"
-        files.server()
         place = ("--folder", folder, "--serve", endpoint)
         relay = _started(*place)
         watcher = open_session(LinkConfig(connect=(endpoint,), ca=files.ca))
         try:
-            for lease_s in asked.lease or (2.0, 10.0):
+            for lease_s in leases_s:
                 arguments = (*place, "--lease", f"{lease_s:g}")
                 for number in (signal.SIGKILL, signal.SIGSTOP):
                     taken_s = [_known_after_s(watcher, arguments, number) for _ in range(asked.repeats)]

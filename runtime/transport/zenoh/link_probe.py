@@ -25,6 +25,10 @@ _PLAIN_S = 1.0  # after which an end of a link without TLS has shown that it doe
 # same kind and a flag. No extension: nothing is offered.
 _INIT, _IS_ANSWER, _KIND, _VERSION, _CLIENT_ID_16 = 0x01, 0x20, 0x1F, 9, 0xF2
 _LENGTH_BYTES = 2  # before each message on TCP
+_NO_TLS = (
+    "the port is open, and nothing there answers to TLS",
+    "Is host and port right? It must be a relay's. One that very many dial at the same time answers late",
+)
 _PROXIES = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
 
 
@@ -59,7 +63,7 @@ def find_fault(endpoint: LinkEndpoint, links: LinkConfig) -> LinkFault:
             _wrong_tls(connection, endpoint, links) if endpoint.scheme == "tls" else plain_fault(connection, _PLAIN_S)
         )
     if wrong is not None:
-        return LinkFault(endpoint, *wrong)
+        return LinkFault(endpoint, *wrong, may_pass=wrong == _NO_TLS)
     return LinkFault(
         endpoint,
         "the port is open, and no session of Zenoh comes of it",
@@ -159,7 +163,7 @@ def _wrong_tls(connection: socket.socket, endpoint: LinkEndpoint, links: LinkCon
                 "Have it listen on tls/ there, with a certificate of 'gradbus keys tls HOST'. Or, on a network that is "
                 "trusted, write tcp/ instead of tls/, and set bus.tls=false",
             )
-        return "the port is open, and nothing there answers to TLS", "Is host and port right? It must be a relay's"
+        return _NO_TLS
 
 
 def _is_plain_zenoh(endpoint: LinkEndpoint) -> bool:
