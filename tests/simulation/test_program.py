@@ -20,11 +20,11 @@ def test_faults_that_were_found_do_not_come_back() -> None:
 
 
 def test_a_seed_gives_the_same_digest_in_two_processes_whatever_has_run_before() -> None:
-    """The second process has another hash seed, and has run other seeds before."""
+    """The second process has another hash seed, and has run another seed before."""
     number = len(DRAWN)
     seeds = ["--digests", "--jobs", "1"]
     alone = simulate_afresh(*seeds, "--first", str(number), "--seeds", str(number), hash_seed=0)
-    after = simulate_afresh(*seeds, "--first", str(number - 6), "--seeds", str(number + 6), hash_seed=7)
+    after = simulate_afresh(*seeds, "--first", str(number - 1), "--seeds", str(number + 1), hash_seed=7)
     digests = [
         {line for line in done.stdout.splitlines() if re.fullmatch(r"\d+ \w+ [0-9a-f]{64}", line)}
         for done in (alone, after)
@@ -37,7 +37,7 @@ def test_a_seed_gives_the_same_digest_in_two_processes_whatever_has_run_before()
 def test_seeds_hold_over_a_simulated_relay_and_give_the_same_digest_in_two_processes() -> None:
     over = ["--transport", "zenoh", "--digests", "--jobs", "1"]
     alone = simulate_afresh(*over, "--first", "6", "--seeds", "3", hash_seed=0)
-    after = simulate_afresh(*over, "--first", "0", "--seeds", "9", hash_seed=7)
+    after = simulate_afresh(*over, "--first", "5", "--seeds", "4", hash_seed=7)
     assert alone.returncode == after.returncode == 0, alone.stdout + after.stdout + after.stderr
     digests = [
         {line for line in done.stdout.splitlines() if re.fullmatch(r"\d+ \w+ [0-9a-f]{64}", line)}

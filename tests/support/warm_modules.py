@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import gc
 import importlib
 import os
 import sys
 
+import torch
 from backend_support import HAS_TORCH_BACKEND
 
 from gradbus import loading
+from gradbus.models import data_sets
 
 _PATH = "PYTHONPATH"
 _NAMES = (
@@ -58,6 +61,14 @@ for _name in _NAMES:
 loading.load_bus()
 loading.load_transport()
 loading.load_actors()
+
+# Digits that most commands of tests train with. To draw them takes each process 0.8 s of a core, for the same ones.
+_drawn = data_sets.glyphs  # a function of its arguments alone
+_threads = torch.get_num_threads()
+torch.set_num_threads(1)  # more would start, and no fork has them
+data_sets.glyphs = functools.cache(_drawn)
+data_sets.glyphs()
+torch.set_num_threads(_threads)
 
 # `warm` has put the path there for this module alone: what the children start shall not have it.
 _folders = os.environ.get(_PATH, "").split(os.pathsep)

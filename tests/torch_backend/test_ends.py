@@ -6,9 +6,11 @@ import contextlib
 import json
 import os
 import re
+import select
 import signal
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -122,29 +124,53 @@ def test_who_ends_without_destroying_the_group_leaves_in_order() -> None:
     assert "rank 1: its program has ended without destroy_process_group" in first["text"]
 
 
-def ended(program: str, world: int, folder: Path) -> list[tuple[int, str, str]]:
-    """Have ranks run a program, train.py. Returns the exit code of each, its stdout and its stderr."""
-    (folder / "train.py").write_text(program)
-    (folder / "store").unlink(missing_ok=True)
-    environment = {
-        **os.environ,
-        "GRADBUS_BUS__DOMAIN": str(new_domain()),
-        "GRADBUS_BUS__LEASE_S": str(LEASE_S),
-    }
-    command = [sys.executable, "-P", str(ENDING_RANKS), "train.py", str(world), str(folder)]
-    ranks = subprocess.Popen(
-        command, env=environment, cwd=folder, stdout=subprocess.PIPE, text=True, start_new_session=True
-    )
-    try:
-        codes = json.loads(ranks.communicate(timeout=90.0)[0])
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(ranks.pid, signal.SIGKILL)
-        ranks.communicate()
-    return [
-        (code, (folder / f"{rank}.out").read_text(), (folder / f"{rank}.err").read_text())
-        for rank, code in enumerate(codes)
-    ]
+@pytest.fixture(scope="module")
+def starter() -> Iterator[subprocess.Popen[str]]:
+    """The interpreter that ranks are forked from: it loads torch once, for 3 s."""
+    command = [sys.executable, "-P", str(ENDING_RANKS)]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        try:
+            yield process
+            assert process.stdin is not None
+            process.stdin.close()
+            assert process.wait(30.0) == 0
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # and ranks that have not ended
+
+
+Ended = list[tuple[int, str, str]]
+Ends = Callable[[str, int], Ended]
+
+
+@pytest.fixture
+def ended(starter: subprocess.Popen[str], tmp_path: Path) -> Ends:
+    """Have so many ranks run a program, train.py. Returns the exit code of each, its stdout and its stderr."""
+
+    def run(program: str, world: int) -> Ended:
+        (tmp_path / "train.py").write_text(program)
+        (tmp_path / "store").unlink(missing_ok=True)
+        environment = {
+            **os.environ,
+            "GRADBUS_BUS__DOMAIN": str(new_domain()),
+            "GRADBUS_BUS__LEASE_S": str(LEASE_S),
+        }
+        started = {"folder": str(tmp_path), "program": "train.py", "world": world, "environment": environment}
+        assert starter.stdin is not None
+        assert starter.stdout is not None
+        starter.stdin.write(f"{json.dumps(started)}\n")
+        starter.stdin.flush()
+        readable, _, _ = select.select([starter.stdout], [], [], 90.0)
+        assert readable, "ranks have not ended within 90 s"
+        codes = json.loads(starter.stdout.readline())
+        return [
+            (code, (tmp_path / f"{rank}.out").read_text(), (tmp_path / f"{rank}.err").read_text())
+            for rank, code in enumerate(codes)
+        ]
+
+    return run
 
 
 # Rank 1 has a bug, with a `finally` that leaves in order, or without one. Rank 0 needs it.
@@ -169,9 +195,9 @@ finally:
 """
 
 
-def test_the_others_are_told_what_a_rank_failed_with(tmp_path: Path) -> None:
+def test_the_others_are_told_what_a_rank_failed_with(ended: Ends) -> None:
     """Also where the failed one leaves the group as it fails, or not at all."""
-    told = [err for _, _, err in ended(FAILING, 3, tmp_path)]
+    told = [err for _, _, err in ended(FAILING, 3)]
     for text in told[1:]:
         assert text.strip().splitlines()[-1].endswith("ValueError: a bad batch")
     last = told[0].strip().splitlines()[-1]
@@ -204,11 +230,11 @@ if sys.argv[2] == "1":
 
 
 def test_a_rank_that_finds_the_store_of_the_group_before_is_told_what_to_do(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ended: Ends, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with kept_ports(1) as (port,):
         monkeypatch.setenv("MASTER_PORT", str(port))
-        (first, _, why), (second, _, err) = ended(SUCCESSOR, 2, tmp_path)
+        (first, _, why), (second, _, err) = ended(SUCCESSOR, 2)
     assert (first, second) == (0, 1), f"{why}\n{err}"
     last = err.strip().splitlines()[-1]
     assert f"DistBackendError: [Rank 1] process group 'world': the store at 127.0.0.1:{port} has gone before" in last
@@ -234,15 +260,15 @@ ended_s.append(time.monotonic())
 """
 
 
-def test_a_program_that_forgets_its_groups_ends_in_order(tmp_path: Path) -> None:
+def test_a_program_that_forgets_its_groups_ends_in_order(ended: Ends) -> None:
     """With exit code 0, soon, and without a word, on all ranks."""
-    assert soonest(lambda: forgetful(tmp_path), AT_ONCE_S) < AT_ONCE_S
+    assert soonest(lambda: forgetful(ended), AT_ONCE_S) < AT_ONCE_S
 
 
-def forgetful(folder: Path) -> float:
+def forgetful(ended: Ends) -> float:
     """Seconds from the end of the program to that of its groups, on the slower rank."""
     taken_s = []
-    for code, said, complaints in ended(FORGETFUL, 2, folder):
+    for code, said, complaints in ended(FORGETFUL, 2):
         assert complaints == ""
         assert code == 0
         done, left = said.splitlines()

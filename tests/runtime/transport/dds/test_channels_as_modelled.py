@@ -119,11 +119,15 @@ def test_a_sample_may_overtake_one_that_was_written_before_it_to_another_topic(s
     writer, reader = start(loss_per_mille=100), start()
     large, small = Channel("large"), Channel("small")
     joined(writer, reader, large, small)
-    writer.write_by_turns(["large", "small"], *range(30), sizes=[400_000, 16])
-    came = reader.take_all(["large", "small"])
-    assert [number for key, number in came if key == "large"] == list(range(30))
-    assert [number for key, number in came if key == "small"] == list(range(30))
-    assert any(came.index(("small", number)) < came.index(("large", number)) for number in range(30))
+
+    def overtakes(numbers: range) -> bool:
+        writer.write_by_turns(["large", "small"], *numbers, sizes=[400_000, 16])
+        came = reader.take_all(["large", "small"])
+        for key in ("large", "small"):
+            assert [number for one, number in came if one == key] == list(numbers)
+        return any(came.index(("small", number)) < came.index(("large", number)) for number in numbers)
+
+    assert any(overtakes(numbers) for numbers in batches()), "rule 2 says too much"
 
 
 def test_a_sample_may_overtake_one_that_another_writer_of_the_topic_has_written_before_it(start: Start) -> None:
@@ -136,12 +140,23 @@ def test_a_sample_may_overtake_one_that_another_writer_of_the_topic_has_written_
         writer.wait_matched(key, 1)
     writer.write("first", 1000)
     (_, first), *_ = wait_with_sources(reader, [1000])
-    writer.write_by_turns(["first", "second"], *range(30), sizes=[400_000, 16])
-    came = wait_with_sources(reader, [*range(30), *range(30)])
-    assert [number for number, source in came if source == first] == list(range(30))
-    assert [number for number, source in came if source != first] == list(range(30))
-    of_first = {number: place for place, (number, source) in enumerate(came) if source == first}
-    assert any(place < of_first[number] for place, (number, source) in enumerate(came) if source != first)
+
+    def overtakes(numbers: range) -> bool:
+        writer.write_by_turns(["first", "second"], *numbers, sizes=[400_000, 16])
+        came = wait_with_sources(reader, [*numbers, *numbers])
+        of_first, of_second = (
+            {number: place for place, (number, source) in enumerate(came) if (source == first) == is_first}
+            for is_first in (True, False)
+        )
+        assert list(of_first) == list(of_second) == list(numbers)
+        return any(of_second[number] < of_first[number] for number in numbers)
+
+    assert any(overtakes(numbers) for numbers in batches()), "rule 2 says too much"
+
+
+def batches() -> Iterator[range]:
+    """Numbers of samples, for what may happen and need not: chance decides which packets are lost."""
+    return (range(first, first + 10) for first in range(0, 300, 10))
 
 
 def wait_with_sources(reader: ChannelNode, numbers: list[int]) -> list[tuple[int, int]]:
