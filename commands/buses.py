@@ -100,9 +100,10 @@ def lease_of(settings: BusSettings) -> float | None:
 
 
 def open_bus(
-    settings: BusSettings, *, observes: bool = False, rank: int | None = None
+    settings: BusSettings, *, observes: bool = False, rank: int | None = None, first_link_s: float | None = None
 ) -> AbstractAsyncContextManager[Bus]:
-    """The bus that the settings describe. ``observes``: to receive only. ``rank``: as for :func:`check`."""
+    """The bus that the settings describe. ``observes``: to receive only. ``rank``: as for :func:`check`.
+    ``first_link_s``: as of :func:`.runtime.bus.bus.connect`."""
     from gradbus.runtime.bus.bus import connect
 
     security = _security(settings, rank)
@@ -113,4 +114,5 @@ def open_bus(
         stall_timeout_s=settings.stall_timeout_s,
         faults=settings.faults,
         security=replace(security, role="observer") if observes else security,
+        first_link_s=first_link_s,
     )

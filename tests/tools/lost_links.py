@@ -1,10 +1,11 @@
 """How soon a lost peer is known over Zenoh: PYTHONPATH=tests/tools:tests/support .venv/bin/python -P -m lost_links.
 
-A relay, a peer and a process that watches it, on loopback, with TLS. The peer is killed (its connection closes), or
-stopped (its connection stands, and nothing comes: as when a cable is pulled). Printed are seconds from the signal on:
-``session``, until the watcher's session reports the end of the link; ``bus``, until its bus reports PeerGone, which is
-what users of gradbus get. On the bus the peer counts as one of another machine (GRADBUS_PORTABLE), and is killed right
-after its last message, or when it has sent none for longer than the lease.
+A relay (``gradbus relay``), a peer and a process that watches it, on loopback, with TLS. The peer is killed (its
+connection closes), or stopped (its connection stands, and nothing comes: as when a cable is pulled). Printed are seconds
+from the signal on: ``session``, until the watcher's session reports the end of the link; ``bus``, until its bus reports
+PeerDisconnected, upon which a controller stops waiting for it, and PeerGone, upon which groups go on without it. On the
+bus the peer counts as one of another machine (GRADBUS_PORTABLE), and is killed right after its last message. With
+``--gone`` PeerGone is waited for as well, which takes the lease each time.
 """
 
 from __future__ import annotations
@@ -24,29 +25,27 @@ from pathlib import Path
 import zenoh
 from bus_helpers import CLIENT, reads
 from ports import free_port
+from relay_scene import RelayProcess, tls_arguments
 from tls_scene import HOST, TlsFiles
 
-from gradbus.runtime.bus.bus import Bus, PeerGone, connect
+from gradbus.runtime.bus.bus import Bus, connect
 from gradbus.runtime.fast_paths import SWITCH
 from gradbus.runtime.network.links import LinkConfig
 from gradbus.runtime.network.network_config import NetworkConfig
 from gradbus.runtime.transport.channels import ToController
 from gradbus.runtime.transport.zenoh.session import open_session
 from gradbus.runtime.wire.control import Leave
-from gradbus.runtime.wire.messages import Control
+from gradbus.runtime.wire.messages import Control, PeerDisconnected, PeerGone
 
-_TOKEN, _JOB = "lost-links/peer", "lost-links"
+_JOB = "lost-links"
+_TOKEN = f"gradbus/1/{_JOB}/a/out/peer"  # a relay passes on what is of a job
 _PATIENCE_S = 30.0  # beyond the lease
 
 
-def _serve(endpoint: str, files: TlsFiles, *, lease_s: float | None) -> None:
-    """Be a relay, or with a lease a peer, until this process is ended."""
-    if lease_s is None:
-        session = open_session(LinkConfig(listen=(endpoint,), **files.server()))
-        token = None
-    else:
-        session = open_session(LinkConfig(connect=(endpoint,), ca=files.ca, lease_s=lease_s))
-        token = session.liveliness().declare_token(_TOKEN)
+def _serve(endpoint: str, files: TlsFiles, *, lease_s: float) -> None:
+    """Be a peer until this process is ended."""
+    session = open_session(LinkConfig(connect=(endpoint,), ca=files.ca, lease_s=lease_s))
+    token = session.liveliness().declare_token(_TOKEN)
     print("ready", flush=True)
     signal.pause()
     del token  # without a reference it is withdrawn
@@ -97,30 +96,36 @@ def _known_after_s(watcher: zenoh.Session, arguments: tuple[str, ...], number: s
         watch.undeclare()
 
 
-async def _gone_after_s(bus: Bus, arguments: tuple[str, ...], *, silent_s: float) -> float:
-    """Seconds from the kill of a peer until PeerGone. ``silent_s``: since its last message, before that."""
+async def _known_to_bus_s(bus: Bus, arguments: tuple[str, ...], *, gone: bool) -> tuple[float, float | None]:
+    """Seconds from the kill of a peer until PeerDisconnected, and until PeerGone (None: not waited for)."""
     with bus.subscribe(ToController) as inbox:
         peer = await asyncio.to_thread(_started, *arguments, **{SWITCH: "1"})
         try:
             async with asyncio.timeout(_PATIENCE_S):
                 assert isinstance(await inbox.get(), Control)
-            await asyncio.sleep(silent_s)
             began_s = time.monotonic()
             peer.kill()
             async with asyncio.timeout(bus.lease_s + _PATIENCE_S):
+                assert isinstance(await inbox.get(), PeerDisconnected)
+                disconnected_s = time.monotonic() - began_s
+                if not gone:
+                    return disconnected_s, None
                 assert isinstance(await inbox.get(), PeerGone)
-            return time.monotonic() - began_s
+                return disconnected_s, time.monotonic() - began_s
         finally:
             peer.kill()
             peer.wait()
 
 
-async def _measure_bus(links: LinkConfig, arguments: tuple[str, ...], lease_s: float, repeats: int) -> None:
+async def _measure_bus(
+    links: LinkConfig, arguments: tuple[str, ...], lease_s: float, repeats: int, *, gone: bool
+) -> None:
     """Measure and print what a bus with a lease reports of a peer that is killed."""
     async with connect(_JOB, network=NetworkConfig(links=links), security="none") as bus:
-        for what, silent_s in (("right after a message", 0.0), (f"silent for {1.5 * lease_s:g} s", 1.5 * lease_s)):
-            taken_s = [await _gone_after_s(bus, arguments, silent_s=silent_s) for _ in range(repeats)]
-            _show(f"bus, lease {lease_s:g} s, SIGKILL, {what}", taken_s)
+        taken = [await _known_to_bus_s(bus, arguments, gone=gone) for _ in range(repeats)]
+        _show(f"bus, lease {lease_s:g} s, SIGKILL, PeerDisconnected", [one for one, _ in taken])
+        if gone:
+            _show(f"bus, lease {lease_s:g} s, SIGKILL, PeerGone", [one for _, one in taken if one is not None])
 
 
 def _show(what: str, taken_s: list[float]) -> None:
@@ -133,6 +138,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--lease", type=float, action="append", help="may be repeated; by default 2 and 10")
+    parser.add_argument("--gone", action="store_true", help="wait for PeerGone, too")
+    parser.add_argument("--bus-only", action="store_true", help="leave out what the session reports")
     parser.add_argument("--serve", metavar="ENDPOINT", help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     parser.add_argument("--bus", action="store_true", help=argparse.SUPPRESS)
@@ -142,26 +149,25 @@ def main() -> None:
         asyncio.run(_serve_bus(LinkConfig(connect=(asked.serve,), ca=ca, lease_s=asked.lease[0])))
         return
     if asked.serve:
-        _serve(asked.serve, TlsFiles(Path(asked.folder)), lease_s=asked.lease[0] if asked.lease else None)
+        _serve(asked.serve, TlsFiles(Path(asked.folder)), lease_s=asked.lease[0])
         return
     with tempfile.TemporaryDirectory() as folder:
         files, endpoint = TlsFiles(Path(folder)), f"tls/{HOST}:{free_port()}"
-        files.server()
         place = ("--folder", folder, "--serve", endpoint)
-        relay = _started(*place)
-        watcher = open_session(LinkConfig(connect=(endpoint,), ca=files.ca))
-        try:
-            for lease_s in asked.lease or (2.0, 10.0):
-                arguments = (*place, "--lease", f"{lease_s:g}")
-                for number in (signal.SIGKILL, signal.SIGSTOP):
-                    taken_s = [_known_after_s(watcher, arguments, number) for _ in range(asked.repeats)]
-                    _show(f"session, lease {lease_s:g} s, {number.name}", taken_s)
-                links = LinkConfig(connect=(endpoint,), ca=files.ca, lease_s=lease_s)
-                asyncio.run(_measure_bus(links, (*arguments, "--bus"), lease_s, asked.repeats))
-        finally:
-            watcher.close()
-            relay.kill()
-            relay.wait()
+        with RelayProcess("--listen", endpoint, *tls_arguments(files, clients=False)) as relay:
+            relay.ready()
+            watcher = open_session(LinkConfig(connect=(endpoint,), ca=files.ca))
+            try:
+                for lease_s in asked.lease or (2.0, 10.0):
+                    arguments = (*place, "--lease", f"{lease_s:g}")
+                    for number in () if asked.bus_only else (signal.SIGKILL, signal.SIGSTOP):
+                        taken_s = [_known_after_s(watcher, arguments, number) for _ in range(asked.repeats)]
+                        _show(f"session, lease {lease_s:g} s, {number.name}", taken_s)
+                    links = LinkConfig(connect=(endpoint,), ca=files.ca, lease_s=lease_s)
+                    measuring = _measure_bus(links, (*arguments, "--bus"), lease_s, asked.repeats, gone=asked.gone)
+                    asyncio.run(measuring)
+            finally:
+                watcher.close()
 
 
 if __name__ == "__main__":
