@@ -516,22 +516,18 @@ async def connect(
     fast: bool | None = None,
     faults: str | Faults = "",
     security: Level | Security = "user",
-    first_link_s: float | None = None,
 ) -> AsyncIterator[Bus]:
     """Join a job where everything is loaded already: :func:`gradbus.connect` explains the arguments.
 
-    Args:
-        first_link_s: how long to try again where nothing answers yet; None: as long as members of a job do.
-
     Raises:
         ConfigError: a setting is wrong, or data would leave the machine without protection. BusError: the
-            transport cannot be started. NotReachable: nothing has answered for so long.
+            transport cannot be started. NotReachable: nothing has answered for too long.
     """
     job = default_job() if job is None else job
     check_job(job, domain)
     find = partial(transport_maker, job, domain=domain, network=network, fast=fast, security=security)
     injector = FaultInjector(faults) if faults else None
-    async with _opened(job, find, stall_timeout_s, injector, first_link_s) as bus:
+    async with _opened(job, find, stall_timeout_s, injector, network.first_link_s) as bus:
         yield bus
 
 

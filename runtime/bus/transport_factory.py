@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from gradbus.runtime.errors import BusError, ConfigError, NotReachable
+from gradbus.runtime.errors import ConfigError, NotReachable
 from gradbus.runtime.fast_paths import LOOPBACK
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.needs import import_module

@@ -1,4 +1,4 @@
-"""A process that takes part in a job over a relay, and nothing else, to be killed: ``python session_process.py JSON``."""
+"""A process that takes part in a job over a relay, to be killed: ``python session_process.py JSON``."""
 
 from __future__ import annotations
 

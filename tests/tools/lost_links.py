@@ -1,10 +1,10 @@
 """How soon a lost peer is known over Zenoh: PYTHONPATH=tests/tools:tests/support .venv/bin/python -P -m lost_links.
 
 A relay (``gradbus relay``), a peer and a process that watches it, on loopback, with TLS. The peer is killed (its
-connection closes), or stopped (its connection stands, and nothing comes: as when a cable is pulled). Printed are seconds
-from the signal on: ``session``, until the watcher's session reports the end of the link; ``bus``, until its bus reports
-PeerDisconnected, upon which a controller stops waiting for it, and PeerGone, upon which groups go on without it. On the
-bus the peer counts as one of another machine (GRADBUS_PORTABLE), and is killed right after its last message. With
+connection closes), or stopped (its connection stands, and nothing comes: as when a cable is pulled). Printed are the
+seconds since the signal: ``session``, until the watcher's session reports the end of the link; ``bus``, until its bus
+reports PeerDisconnected, upon which a controller stops waiting for it, or PeerGone, upon which groups go on without it.
+On the bus the peer counts as one of another machine (GRADBUS_PORTABLE), and is killed soon after its last message. With
 ``--gone`` PeerGone is waited for as well, which takes the lease each time.
 """
 
@@ -39,6 +39,7 @@ from gradbus.runtime.wire.messages import Control, PeerDisconnected, PeerGone
 
 _JOB = "lost-links"
 _TOKEN = f"gradbus/1/{_JOB}/a/out/peer"  # a relay passes on what is of a job
+_AGE_S = 0.5  # of a session that is killed: a relay looks for its connection soon after it has opened
 _PATIENCE_S = 30.0  # beyond the lease
 
 
@@ -103,6 +104,7 @@ async def _known_to_bus_s(bus: Bus, arguments: tuple[str, ...], *, gone: bool) -
         try:
             async with asyncio.timeout(_PATIENCE_S):
                 assert isinstance(await inbox.get(), Control)
+            await asyncio.sleep(_AGE_S)
             began_s = time.monotonic()
             peer.kill()
             async with asyncio.timeout(bus.lease_s + _PATIENCE_S):

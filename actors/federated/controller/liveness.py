@@ -323,10 +323,12 @@ class LivenessMonitor:
         If all is done, or ``final``, it is repeated until they have left, as a client that misses it would go on
         waiting. Each client has BYE_S for that from its first message after the end began, so that one that comes only
         now, or was cut off, hears of it, too. Clients that still fetch the last model have LAST_MODEL_S for it, from
-        its last progress on. Else it is sent once: they are to wait. With ``linger`` it is repeated for a while also without known clients, for a
-        controller that has just started: those that come meanwhile get their Welcome, and then this. That is over once
-        as many clients as are expected have been here and have left. Clients may be matched and have yet to join, which
-        takes seconds over a lossy link: it waits for them as long as for a client that is silent.
+        its last progress on. Else it is sent once: they are to wait.
+
+        With ``linger`` it is repeated for a while also without known clients, for a controller that has just started:
+        those that come meanwhile get their Welcome, and then this. That is over once as many clients as are expected
+        have been here and have left. Clients may be matched and have yet to join, which takes seconds over a lossy
+        link: it waits for them as long as for a client that is silent.
         """
         now_s = time.monotonic()
         bye_s, fetching = BYE_S if ok or final else 0.0, _Delivery(self._context.bus, now_s)

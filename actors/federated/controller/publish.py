@@ -1,7 +1,7 @@
 """Publishing of the global model: in full or as a compressed difference, resent where it is missing.
 
 Clients of this machine that read the controller's memory find it there, once for all of them. Frames are sent only if
-there are other clients, or none yet, and to clients that request them and to whom they are not on the way (:mod:`.on_the_way`).
+there are other clients, or none yet, and to clients that request them, unless they are on the way (:mod:`.on_the_way`).
 """
 
 from __future__ import annotations

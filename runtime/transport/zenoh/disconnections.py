@@ -1,22 +1,22 @@
 """Which sessions of a relay have been closed by their hosts and have not come back: plain decisions, without a clock.
 
 **Theory of operation.** When a process ends, however it ends, its kernel closes its connections, and the relay knows it
-within milliseconds (FIN, or RST where data was waiting there). A cable that is pulled, a machine without power, a router
-that forgets a connection at one end close nothing: the relay breaks such a link itself, after the lease. So these two
-are told apart by the state of the connection at the relay (:meth:`~gradbus.commands.relay.connections.TcpConnection
-.closed_by_peer`), and only the first is passed on: the relay publishes it under the token of the session.
+within milliseconds (FIN, or RST where data was waiting). A cable that is pulled, a machine without power, a router
+that forgets a connection at one end close nothing: the relay breaks such a link itself, after the lease. The state of
+the connection at the relay tells these two apart (:mod:`gradbus.commands.relay.connections`). Only the first is passed
+on: the relay publishes it under the token of the session.
 
 Three things look the same and are not the end of a process:
 
 * A process gives up its link because nothing came from the relay for the relay's lease. What closes the connection then
-  arrives late, when the link works again. But the relay has sent keep-alives meanwhile that were never acknowledged, so
+  arrives late, when the link works again. But meanwhile the relay has sent keep-alives that were never acknowledged, so
   its kernel was repeating them: a connection on which something is being repeated says nothing.
 * A proxy or router on the way closes both halves of a connection that works. Its process dials again at once, which
   takes four round trips. So a session has :func:`redial_s` to come back: 0.04 s on a network whose round trips are
   short, some tenths of a second across a continent. No rule could be faster and right.
-* The same, and dialling again takes longer, as with a proxy that starts again. That cannot be known in time, by anybody.
-  So others take the news for what it is: this peer is not here now. They stop waiting for it, and go on with it when it
-  sends again. What cannot be undone, such as the end of a group of ranks, waits for the lease as before.
+* The same, and dialling again takes longer, as with a proxy that starts again. Nobody can know that in time. So others
+  take the news for what it is: this peer is not here now. They stop waiting for it, and go on with it when it sends
+  again. What cannot be undone, such as the end of a group of ranks, waits for the lease as before.
 """
 
 from __future__ import annotations

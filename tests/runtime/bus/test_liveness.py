@@ -168,7 +168,9 @@ def test_who_was_last_heard_on_a_channel_that_is_read_no_more_goes_with_its_othe
     assert registry.left(["of all"], channel="clients") == [PeerGone(7, 70)]
 
 
-def test_a_process_elsewhere_whose_host_has_closed_its_connection_is_reported_at_once_and_gone_after_the_lease() -> None:
+def test_a_process_elsewhere_whose_host_has_closed_its_connection_is_reported_at_once_and_gone_after_the_lease() -> (
+    None
+):
     world = World()
     world.says(ELSEWHERE)
     assert world.liveness.disconnected({WRITER}) == [], "it is there"

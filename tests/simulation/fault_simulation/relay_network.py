@@ -329,7 +329,7 @@ class RelayNetwork:
                 self._close_connection(session)
 
     def _close_connection(self, session: RelayedSession) -> None:
-        """Break a link as the end of its process does: the relay knows, and tells the others if it does not come back."""
+        """Break a link as the end of its process does: the relay tells the others if it does not come back."""
         announced = [(one.job, one.own) for one in self._transports if one.session is session]
         was_linked = session.is_linked
         session.break_link()
