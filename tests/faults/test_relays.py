@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +15,8 @@ from typing import Any, NamedTuple
 
 import pytest
 from federation import Federation, Node, finish
+from ports import kept_ports
+from relay_scene import RelayProcess
 from safetensors.torch import load_file
 from tcp_proxy import TcpProxy
 from torch import Tensor
@@ -108,6 +111,39 @@ def test_a_run_whose_relay_is_killed_again_and_again_has_the_bits_of_an_unbroken
 
     unbroken = run(ports, rounds, tmp_path / "unbroken", lambda controller, clients: None)
     check_equal(run(ports, rounds, tmp_path / "broken", breaks), unbroken, rounds)
+
+
+def test_a_round_goes_on_at_once_without_a_client_that_is_killed_behind_a_relay(tmp_path: Path) -> None:
+    """Long before its lease, and the deadline of the round. Its next start takes part again."""
+    rounds = 3
+    gate = tmp_path / "gate"
+    with (
+        kept_ports(1) as (port,),
+        RelayProcess("--listen", f"tcp/127.0.0.1:{port}") as relay,
+        Federation(
+            domain=0,
+            silence_s=10 * LEASE_S,
+            is_remote=True,
+            network={"shared_memory": False, "connect": f"tcp/127.0.0.1:{port}"},
+        ) as federation,
+    ):
+        relay.ready()
+        controller = federation.controller(
+            rounds=rounds, clients__num=CLIENTS, clients__min=CLIENTS - 1, round__timeout_s=10 * LEASE_S
+        )
+        never = {"2": str(tmp_path / "never")}
+        clients = [federation.client(number, hold={"3": str(gate)}) for number in range(CLIENTS - 1)]
+        killed = federation.client(CLIENTS - 1, hold=never)
+        killed.wait_for("training", PATIENCE_S, round=2)
+        killed.signal(signal.SIGKILL)
+        report = controller.wait_for("round", PATIENCE_S, round_id=2)
+        assert report["clients"] == [0, 1]
+        assert report["dropped"] == {"client silent": 1}
+        again = federation.client(CLIENTS - 1)
+        relay.wait_for("session joined", count=CLIENTS + 2)
+        gate.touch()
+        reports = finish(controller, *clients, again)
+    assert [one["attempt"] for one in reports] == [1] * rounds
 
 
 @pytest.mark.parametrize("who", ["the controller", "a client"])
