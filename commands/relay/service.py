@@ -200,7 +200,9 @@ class Relay:
                     await self._disconnected.wait()
             self._disconnected.clear()
             for peer in self._disconnections.take_due(time.monotonic()):
-                await asyncio.to_thread(self._router.announce_disconnected, peer)
+                jobs = await asyncio.to_thread(self._router.announce_disconnected, peer)
+                if jobs and self._may_write():
+                    log.info("disconnection announced", peer=peer, jobs=jobs)
 
     async def _follow_jobs(self) -> None:
         """Log which jobs new sessions take part in."""

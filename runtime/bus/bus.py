@@ -314,7 +314,9 @@ class Bus:
     ) -> Subscription:
         """Messages of these kinds: TrainCmd, ClientUpdate, ModelBlob, and Control messages of ranks (Control), to the
         controller (ToController), to all clients (ToClients), and to one process of clients (Inbox). With any of these
-        comes PeerGone, and with ToController PeerDisconnected: the others wait until it is certain.
+        comes PeerGone, and with ToController PeerDisconnected: the others wait until it is certain. Both are of senders
+        whose control messages have been received: a TrainCmd does not name its sender, and no client obeys one before
+        its Welcome, which does.
 
         Args:
             only: whether a message is wanted; what is not, wakes none of the many actors that may share a bus.
