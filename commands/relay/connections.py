@@ -23,10 +23,11 @@ _TCP_INFO_BYTES = 232  # of struct tcp_info; an older kernel returns less
 _ACKED_AND_RECEIVED = struct.Struct("=QQ")  # tcpi_bytes_acked, tcpi_bytes_received
 _OFFSET = 120
 _STATE, _RETRANSMITS = 0, 2  # tcpi_state, tcpi_retransmits: a byte each
-_ROUND_TRIP_US = struct.Struct("=I")  # tcpi_rtt
-_ROUND_TRIP_OFFSET = 68
+_NUMBER = struct.Struct("=I")
+_LAST_ACK_MS, _ROUND_TRIP_US = 56, 68  # tcpi_last_ack_recv, tcpi_rtt
 # States of a connection whose other end has closed it: by RST; by FIN, and this end not yet; and this end, too.
 _CLOSED_THERE = frozenset({7, 8, 9})  # TCP_CLOSE, TCP_CLOSE_WAIT, TCP_LAST_ACK
+FRESH_MS = 2_000  # what has waited longer in the kernel is of a time in which this process stood still
 
 
 class TcpConnection:
@@ -50,18 +51,21 @@ class TcpConnection:
     def closed_by_peer(self) -> bool:
         """Return whether the other end has closed the connection while it worked, as a kernel does when a process ends.
 
-        False, too: this end has closed it first, after a lease without a sign of life; or what this end has sent is
-        being repeated, so that the link was broken before.
+        False, too: this end has closed it first, after a lease without a sign of life; what this end has sent is being
+        repeated, so that the link was broken before; or it was closed a while ago, while this process stood still,
+        which may be why.
         """
         info = self._info()
-        return len(info) > _RETRANSMITS and info[_STATE] in _CLOSED_THERE and not info[_RETRANSMITS]
+        if len(info) < _ROUND_TRIP_US or info[_STATE] not in _CLOSED_THERE or info[_RETRANSMITS]:
+            return False
+        return int(_NUMBER.unpack_from(info, _LAST_ACK_MS)[0]) <= FRESH_MS
 
     @property
     def round_trip_s(self) -> float:
         """Return the round trip as the kernel has measured it; 0: it has not."""
         info = self._info()
-        has_it = len(info) >= _ROUND_TRIP_OFFSET + _ROUND_TRIP_US.size
-        return 1e-6 * _ROUND_TRIP_US.unpack_from(info, _ROUND_TRIP_OFFSET)[0] if has_it else 0.0
+        has_it = len(info) >= _ROUND_TRIP_US + _NUMBER.size
+        return 1e-6 * _NUMBER.unpack_from(info, _ROUND_TRIP_US)[0] if has_it else 0.0
 
     def _info(self) -> bytes:
         """Return the kernel's struct tcp_info; empty: the descriptor is closed, or the system has none."""

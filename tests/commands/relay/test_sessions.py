@@ -16,7 +16,7 @@ import pytest
 from patience import until
 from prometheus_client.parser import text_string_to_metric_families
 
-from gradbus.commands.relay import metrics
+from gradbus.commands.relay import connections, metrics
 from gradbus.commands.relay.connections import canonical, find_connections
 from gradbus.commands.relay.probes import Answers, serving
 from gradbus.commands.relay.sessions import MAX_NODES, OTHER_NODES, CarriedBytes, NodeTotals, Sessions
@@ -315,6 +315,20 @@ def test_the_kernel_knows_which_end_of_a_connection_has_closed_it_first(
         assert connection.closed_by_peer() is is_by_peer
         connection.close()
         assert not connection.closed_by_peer()
+
+
+def test_a_connection_that_was_closed_while_the_relay_stood_still_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        client = socket.create_connection(server.getsockname())
+        accepted, (host, port) = server.accept()
+    with client, accepted:
+        connection = find_connections([f"{host}:{port}"])[f"{host}:{port}"]
+        client.close()
+        assert accepted.recv(1) == b""
+        assert connection.closed_by_peer()
+        monkeypatch.setattr(connections, "FRESH_MS", 20)
+        until(lambda: not connection.closed_by_peer())
+        connection.close()
 
 
 def test_descriptors_that_are_no_sockets_are_left_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
