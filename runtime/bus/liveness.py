@@ -5,7 +5,7 @@ bus closes. The *transport* says that a writer is gone: when its lease ran out, 
 stopped, had no turn or was cut off; when its process said goodbye; and, on DDS, when anybody has sent the 84 bytes of
 such a goodbye in its name, for discovery is not sealed. So what a transport says is a doubt, and becomes a fact when
 nothing comes for a lease. A transport over connections also says that the host of a writer has closed its connection,
-which is more than a doubt and less than a fact (:class:`.messages.PeerDisconnected`).
+which is more than a doubt and less than a fact (:class:`~gradbus.runtime.wire.messages.PeerDisconnected`).
 
 Who is on this machine is gone when the kernel says so. The transport counts only where such a process lives on and has
 left the bus without announcing it: then nothing comes for a good while, although it runs.

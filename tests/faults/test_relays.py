@@ -182,7 +182,7 @@ def test_between_machines_a_client_that_is_cut_off_is_waited_for_and_one_that_is
         far.wait_for("training", PATIENCE_S, round=3)
         far.signal(signal.SIGKILL)
         assert controller.wait_for("round", PATIENCE_S, round_id=3)["clients"] == [0]
-        finish(controller, near)
+        near.wait()  # the controller stays for a while, as the other one may come back
 
 
 @pytest.mark.parametrize("who", ["the controller", "a client"])
