@@ -100,16 +100,17 @@ def lease_of(settings: BusSettings) -> float | None:
 
 
 def open_bus(
-    settings: BusSettings, *, observes: bool = False, rank: int | None = None
+    settings: BusSettings, *, observes: bool = False, rank: int | None = None, first_link_s: float | None = None
 ) -> AbstractAsyncContextManager[Bus]:
-    """The bus that the settings describe. ``observes``: to receive only. ``rank``: as for :func:`check`."""
+    """The bus that the settings describe. ``observes``: to receive only. ``rank``: as for :func:`check`.
+    ``first_link_s``: as of :class:`NetworkConfig`."""
     from gradbus.runtime.bus.bus import connect
 
     security = _security(settings, rank)
     return connect(
         settings.job,
         domain=settings.domain,
-        network=NetworkConfig.of(settings),
+        network=replace(NetworkConfig.of(settings), first_link_s=first_link_s),
         stall_timeout_s=settings.stall_timeout_s,
         faults=settings.faults,
         security=replace(security, role="observer") if observes else security,

@@ -309,7 +309,13 @@ def load(
 def _owner_of(kind: type[Settings], path: Path | None) -> str:
     """Return the command whose configuration this file is, if it has a section that only another kind has, or settings
     of clients without the section of this kind; else ""."""
-    owners = {"federated": "controller", "client": "client", "parallel": "worker", "aggregator": "aggregator"}
+    owners = {
+        "federated": "controller",
+        "client": "client",
+        "parallel": "worker",
+        "aggregator": "aggregator",
+        "relay": "relay",
+    }
     sections: dict[str, Any] = {}
     with contextlib.suppress(ConfigError):  # of which the caller has an error already
         sections = {} if path is None else read_settings(path)

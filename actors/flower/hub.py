@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from gradbus.actors.federated.controller.clients import ClientRegistry, ExpectedModel, HelloAnswer
 from gradbus.actors.federated.controller.liveness import BeatClock, DuplicateControllers, claim_job
+from gradbus.actors.federated.controller.on_the_way import OnTheWay
 from gradbus.actors.federated.controller.resend_queue import RESEND_FRAMES, RESEND_TIMES, ResendQueue
 from gradbus.actors.federated.controller.uploads import REPEATED, UNEXPECTED, IncomingUpload, RequestedUpload, Uploads
 from gradbus.actors.flower.protocol import (
@@ -63,6 +64,7 @@ from gradbus.runtime.wire.messages import (
     Control,
     Identity,
     ModelBlob,
+    PeerDisconnected,
     PeerGone,
     TrainCmd,
     new_incarnation,
@@ -97,15 +99,18 @@ class Answer:
 @dataclass(slots=True, eq=False)
 class _Open:
     """An instruction that some nodes have not answered. ``awaited``: these, with the incarnation it was sent to.
-    ``given_up``: the reply of some other node is no longer awaited."""
+    ``given_up``: the reply of some other node is no longer awaited. ``fetching``: nodes that have requested it, with
+    their incarnations."""
 
     number: int
     payload: Payload
     awaited: dict[int, int]
     expires_s: float
+    on_the_way: OnTheWay
     signature: str = ""
     given_up: bool = False
     queue: ResendQueue = field(default_factory=ResendQueue)
+    fetching: dict[int, int] = field(default_factory=dict)
 
 
 class MessageHub:
@@ -189,7 +194,7 @@ class MessageHub:
             self._settle((number, node), Answer(failure=f"node {node} is not connected", kind="gone"))
         present = {node: incarnation for node, incarnation in awaited.items() if incarnation is not None}
         if present:
-            instruction = _Open(number, payload, present, time.monotonic() + ttl_s)
+            instruction = _Open(number, payload, present, time.monotonic() + ttl_s, OnTheWay(self._bus))
             await self._sign(instruction)
             self._open[number] = instruction
             for node in [node for node in present if self._registry.get(node, present[node]) is None]:
@@ -349,6 +354,8 @@ class MessageHub:
                     self._on_frame(message, group)
                 case PeerGone(sender=node) if node != CONTROLLER:
                     self._on_gone(message)
+                case PeerDisconnected(sender=node, incarnation=incarnation):  # perhaps for a moment only
+                    self._registry.put_in_doubt(node, incarnation, time.monotonic())
                 case Control(sender=node) if node != CONTROLLER:
                     await self._on_control(message, group)
                 case _:
@@ -628,6 +635,10 @@ class MessageHub:
         instruction = self._open.get(need.round_id)
         if instruction is None or node not in instruction.awaited:
             return
+        incarnation = instruction.awaited[node]
+        if instruction.on_the_way.is_on_the_way_to(node, incarnation):
+            return
+        instruction.fetching[node] = incarnation
         frames = chunk_count(len(instruction.payload.data))
         wanted = [seq for seq in need.seqs if seq < frames] if need.seqs else range(frames)
         quota = max(RESEND_TIMES * frames, RESEND_FRAMES)
@@ -645,7 +656,8 @@ class MessageHub:
             with contextlib.suppress(BarrierTimeout):  # who asks has just opened its reader
                 await self._bus.matched(lambda: self._bus.matched_readers(ModelBlob) > 0, timeout_s=MATCHED_S)
             try:
-                await self._bus.send_model(key, instruction.payload.data, only=sorted(seqs))
+                with instruction.on_the_way.sending(instruction.fetching):
+                    await self._bus.send_model(key, instruction.payload.data, only=sorted(seqs))
             except BusError as error:  # who misses it requests it again
                 log.warning("message not sent", number=instruction.number, reason=str(error))
             finally:

@@ -5,6 +5,7 @@ None of them takes part in a job. What they need beyond typer is imported when t
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -180,7 +181,10 @@ def status(
     check(settings)
     from gradbus.commands.run.status import lines_of, observe
 
-    picture = run_loop(lambda: observe(settings, timeout_s=timeout, listen_s=seconds), loop)
+    def tell(text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+    picture = run_loop(lambda: observe(settings, timeout_s=timeout, listen_s=seconds, tell=tell), loop)
     print(json_text(picture, indent=2) if as_json else "\n".join(lines_of(picture)))
 
 

@@ -1,8 +1,9 @@
 """The TCP connections of this process, found among its descriptors, and what the kernel counts of each.
 
-Zenoh's wheel counts no bytes, and has no call that ends one session. Both can be had from the kernel: a second
-descriptor of the same connection reads its counters (TCP_INFO), and shuts it down. Without these counters (they are
-Linux's) a relay works as well, and reports no bytes.
+Zenoh's wheel counts no bytes, has no call that ends one session, and does not report which end has closed one. All
+this can be had from the kernel: a second descriptor of the same connection reads its state and counters (TCP_INFO), and
+shuts it down. Without these (they are Linux's) a relay works as well, reports no bytes, and leaves it to the lease to
+find out who is gone.
 """
 
 from __future__ import annotations
@@ -21,6 +22,12 @@ _DESCRIPTORS = Path("/proc/self/fd")
 _TCP_INFO_BYTES = 232  # of struct tcp_info; an older kernel returns less
 _ACKED_AND_RECEIVED = struct.Struct("=QQ")  # tcpi_bytes_acked, tcpi_bytes_received
 _OFFSET = 120
+_STATE, _RETRANSMITS = 0, 2  # tcpi_state, tcpi_retransmits: a byte each
+_NUMBER = struct.Struct("=I")
+_LAST_ACK_MS, _ROUND_TRIP_US = 56, 68  # tcpi_last_ack_recv, tcpi_rtt
+# States of a connection whose other end has closed it: by RST; by FIN, and this end not yet; and this end, too.
+_CLOSED_THERE = frozenset({7, 8, 9})  # TCP_CLOSE, TCP_CLOSE_WAIT, TCP_LAST_ACK
+FRESH_MS = 2_000  # what has waited longer in the kernel is of a time in which this process stood still
 
 
 class TcpConnection:
@@ -35,12 +42,37 @@ class TcpConnection:
 
     def traffic(self) -> CarriedBytes:
         """Return the bytes received, and those sent and acknowledged, so far. Any thread may call it."""
-        with contextlib.suppress(OSError):  # closed meanwhile
-            info = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
-            if len(info) >= _OFFSET + _ACKED_AND_RECEIVED.size:
-                acked, received = _ACKED_AND_RECEIVED.unpack_from(info, _OFFSET)
-                self._last = CarriedBytes(received_bytes=received, sent_bytes=acked)
+        info = self._info()
+        if len(info) >= _OFFSET + _ACKED_AND_RECEIVED.size:
+            acked, received = _ACKED_AND_RECEIVED.unpack_from(info, _OFFSET)
+            self._last = CarriedBytes(received_bytes=received, sent_bytes=acked)
         return self._last
+
+    def closed_by_peer(self) -> bool:
+        """Return whether the other end has closed the connection while it worked, as a kernel does when a process ends.
+
+        False, too: this end has closed it first, after a lease without a sign of life; what this end has sent is being
+        repeated, so that the link was broken before; or it was closed a while ago, while this process stood still,
+        which may be why.
+        """
+        info = self._info()
+        if len(info) < _ROUND_TRIP_US or info[_STATE] not in _CLOSED_THERE or info[_RETRANSMITS]:
+            return False
+        return int(_NUMBER.unpack_from(info, _LAST_ACK_MS)[0]) <= FRESH_MS
+
+    @property
+    def round_trip_s(self) -> float:
+        """Return the round trip as the kernel has measured it; 0: it has not."""
+        info = self._info()
+        has_it = len(info) >= _ROUND_TRIP_US + _NUMBER.size
+        return 1e-6 * _NUMBER.unpack_from(info, _ROUND_TRIP_US)[0] if has_it else 0.0
+
+    def _info(self) -> bytes:
+        """Return the kernel's struct tcp_info; empty: the descriptor is closed, or the system has none."""
+        try:
+            return self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+        except (OSError, AttributeError):
+            return b""
 
     def hang_up(self) -> None:
         """End the connection in both directions: Zenoh finds it ended, and closes the session."""
@@ -78,6 +110,8 @@ def find_connections(addresses: Iterable[str]) -> dict[str, TcpConnection]:
 def _second_descriptor(number: int) -> socket.socket | None:
     """Return a descriptor of our own of the socket with this number; None: it is no socket, or gone."""
     try:
+        if not os.readlink(_DESCRIPTORS / str(number)).startswith("socket:"):
+            return None  # to close a copy of it would give up this process's locks on that file
         own = os.dup(number)
     except OSError:
         return None

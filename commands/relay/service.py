@@ -17,6 +17,7 @@ from gradbus.commands.relay.sessions import RelaySession, Sessions
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.tasks import TaskGroup
 from gradbus.runtime.token_buckets import TokenBucket
+from gradbus.runtime.transport.zenoh.disconnections import Disconnections
 from gradbus.runtime.transport.zenoh.router import JobMember, LinkChange
 
 FIND_S = 0.02  # after a session has opened: connections of those that come together are looked for once
@@ -41,6 +42,9 @@ class RouterLike(Protocol):
         """See there."""
 
     def memberships(self) -> list[JobMember]:
+        """See there."""
+
+    def announce_disconnected(self, peer: str) -> int:
         """See there."""
 
     def close(self) -> None:
@@ -70,6 +74,8 @@ class Relay:
         self._unfound = asyncio.Event()  # there are sessions whose connection is not known
         self._unasked = asyncio.Event()  # there are sessions whose jobs are not known
         self._is_empty = asyncio.Event()
+        self._disconnections = Disconnections()
+        self._disconnected = asyncio.Event()  # there are new ones
 
     @property
     def is_ready(self) -> bool:
@@ -107,6 +113,7 @@ class Relay:
                     tasks.create_task(self._find_connections(), name="relay-connections"),
                     tasks.create_task(self._follow_jobs(), name="relay-jobs"),
                     tasks.create_task(self._look_for_ends(), name="relay-ends"),
+                    tasks.create_task(self._announce_disconnections(), name="relay-disconnections"),
                 ]
                 await self._stop.wait()
                 await self._drain()
@@ -131,6 +138,7 @@ class Relay:
         address = canonical(change.address)
         if change.is_up:
             session = self._sessions.open(change.peer, address, change.node, time.monotonic())
+            self._disconnections.note_open(change.peer)
             self._write("session opened", session)
             if self._sessions.count >= self._max_sessions and self._may_write():
                 log.warning("relay is full", sessions=self._sessions.count, advice="raise limits.sessions")
@@ -152,6 +160,9 @@ class Relay:
             return
         received_bytes, sent_bytes = session.traffic
         if session.connection is not None:
+            if session.connection.closed_by_peer() and not session.is_refused and not self._sessions.has(session.peer):
+                self._disconnections.note_closed(session.peer, session.connection.round_trip_s, time.monotonic())
+                self._disconnected.set()
             session.connection.close()
         self._joined.discard(address)
         seconds = round(time.monotonic() - session.opened_s, 3)
@@ -179,6 +190,19 @@ class Relay:
                     if session.address not in up:
                         self._close(session.address)
                 self._note_count()
+
+    async def _announce_disconnections(self) -> None:
+        """Announce the sessions whose hosts have closed their connections, and which have not come back in time."""
+        while True:
+            due_in_s = self._disconnections.due_in_s(time.monotonic())
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(due_in_s):
+                    await self._disconnected.wait()
+            self._disconnected.clear()
+            for peer in self._disconnections.take_due(time.monotonic()):
+                jobs = await asyncio.to_thread(self._router.announce_disconnected, peer)
+                if jobs and self._may_write():
+                    log.info("disconnection announced", peer=peer, jobs=jobs)
 
     async def _follow_jobs(self) -> None:
         """Log which jobs new sessions take part in."""

@@ -30,6 +30,13 @@ class Connection(Protocol):
     def traffic(self) -> CarriedBytes:
         """Return what it has carried so far; of one that is closed, what was read last."""
 
+    def closed_by_peer(self) -> bool:
+        """Return whether the other end has closed it while it worked, as when its process ends."""
+
+    @property
+    def round_trip_s(self) -> float:
+        """Return the time for a packet there and back; 0: unknown."""
+
     def hang_up(self) -> None:
         """End the connection in both directions."""
 
@@ -116,6 +123,10 @@ class Sessions:
             totals.received_bytes += traffic.received_bytes
             totals.sent_bytes += traffic.sent_bytes
         return session
+
+    def has(self, peer: str) -> bool:
+        """Return whether a session with this id is open."""
+        return any(session.peer == peer for session in self._open.values())
 
     def all(self) -> list[RelaySession]:
         """Return the open sessions."""

@@ -12,10 +12,10 @@ import contextlib
 import json
 import time
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import ConfigDict
 
@@ -24,7 +24,7 @@ from gradbus.commands.buses import open_bus, place_of
 from gradbus.commands.exit_codes import NoJob
 from gradbus.runtime.config.bus import BusSettings
 from gradbus.runtime.config.settings import Settings, load_settings, read_settings
-from gradbus.runtime.errors import ConfigError
+from gradbus.runtime.errors import ConfigError, NotReachable
 from gradbus.runtime.plain_text import plain_line
 from gradbus.runtime.transport.channels import BestEffort, ToClients, ToController
 from gradbus.runtime.wire.control import (
@@ -41,6 +41,10 @@ from gradbus.runtime.wire.frames import CONTROLLER, UNASSIGNED
 from gradbus.runtime.wire.id_ranges import parse_ids
 from gradbus.runtime.wire.messages import Control, Message, PeerGone
 
+if TYPE_CHECKING:
+    from gradbus.runtime.bus.bus import Bus
+
+_AGAIN_S = 0.5  # from one attempt to join to the next
 SILENT_S = 1.6  # clients send twice a second, ranks once, those of large groups less often
 
 DOING = {
@@ -322,18 +326,41 @@ def _silent(received: _Received, now_s: float) -> float:
     return round(max(0.0, now_s - received.at_s), 1)
 
 
-async def observe(settings: BusSettings, *, timeout_s: float, listen_s: float) -> dict[str, Any]:
+@contextlib.asynccontextmanager
+async def _joined(settings: BusSettings, timeout_s: float, tell: Callable[[str], None]) -> AsyncIterator[Bus]:
+    """Join a job to observe it. Where nothing answers, say so at once, and go on trying for so long."""
+    until_s = time.monotonic() + timeout_s
+    async with contextlib.AsyncExitStack() as stack:
+        has_told = False
+        while True:
+            try:
+                bus = await stack.enter_async_context(open_bus(settings, observes=True, first_link_s=0.0))
+                break
+            except NotReachable as error:
+                if time.monotonic() >= until_s:
+                    raise NotReachable(f"{error}. It was tried for {timeout_s:g} s (--timeout)") from None
+                if not has_told:
+                    tell(f"{error}. It is tried again for {timeout_s:g} s (--timeout)")
+                    has_told = True
+            await asyncio.sleep(min(_AGAIN_S, max(0.0, until_s - time.monotonic())))
+        yield bus
+
+
+async def observe(
+    settings: BusSettings, *, timeout_s: float, listen_s: float, tell: Callable[[str], None] = lambda text: None
+) -> dict[str, Any]:
     """The picture of a job.
 
     Args:
-        timeout_s: give up when nothing of it has been received for so long.
+        timeout_s: give up when nothing of it has been received for so long, or nothing answers to a link.
         listen_s: how long to listen from the first status on; longer for large groups, whose ranks send less often.
+        tell: is given what a person who waits should know at once.
 
     Raises:
-        NoJob: nothing was received.
+        NoJob: nothing was received. NotReachable: nothing answers where the members meet.
     """
     observer = Observer()
-    async with open_bus(settings, observes=True) as bus:
+    async with _joined(settings, timeout_s, tell) as bus:
         with bus.subscribe(*map(BestEffort, (ToController, ToClients, Control))) as inbox:
             until_s = time.monotonic() + timeout_s
             first_s = 0.0

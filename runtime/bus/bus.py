@@ -47,6 +47,7 @@ from gradbus.runtime.transport.channels import (
     INBOX_RETAINED,
     Inbox,
     MessageKind,
+    ToController,
     channel_of,
     control_channel_of,
     is_control,
@@ -54,7 +55,15 @@ from gradbus.runtime.transport.channels import (
 )
 from gradbus.runtime.wire import control, frames
 from gradbus.runtime.wire.frames import FrameKey
-from gradbus.runtime.wire.messages import ClientUpdate, Identity, Message, ModelBlob, PeerGone, TrainCmd
+from gradbus.runtime.wire.messages import (
+    ClientUpdate,
+    Identity,
+    Message,
+    ModelBlob,
+    PeerDisconnected,
+    PeerGone,
+    TrainCmd,
+)
 
 LOOK_AROUND_S = 1.0  # what discovery has found: in a crowd there is news every millisecond
 _ON_LOOPBACK = NetworkConfig()
@@ -208,6 +217,13 @@ class Bus:
         writer = self._writers.get(kind)
         return writer is None or writer.is_acknowledged
 
+    def delivery_progress(self, kind: MessageKind) -> tuple[int, int]:
+        """Return what grows while what was published on a topic is being delivered: octets that the transport has
+        taken, and samples that readers have acknowledged, 0 where the transport does not count them."""
+        writer = self._writers.get(kind)
+        taken = 0 if writer is None else self.sent_bytes[traffic_name(writer.channel)]
+        return taken, 0 if writer is None else writer.acknowledged_samples
+
     async def drain(self, kind: MessageKind, timeout_s: float) -> bool:
         """Whether all readers have taken over what was published on a topic, within so long."""
         writer = self._writers.get(kind)
@@ -298,7 +314,9 @@ class Bus:
     ) -> Subscription:
         """Messages of these kinds: TrainCmd, ClientUpdate, ModelBlob, and Control messages of ranks (Control), to the
         controller (ToController), to all clients (ToClients), and to one process of clients (Inbox). With any of these
-        comes PeerGone.
+        comes PeerGone, and with ToController PeerDisconnected: the others wait until it is certain. Both are of senders
+        whose control messages have been received: a TrainCmd does not name its sender, and no client obeys one before
+        its Welcome, which does.
 
         Args:
             only: whether a message is wanted; what is not, wakes none of the many actors that may share a bus.
@@ -326,9 +344,11 @@ class Bus:
             self._receiver.remove([self._channels.pop(kind)], lambda: None)
 
     def _on_gone(self, channel: InboundChannel, gone: list[Message]) -> None:
-        """Hand over which peers are gone, once to each subscription of control messages."""
+        """Hand over which peers are gone, once to each subscription of control messages that is to know."""
         kinds = [kind for kind, one in self._channels.items() if is_control(one.inlet.channel)]
-        self._subscriptions.deliver_once(kinds, channel, gone)
+        for message in gone:
+            to = [ToController] if isinstance(message, PeerDisconnected) else kinds
+            self._subscriptions.deliver_once(to, channel, [message])
 
     # Who is there
 
@@ -504,13 +524,13 @@ async def connect(
 
     Raises:
         ConfigError: a setting is wrong, or data would leave the machine without protection. BusError: the
-            transport cannot be started.
+            transport cannot be started. NotReachable: nothing has answered for too long.
     """
     job = default_job() if job is None else job
     check_job(job, domain)
     find = partial(transport_maker, job, domain=domain, network=network, fast=fast, security=security)
     injector = FaultInjector(faults) if faults else None
-    async with _opened(job, find, stall_timeout_s, injector) as bus:
+    async with _opened(job, find, stall_timeout_s, injector, network.first_link_s) as bus:
         yield bus
 
 
@@ -534,10 +554,11 @@ async def _opened(
     find: Callable[[], Callable[[], Transport]],
     stall_timeout_s: float,
     injector: FaultInjector | None = None,
+    first_link_s: float | None = None,
 ) -> AsyncIterator[Bus]:
     """Hold a bus open on the transport that is made by what ``find`` returns."""
     with short_switch_interval():
-        transport = await open_transport(find)
+        transport = await open_transport(find, first_link_s=first_link_s)
         if injector is not None:
             transport = injector.over(transport)
         async with closed_on_error(transport):

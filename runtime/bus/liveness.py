@@ -4,7 +4,8 @@ Three know something. The *kernel* knows the processes of this machine, without 
 bus closes. The *transport* says that a writer is gone: when its lease ran out, which is also so where a process was
 stopped, had no turn or was cut off; when its process said goodbye; and, on DDS, when anybody has sent the 84 bytes of
 such a goodbye in its name, for discovery is not sealed. So what a transport says is a doubt, and becomes a fact when
-nothing comes for a lease.
+nothing comes for a lease. A transport over connections also says that the host of a writer has closed its connection,
+which is more than a doubt and less than a fact (:class:`~gradbus.runtime.wire.messages.PeerDisconnected`).
 
 Who is on this machine is gone when the kernel says so. The transport counts only where such a process lives on and has
 left the bus without announcing it: then nothing comes for a good while, although it runs.
@@ -20,7 +21,7 @@ from dataclasses import dataclass
 from gradbus.runtime.transport import peer_processes
 from gradbus.runtime.transport.api import Peer
 from gradbus.runtime.wire.frames import is_later
-from gradbus.runtime.wire.messages import Control, PeerGone
+from gradbus.runtime.wire.messages import Control, PeerDisconnected, PeerGone
 
 LONGEST_TURN_S = 1.5  # of listening: what lies between two looks beyond that, this process has not listened
 # A process of this machine that runs and whose writers the transport has lost: after a stop, or a lease that ran out in
@@ -39,12 +40,15 @@ class _Known:
     Attributes:
         claim: the process that it says it is in. watched: the kernel reports when that ends.
         last_s: when its last message came. departed_s: since when no writer of it is matched; -1: one is.
+        departed: the writers with which it went. is_disconnected: their host has closed its connection.
     """
 
     claim: str
     watched: bool
     last_s: float
     departed_s: float = -1.0
+    departed: frozenset[Peer] = frozenset()
+    is_disconnected: bool = False
 
 
 class Reachability:
@@ -143,7 +147,7 @@ class Liveness:
                 self._of_process[message.process].add(sender)
         known.last_s = self._now_s
         if known.departed_s >= 0:
-            known.departed_s = -1.0
+            known.departed_s, known.departed, known.is_disconnected = -1.0, frozenset(), False
             self._departed.discard(sender)
 
     def _watches(self, claim: str) -> bool:
@@ -162,11 +166,26 @@ class Liveness:
     def departed(self, writers: Iterable[Peer], channel: str) -> None:
         """The transport does not know these writers of a channel any more. Their senders are in doubt where no writer
         of them is left on any other channel."""
+        writers = list(writers)
+        sent_through = {writer: self._registry.senders_through(writer, channel) for writer in writers}
         for gone in self._registry.left(writers, channel=channel):
-            known = self._known.get((gone.sender, gone.incarnation))
+            sender = gone.sender, gone.incarnation
+            known = self._known.get(sender)
             if known is not None and known.departed_s < 0:
                 known.departed_s = self._now_s
-                self._departed.add((gone.sender, gone.incarnation))
+                known.departed = frozenset(writer for writer in writers if sender in sent_through[writer])
+                self._departed.add(sender)
+
+    def disconnected(self, writers: Collection[Peer]) -> list[PeerDisconnected]:
+        """The transport says that the hosts of these writers, which have departed, have closed their connections.
+        Returns which senders are not here, each once; of this machine none, as the kernel knows more."""
+        found = []
+        for sender in sorted(self._departed):
+            known = self._known[sender]
+            if not known.is_disconnected and not known.watched and not known.departed.isdisjoint(writers):
+                known.is_disconnected = True
+                found.append(PeerDisconnected(*sender))
+        return found
 
     def ended(self, claim: str) -> list[PeerGone]:
         """The kernel says that a process is no more. Returns who is gone with it."""
@@ -244,6 +263,10 @@ class WriterRegistry:
     def writers_on(self, channel: str) -> set[Peer]:
         """Return the writers of a channel through which a message has come."""
         return set(self._sent.get(channel, ()))
+
+    def senders_through(self, writer: Peer, channel: str) -> Collection[Sender]:
+        """Return the senders whose messages have come through this writer of a channel."""
+        return self._sent.get(channel, {}).get(writer, {}).keys()
 
     def received(self, writer: Peer, message: Control, channel: str) -> None:
         """A message has come through this writer of a channel."""

@@ -21,7 +21,7 @@ from gradbus.runtime.transport.api import WOKEN, Inlet, Outlet, Peer, PeerId, Pe
 from gradbus.runtime.transport.channels import INBOX_RETAINED, is_control, traffic_name
 from gradbus.runtime.wire.control import Closing
 from gradbus.runtime.wire.frames import Frame
-from gradbus.runtime.wire.messages import Control, Message, PeerGone
+from gradbus.runtime.wire.messages import Control, Message, PeerDisconnected, PeerGone
 
 LIVENESS_S = 0.25  # between two looks at peers that the transport has lost
 DELETION_S = 10.0  # longer than readers and writers take to be deleted, also where a write does not end
@@ -273,6 +273,8 @@ class Receiver:
                 self._liveness.advance(time.monotonic())
                 self._liveness.departed(gone, channel.inlet.channel.name)
                 self.thread.call_within(self._liveness_call, LIVENESS_S)
+            if disconnected := channel.inlet.take_disconnected():
+                self._report_gone(self._liveness.disconnected(disconnected))
         self._post(self._on_matched)
 
     def _look_at_liveness(self) -> bool:
@@ -280,7 +282,7 @@ class Receiver:
         self._liveness_call.every_s = LIVENESS_S if self._liveness.is_in_doubt else IDLE_S
         return True
 
-    def _report_gone(self, gone: list[PeerGone]) -> None:
+    def _report_gone(self, gone: Sequence[PeerGone | PeerDisconnected]) -> None:
         channel = next((one for one in self._endpoints.channels if is_control(one.inlet.channel)), None)
         if gone and channel is not None:
             channel.taken += len(gone)

@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from gradbus.runtime.errors import BusError, ConfigError, NotReachable
+from gradbus.runtime.errors import ConfigError, NotReachable
 from gradbus.runtime.fast_paths import LOOPBACK
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.needs import import_module
@@ -225,21 +225,24 @@ def _open_unprotected(opener: Callable[[], Transport], *, exposed: bool, attachm
     return opened
 
 
-async def open_transport(find: Callable[[], Callable[[], Transport]]) -> Transport:
+async def open_transport(
+    find: Callable[[], Callable[[], Transport]], *, first_link_s: float | None = None
+) -> Transport:
     """Open a transport off the loop: keys and files are read, and with the self-test it takes some tens of
-    milliseconds. Where nothing answers yet it is tried again, for :data:`FIRST_LINK_S` at most.
+    milliseconds. Where nothing answers yet it is tried again, for ``first_link_s`` at most.
 
     Args:
         find: gives what opens it. Raises what these raise.
+        first_link_s: 0: it is tried once. None: :data:`FIRST_LINK_S`.
     """
-    participant = await _open_patiently(find)
+    participant = await _open_patiently(find, FIRST_LINK_S if first_link_s is None else first_link_s)
     if participant.traits.slow_because is not None:
         log.warning("slow path", reason=participant.traits.slow_because, effect="large messages hold the GIL")
     return participant
 
 
-async def _open_patiently(find: Callable[[], Callable[[], Transport]]) -> Transport:
-    """Open a transport, as often as it takes. Raises BusError: nothing has answered for so long."""
+async def _open_patiently(find: Callable[[], Callable[[], Transport]], first_link_s: float) -> Transport:
+    """Open a transport, as often as it takes. Raises NotReachable: nothing has answered for so long."""
     found: list[Callable[[], Transport]] = []
 
     def open_it() -> Transport:
@@ -247,15 +250,16 @@ async def _open_patiently(find: Callable[[], Callable[[], Transport]]) -> Transp
             found.append(find())
         return found[0]()
 
-    until_s, pause_s = time.monotonic() + FIRST_LINK_S, _PAUSE_S[0]
+    until_s, pause_s = time.monotonic() + first_link_s, _PAUSE_S[0]
     for attempt in itertools.count(1):
         try:
             return await _opened(open_it)
         except NotReachable as error:
             if time.monotonic() >= until_s:
-                raise BusError(f"{error}. It was tried for {FIRST_LINK_S:g} s") from None
+                tried = f". It was tried for {first_link_s:g} s" if first_link_s else ""
+                raise NotReachable(f"{error}{tried}") from None
             if attempt == 2:  # those that are started together need no warning
-                log.warning("waiting for a link", timeout_s=FIRST_LINK_S, reason=str(error))
+                log.warning("waiting for a link", timeout_s=first_link_s, reason=str(error))
         await asyncio.sleep(pause_s)
         pause_s = min(2 * pause_s, _PAUSE_S[1])
     raise AssertionError("the loop above has no end")

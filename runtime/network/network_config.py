@@ -46,6 +46,7 @@ class NetworkConfig:
         links: endpoints that are dialled or listened on: with them the bus uses Zenoh, and what is only for DDS
             (``datagram_bytes``, ``interface``, ``peers``, ``multicast``, ``loss_per_mille``) must be left out. None: it
             uses DDS.
+        first_link_s: how long to dial again where nothing answers yet; None: as members of a job do. 0: not again.
     """
 
     profile: Profile = "loopback"
@@ -57,6 +58,7 @@ class NetworkConfig:
     shared_memory: bool = True
     loss_per_mille: int = 0
     links: LinkConfig | None = None
+    first_link_s: float | None = None
 
     def __post_init__(self) -> None:
         if self.profile not in LEASES_S:

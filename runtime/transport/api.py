@@ -16,7 +16,8 @@ Rules of a matched pair of one outlet and one inlet, which ``tests/runtime/trans
    channel says that the oldest is overwritten.
 4. **Departure.** A transport that is closed is lost at once by those it reaches; one that falls silent, after the
    lease. Either way the waiters of the others report a change. Whether a process is *gone* or only *doubted* is not for
-   the transport to say: the kernel knows (a pidfd), a goodbye does, or the lease has passed.
+   the transport to say: the kernel knows (a pidfd), a goodbye does, or the lease has passed. In between there is one
+   that has *disconnected* (:meth:`Inlet.take_disconnected`): it is not here now, and may come back.
 5. **Loss.** What is written while an outlet does not know an inlet is lost to it (volatile), or arrives at the next
    match (retained). Only around the loss of a match are loss and repetition allowed.
 6. **Jobs.** Transports of two jobs do not see each other.
@@ -185,6 +186,11 @@ class Outlet(Endpoint, Protocol):
     def is_acknowledged(self) -> bool:
         """Return whether all matched inlets have received all that was written. Does not wait."""
 
+    @property
+    def acknowledged_samples(self) -> int:
+        """Return how many samples inlets have acknowledged so far, each counted for each inlet; 0: this transport does
+        not count them."""
+
     def wait_for_acks(self, timeout_s: float) -> bool:
         """Return whether all matched inlets have received all that was written, within so long. Blocks. Raises
         BusError: the transport has failed."""
@@ -206,6 +212,11 @@ class Inlet(Endpoint, Protocol):
     """
 
     arrivals: Trigger
+
+    def take_disconnected(self) -> AbstractSet[Peer]:
+        """Return peers that are lost, once each, and of which the transport knows more: their host has closed its
+        connection, as it does when a process ends, and it was not opened again. Only the I/O thread calls this, after
+        :meth:`refresh`. Empty where the transport cannot tell."""
 
     def take(self, limit: int) -> Sequence[tuple[Any, Peer]]:
         """Return up to ``limit`` samples, which is 16 at most, that have arrived, not decoded yet, and their senders.

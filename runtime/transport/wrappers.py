@@ -77,6 +77,11 @@ class OutletWrapper(_EndpointWrapper):
         """See :attr:`.api.Outlet.is_acknowledged`."""
         return self.below.is_acknowledged
 
+    @property
+    def acknowledged_samples(self) -> int:
+        """See :attr:`.api.Outlet.acknowledged_samples`."""
+        return self.below.acknowledged_samples
+
     def wait_for_acks(self, timeout_s: float) -> bool:
         """See :meth:`.api.Outlet.wait_for_acks`."""
         return self.below.wait_for_acks(timeout_s)
@@ -103,6 +108,10 @@ class InletWrapper(_EndpointWrapper):
         super().__init__(channel, below)
         self.arrivals = below.arrivals
         self.below = below
+
+    def take_disconnected(self) -> AbstractSet[Peer]:
+        """See :meth:`.api.Inlet.take_disconnected`."""
+        return self.below.take_disconnected()
 
     def take(self, limit: int) -> Sequence[tuple[Any, Peer]]:
         """See :meth:`.api.Inlet.take`."""

@@ -105,4 +105,15 @@ class PeerGone:
     certain: bool = field(default=False, compare=False)
 
 
-Message = TrainCmd | ClientUpdate | ModelBlob | Control | PeerGone
+@dataclass(frozen=True, slots=True)
+class PeerDisconnected:
+    """Local event: the host of this peer has closed its connection, as it does when a process ends, and it has not
+    dialled again. As a rule the peer is gone. It may be back, too: then it sends again. Else comes :class:`PeerGone`,
+    when nothing has come for the lease.
+    """
+
+    sender: int
+    incarnation: int
+
+
+Message = TrainCmd | ClientUpdate | ModelBlob | Control | PeerGone | PeerDisconnected

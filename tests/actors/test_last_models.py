@@ -132,6 +132,22 @@ def test_a_controller_that_is_known_by_some_of_its_topics_only_is_not_taken_for_
     assert deadline.is_over()
 
 
+def test_a_last_model_that_makes_progress_is_waited_for_however_long_and_another_one_for_a_while(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    began_s = now_s = progressed_s = 100.0
+    monkeypatch.setattr(last_model, "time", SimpleNamespace(monotonic=lambda: now_s))
+    bus: Any = SimpleNamespace(matched_writers=lambda kind: 1)
+    deadline = last_model.LastModelDeadline(bus, lambda: progressed_s)
+    for _ in range(20):
+        now_s += 0.9 * last_model.LAST_MODEL_S
+        assert not deadline.is_over()
+        progressed_s = now_s
+    assert now_s > began_s + 10 * last_model.LAST_MODEL_S
+    now_s += 1.1 * last_model.LAST_MODEL_S
+    assert deadline.is_over()
+
+
 def test_a_client_that_the_next_start_has_welcomed_still_asks_it_for_the_receipt_that_was_lost(tmp_path: Path) -> None:
     async def main() -> int:
         async with tree() as here, asyncio.TaskGroup() as group:

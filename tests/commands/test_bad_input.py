@@ -43,6 +43,17 @@ def test_a_configuration_of_another_command_is_called_so(invoke, configs, given,
     assert (said in one_line(ended.err)) == (owner != command)
 
 
+@pytest.mark.parametrize("command", ["controller", "client", "worker", "aggregator"])
+def test_the_configuration_of_a_relay_given_to_a_member_names_the_command_for_it(
+    invoke, tmp_path: Path, command: str
+) -> None:
+    (tmp_path / "relay.toml").write_text('[relay]\nlisten = ["tls/0.0.0.0:8443"]\n')
+    options = {"client": ("--id", 0), "worker": ("--rank", 0, "--world", 1)}.get(command, ())
+    ended = invoke(command, "relay.toml", *options, "--set", "bus.interface=none0")  # else one would start
+    assert ended.code == 2
+    assert "This is the configuration of a relay: gradbus relay relay.toml" in one_line(ended.err)
+
+
 def test_a_missing_configuration_file_is_named(invoke) -> None:
     ended = invoke("controller", "absent.json")
     assert ended.code == 2

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,10 +15,14 @@ from typing import Any, NamedTuple
 
 import pytest
 from federation import Federation, Node, finish
+from ports import kept_ports
+from relay_scene import RelayProcess
 from safetensors.torch import load_file
 from tcp_proxy import TcpProxy
 from torch import Tensor
 from zenoh_node import Relay
+
+from gradbus.commands.lab.namespaces import Host, set_link
 
 KILLS = int(os.environ.get("RELAY_KILLS", "5"))
 DOWN_S = float(os.environ.get("LINK_DOWN_S", "5"))
@@ -108,6 +113,76 @@ def test_a_run_whose_relay_is_killed_again_and_again_has_the_bits_of_an_unbroken
 
     unbroken = run(ports, rounds, tmp_path / "unbroken", lambda controller, clients: None)
     check_equal(run(ports, rounds, tmp_path / "broken", breaks), unbroken, rounds)
+
+
+def test_a_round_goes_on_at_once_without_a_client_that_is_killed_behind_a_relay(tmp_path: Path) -> None:
+    """Long before its lease, and the deadline of the round. Its next start takes part again."""
+    rounds = 3
+    gate = tmp_path / "gate"
+    with (
+        kept_ports(1) as (port,),
+        RelayProcess("--listen", f"tcp/127.0.0.1:{port}") as relay,
+        Federation(
+            domain=0,
+            silence_s=10 * LEASE_S,
+            is_remote=True,
+            network={"shared_memory": False, "connect": f"tcp/127.0.0.1:{port}"},
+        ) as federation,
+    ):
+        relay.ready()
+        controller = federation.controller(
+            rounds=rounds, clients__num=CLIENTS, clients__min=CLIENTS - 1, round__timeout_s=10 * LEASE_S
+        )
+        never = {"2": str(tmp_path / "never")}
+        clients = [federation.client(number, hold={"3": str(gate)}) for number in range(CLIENTS - 1)]
+        killed = federation.client(CLIENTS - 1, hold=never)
+        killed.wait_for("training", PATIENCE_S, round=2)
+        killed.signal(signal.SIGKILL)
+        report = controller.wait_for("round", PATIENCE_S, round_id=2)
+        assert report["clients"] == [0, 1]
+        assert report["dropped"] == {"client silent": 1}
+        again = federation.client(CLIENTS - 1)
+        relay.wait_for("session joined", count=CLIENTS + 2)
+        gate.touch()
+        reports = finish(controller, *clients, again)
+    assert [one["attempt"] for one in reports] == [1] * rounds
+
+
+@pytest.mark.netns
+def test_between_machines_a_client_that_is_cut_off_is_waited_for_and_one_that_is_killed_is_not(
+    hosts: tuple[Host, Host], tmp_path: Path
+) -> None:
+    """While it is cut off it gives up its link, as it gets nothing from the relay. That arrives there once the link
+    works again, as the end of a process does."""
+    (left, right), relay_lease_s = hosts, 2.0
+    endpoint = f"tcp/{left.address}:7447"
+    settings = ("--listen", endpoint, "--set", "relay.tls=false", "--set", f"relay.lease_s={relay_lease_s:g}")
+    gate, never = tmp_path / "gate", tmp_path / "never"
+    with (
+        RelayProcess(*settings, prefix=left.prefix) as relay,
+        Federation(
+            domain=0,
+            silence_s=10 * LEASE_S,
+            network={"shared_memory": False, "connect": endpoint, "tls": False},
+        ) as federation,
+    ):
+        relay.ready()
+        controller = federation.controller(
+            rounds=3, clients__num=2, clients__min=1, round__timeout_s=10 * LEASE_S, prefix=left.prefix
+        )
+        near = federation.client(0, prefix=left.prefix, hold={"2": str(gate)})
+        far = federation.client(1, prefix=right.prefix, hold={"2": str(gate), "3": str(never)})
+        far.wait_for("training", PATIENCE_S, round=2)
+        set_link(right, up=False)
+        time.sleep(3 * relay_lease_s)  # the fault, not a wait for something
+        set_link(right, up=True)
+        relay.wait_for("session opened", count=4)
+        gate.touch()
+        assert controller.wait_for("round", PATIENCE_S, round_id=2)["clients"] == [0, 1]
+        far.wait_for("training", PATIENCE_S, round=3)
+        far.signal(signal.SIGKILL)
+        assert controller.wait_for("round", PATIENCE_S, round_id=3)["clients"] == [0]
+        near.wait()  # the controller stays for a while, as the other one may come back
 
 
 @pytest.mark.parametrize("who", ["the controller", "a client"])

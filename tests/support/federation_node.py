@@ -183,10 +183,13 @@ def _fired(bus: gradbus.Bus) -> dict[str, int]:
 
 
 def _network(spec: dict[str, Any]) -> gradbus.NetworkConfig:
-    """Return the settings of the network. ``connect``: the endpoint of a relay, and then the bus is on Zenoh."""
+    """Return the settings of the network. ``connect``: the endpoint of a relay, and then the bus is on Zenoh; ``tls``:
+    as of LinkConfig."""
     said = dict(spec["network"])
     if "connect" in said:
-        said["links"] = LinkConfig(connect=(said.pop("connect"),), lease_s=said.pop("lease_s"))
+        said["links"] = LinkConfig(
+            connect=(said.pop("connect"),), lease_s=said.pop("lease_s"), tls=said.pop("tls", True)
+        )
     return gradbus.NetworkConfig(**said)
 
 

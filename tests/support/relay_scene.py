@@ -29,15 +29,21 @@ START_S = 30.0  # of an interpreter on a busy machine
 class RelayProcess:
     """``gradbus relay`` from its start until it has ended, or is killed at the end of the block."""
 
-    def __init__(self, *arguments: str, listen: str = "", environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        *arguments: str,
+        listen: str = "",
+        environment: Mapping[str, str] | None = None,
+        prefix: Sequence[str] = (),
+    ) -> None:
         """``arguments``: of the command. ``listen``: the endpoint that :func:`linked` dials. ``environment``: variables
-        beside those of this process."""
+        beside those of this process. ``prefix``: a command that starts it elsewhere."""
         self.listen = listen
         self.lines: list[dict[str, Any]] = []
         self.other: list[str] = []
         self._news = threading.Condition()
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "gradbus", "relay", "--log-style", "json", *arguments],
+            [*prefix, sys.executable, "-P", "-m", "gradbus", "relay", "--log-style", "json", *arguments],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,

@@ -1,13 +1,11 @@
 """How soon a lost peer is known over Zenoh: PYTHONPATH=tests/tools:tests/support .venv/bin/python -P -m lost_links.
 
-A relay, a peer and a process that watches it, on loopback, with TLS. The peer is killed (its connection closes), or
-stopped (its connection stands, and nothing comes: as when a cable is pulled). Printed are seconds from the signal on:
-``session``, until the watcher's session reports the end of the link; ``bus``, until its bus reports PeerGone, which is
-what users of gradbus get. On the bus the peer counts as one of another machine (GRADBUS_PORTABLE), and is killed right
-after its last message, or when it has sent none for longer than the lease.
-
-With ``--cable`` the relay and the watcher are on one host and the peer on another, which are network namespaces. Then
-only the bus is measured, from when the link of the peer's host is down.
+A relay (``gradbus relay``), a peer and a process that watches it, on loopback, with TLS. The peer is killed (its
+connection closes), or stopped (its connection stands, and nothing comes: as when a cable is pulled). Printed are the
+seconds since the signal: ``session``, until the watcher's session reports the end of the link; ``bus``, until its bus
+reports PeerDisconnected, upon which a controller stops waiting for it, or PeerGone, upon which groups go on without it.
+On the bus the peer counts as one of another machine (GRADBUS_PORTABLE), and is killed soon after its last message. With
+``--gone`` PeerGone is waited for as well, which takes the lease each time.
 """
 
 from __future__ import annotations
@@ -22,36 +20,33 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import zenoh
 from bus_helpers import CLIENT, reads
 from ports import free_port
+from relay_scene import RelayProcess, tls_arguments
 from tls_scene import HOST, TlsFiles
 
-from gradbus.commands.lab.namespaces import Host, enter_host, set_link, two_hosts
-from gradbus.runtime.bus.bus import Bus, PeerGone, connect
+from gradbus.runtime.bus.bus import Bus, connect
 from gradbus.runtime.fast_paths import SWITCH
 from gradbus.runtime.network.links import LinkConfig
 from gradbus.runtime.network.network_config import NetworkConfig
 from gradbus.runtime.transport.channels import ToController
 from gradbus.runtime.transport.zenoh.session import open_session
 from gradbus.runtime.wire.control import Leave
-from gradbus.runtime.wire.messages import Control
+from gradbus.runtime.wire.messages import Control, PeerDisconnected, PeerGone
 
-_TOKEN, _JOB = "lost-links/peer", "lost-links"
+_JOB = "lost-links"
+_TOKEN = f"gradbus/1/{_JOB}/a/out/peer"  # a relay passes on what is of a job
+_AGE_S = 0.5  # of a session that is killed: a relay looks for its connection soon after it has opened
 _PATIENCE_S = 30.0  # beyond the lease
 
 
-def _serve(endpoint: str, files: TlsFiles, host: str, *, lease_s: float | None) -> None:
-    """Be a relay on a host, or with a lease a peer, until this process is ended."""
-    if lease_s is None:
-        session = open_session(LinkConfig(listen=(endpoint,), **files.server(host)))
-        token = None
-    else:
-        session = open_session(LinkConfig(connect=(endpoint,), ca=files.ca, lease_s=lease_s))
-        token = session.liveliness().declare_token(_TOKEN)
+def _serve(endpoint: str, files: TlsFiles, *, lease_s: float) -> None:
+    """Be a peer until this process is ended."""
+    session = open_session(LinkConfig(connect=(endpoint,), ca=files.ca, lease_s=lease_s))
+    token = session.liveliness().declare_token(_TOKEN)
     print("ready", flush=True)
     signal.pause()
     del token  # without a reference it is withdrawn
@@ -66,9 +61,9 @@ async def _serve_bus(links: LinkConfig) -> None:
         await asyncio.Event().wait()
 
 
-def _started(*arguments: str, prefix: Sequence[str] = (), **environment: str) -> subprocess.Popen[str]:
+def _started(*arguments: str, **environment: str) -> subprocess.Popen[str]:
     process = subprocess.Popen(
-        [*prefix, sys.executable, "-P", "-m", "lost_links", *arguments],
+        [sys.executable, "-P", "-m", "lost_links", *arguments],
         stdout=subprocess.PIPE,
         text=True,
         env={**os.environ, **environment},
@@ -102,54 +97,37 @@ def _known_after_s(watcher: zenoh.Session, arguments: tuple[str, ...], number: s
         watch.undeclare()
 
 
-async def _gone_after_s(
-    bus: Bus,
-    arguments: tuple[str, ...],
-    lose: Callable[[subprocess.Popen[str]], None],
-    *,
-    host: Host | None,
-    silent_s: float,
-) -> float:
-    """Seconds from when a peer is lost until PeerGone. ``silent_s``: since its last message, before that. ``host``: of
-    the peer, else this one."""
+async def _known_to_bus_s(bus: Bus, arguments: tuple[str, ...], *, gone: bool) -> tuple[float, float | None]:
+    """Seconds from the kill of a peer until PeerDisconnected, and until PeerGone (None: not waited for)."""
     with bus.subscribe(ToController) as inbox:
-        prefix = () if host is None else host.machine_prefix
-        peer = await asyncio.to_thread(_started, *arguments, prefix=prefix, **{SWITCH: "1"})
+        peer = await asyncio.to_thread(_started, *arguments, **{SWITCH: "1"})
         try:
             async with asyncio.timeout(_PATIENCE_S):
                 assert isinstance(await inbox.get(), Control)
-            await asyncio.sleep(silent_s)
+            await asyncio.sleep(_AGE_S)
             began_s = time.monotonic()
-            lose(peer)
+            peer.kill()
             async with asyncio.timeout(bus.lease_s + _PATIENCE_S):
+                assert isinstance(await inbox.get(), PeerDisconnected)
+                disconnected_s = time.monotonic() - began_s
+                if not gone:
+                    return disconnected_s, None
                 assert isinstance(await inbox.get(), PeerGone)
-            return time.monotonic() - began_s
+                return disconnected_s, time.monotonic() - began_s
         finally:
             peer.kill()
             peer.wait()
 
 
 async def _measure_bus(
-    links: LinkConfig, arguments: tuple[str, ...], lease_s: float, repeats: int, far: Host | None = None
+    links: LinkConfig, arguments: tuple[str, ...], lease_s: float, repeats: int, *, gone: bool
 ) -> None:
-    """Measure and print what a bus with a lease reports of a peer that is killed, or that is on a host ``far`` whose
-    link is cut."""
-
-    def lose(peer: subprocess.Popen[str]) -> None:
-        if far is None:
-            peer.kill()
-        else:
-            set_link(far, up=False)
-
-    how = "SIGKILL" if far is None else "link down"
+    """Measure and print what a bus with a lease reports of a peer that is killed."""
     async with connect(_JOB, network=NetworkConfig(links=links), security="none") as bus:
-        for what, silent_s in (("right after a message", 0.0), (f"silent for {1.5 * lease_s:g} s", 1.5 * lease_s)):
-            taken_s = []
-            for _ in range(repeats):
-                taken_s.append(await _gone_after_s(bus, arguments, lose, host=far, silent_s=silent_s))
-                if far is not None:
-                    set_link(far, up=True)
-            _show(f"bus, lease {lease_s:g} s, {how}, {what}", taken_s)
+        taken = [await _known_to_bus_s(bus, arguments, gone=gone) for _ in range(repeats)]
+        _show(f"bus, lease {lease_s:g} s, SIGKILL, PeerDisconnected", [one for one, _ in taken])
+        if gone:
+            _show(f"bus, lease {lease_s:g} s, SIGKILL, PeerGone", [one for _, one in taken if one is not None])
 
 
 def _show(what: str, taken_s: list[float]) -> None:
@@ -157,30 +135,13 @@ def _show(what: str, taken_s: list[float]) -> None:
     print(f"{what}: {shown} of {len(taken_s)}", flush=True)
 
 
-def _measure_cable(folder: Path, leases_s: Sequence[float], repeats: int) -> None:
-    """Measure a bus that loses a peer on another host by its cable."""
-    with two_hosts() as (near, far):
-        enter_host(near)  # before any thread of Zenoh's
-        files, endpoint = TlsFiles(folder), f"tls/{near.address}:{free_port()}"
-        place = ("--folder", str(folder), "--host", near.address, "--serve", endpoint)
-        relay = _started(*place)
-        try:
-            for lease_s in leases_s:
-                links = LinkConfig(connect=(endpoint,), ca=files.ca, lease_s=lease_s)
-                arguments = (*place, "--lease", f"{lease_s:g}", "--bus")
-                asyncio.run(_measure_bus(links, arguments, lease_s, repeats, far))
-        finally:
-            relay.kill()
-            relay.wait()
-
-
 def main() -> None:
     """Measure, and print a line for each case."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--lease", type=float, action="append", help="may be repeated; by default 2 and 10")
-    parser.add_argument("--cable", action="store_true", help="cut the link of the peer's host instead")
-    parser.add_argument("--host", default=HOST, help=argparse.SUPPRESS)
+    parser.add_argument("--gone", action="store_true", help="wait for PeerGone, too")
+    parser.add_argument("--bus-only", action="store_true", help="leave out what the session reports")
     parser.add_argument("--serve", metavar="ENDPOINT", help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     parser.add_argument("--bus", action="store_true", help=argparse.SUPPRESS)
@@ -190,29 +151,25 @@ def main() -> None:
         asyncio.run(_serve_bus(LinkConfig(connect=(asked.serve,), ca=ca, lease_s=asked.lease[0])))
         return
     if asked.serve:
-        _serve(asked.serve, TlsFiles(Path(asked.folder)), asked.host, lease_s=asked.lease[0] if asked.lease else None)
+        _serve(asked.serve, TlsFiles(Path(asked.folder)), lease_s=asked.lease[0])
         return
-    leases_s = asked.lease or (2.0, 10.0)
     with tempfile.TemporaryDirectory() as folder:
-        if asked.cable:
-            _measure_cable(Path(folder), leases_s, asked.repeats)
-            return
         files, endpoint = TlsFiles(Path(folder)), f"tls/{HOST}:{free_port()}"
         place = ("--folder", folder, "--serve", endpoint)
-        relay = _started(*place)
-        watcher = open_session(LinkConfig(connect=(endpoint,), ca=files.ca))
-        try:
-            for lease_s in leases_s:
-                arguments = (*place, "--lease", f"{lease_s:g}")
-                for number in (signal.SIGKILL, signal.SIGSTOP):
-                    taken_s = [_known_after_s(watcher, arguments, number) for _ in range(asked.repeats)]
-                    _show(f"session, lease {lease_s:g} s, {number.name}", taken_s)
-                links = LinkConfig(connect=(endpoint,), ca=files.ca, lease_s=lease_s)
-                asyncio.run(_measure_bus(links, (*arguments, "--bus"), lease_s, asked.repeats))
-        finally:
-            watcher.close()
-            relay.kill()
-            relay.wait()
+        with RelayProcess("--listen", endpoint, *tls_arguments(files, clients=False)) as relay:
+            relay.ready()
+            watcher = open_session(LinkConfig(connect=(endpoint,), ca=files.ca))
+            try:
+                for lease_s in asked.lease or (2.0, 10.0):
+                    arguments = (*place, "--lease", f"{lease_s:g}")
+                    for number in () if asked.bus_only else (signal.SIGKILL, signal.SIGSTOP):
+                        taken_s = [_known_after_s(watcher, arguments, number) for _ in range(asked.repeats)]
+                        _show(f"session, lease {lease_s:g} s, {number.name}", taken_s)
+                    links = LinkConfig(connect=(endpoint,), ca=files.ca, lease_s=lease_s)
+                    measuring = _measure_bus(links, (*arguments, "--bus"), lease_s, asked.repeats, gone=asked.gone)
+                    asyncio.run(measuring)
+            finally:
+                watcher.close()
 
 
 if __name__ == "__main__":

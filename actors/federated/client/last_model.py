@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Awaitable, Callable
 
@@ -15,19 +16,24 @@ from gradbus.runtime.transport.wait_log import EVERY_S
 from gradbus.runtime.wire.control import Welcome
 from gradbus.runtime.wire.messages import TrainCmd
 
-LAST_MODEL_S = 30.0  # for which the end waits for the model after the last round
+LAST_MODEL_S = 30.0  # without a new frame, after which the end waits no longer for the model after the last round
 CONTROLLER_GONE_S = 1.0  # and without a controller: one that has just started is found topic by topic
 
 log = get_logger("client")
 
 
 class LastModelDeadline:
-    """Tells when to give up the model after the last round: LAST_MODEL_S are over, or the controller has been gone for
-    CONTROLLER_GONE_S."""
+    """Tells when to give up the model after the last round: nothing new of it has come for LAST_MODEL_S, or the
+    controller has been gone for CONTROLLER_GONE_S.
 
-    def __init__(self, bus: Bus) -> None:
-        """Begin now."""
+    A model is given up for a lack of progress, never for its size or a slow link: each new frame begins the time again,
+    and a model has a bounded number of them.
+    """
+
+    def __init__(self, bus: Bus, progressed_s: Callable[[], float] = lambda: -math.inf) -> None:
+        """Begin now. ``progressed_s``: returns when the last new frame came, by ``time.monotonic``."""
         self._bus = bus
+        self._progressed_s = progressed_s
         self._seen_s = self._began_s = time.monotonic()
 
     def is_over(self) -> bool:
@@ -35,7 +41,8 @@ class LastModelDeadline:
         now_s = time.monotonic()
         if self._bus.matched_writers(TrainCmd):
             self._seen_s = now_s
-        return now_s >= self._began_s + LAST_MODEL_S or now_s >= self._seen_s + CONTROLLER_GONE_S
+        since_s = max(self._began_s, self._progressed_s())
+        return now_s >= since_s + LAST_MODEL_S or now_s >= self._seen_s + CONTROLLER_GONE_S
 
 
 async def fetch_last_model(
@@ -44,13 +51,15 @@ async def fetch_last_model(
     wait: Callable[[float], Awaitable[None]],
     is_wanted: Callable[[Welcome], bool],
 ) -> None:
-    """Wait until the model after the last round is here, at most LAST_MODEL_S. Its controller waits as long.
+    """Wait until the model after the last round is here, while it makes progress (:class:`LastModelDeadline`). Its
+    controller waits as long.
 
     Args:
         wait: waits for a message, at most for so many seconds; raises BarrierTimeout.
         is_wanted: returns whether this client has a use for it.
     """
-    current, replica, deadline, last = context.session, models.replica, LastModelDeadline(context.bus), 0
+    current, replica, last = context.session, models.replica, 0
+    deadline = LastModelDeadline(context.bus, lambda: replica.progress_s)
     with contextlib.suppress(BarrierTimeout):
         while current.run_id and not deadline.is_over():  # else no controller has welcomed this client
             context.changed.clear()

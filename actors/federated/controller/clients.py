@@ -2,7 +2,9 @@
 
 Death and silence are two things. The kernel or DDS, whose threads need no interpreter, report a dead process; then its
 client is removed. A silent one hangs, or a call into C holds its interpreter: it stays a member, but is not waited for
-until it sends again. While it reports that it trains, it is waited for even then, until the deadline of the round.
+until it sends again. While it reports that it trains, it is waited for even then, until the deadline of the round. One
+whose host has closed its connection is dead as a rule, and back in a moment otherwise: it counts as silent at once,
+training or not, and is removed when the lease is over.
 
 A host (``actors/virtual/``) speaks for many clients. It has one record, with one session and one heartbeat, whose life
 and silence are those of its clients; of each client of its own there is only what differs.
@@ -57,9 +59,11 @@ class ClientRecord:
         seen_s: when it sent last, and ``excused_s``: for how long since then the controller could not receive.
         model_round: the round of the newest model that it is known to have held in this session; -1: none.
         out_until: before this round it must not take part.
-        silent: nothing came for longer than ``dead_after_s``, and it does not train: it is not waited for.
+        silent: nothing came for longer than ``dead_after_s``, and it does not train, or it has disconnected: it is not
+            waited for.
         quiet: nothing came for so long, training or not.
         is_doubted: DDS has lost it while the controller itself stood still.
+        is_disconnected: its host has closed its connection, and it has not dialled again.
     """
 
     client_id: int
@@ -74,11 +78,12 @@ class ClientRecord:
     silent: bool = False
     quiet: bool = False
     is_doubted: bool = False
+    is_disconnected: bool = False
 
     def observe(self, now_s: float) -> None:
         """Something came from it: it is alive."""
         self.seen_s, self.excused_s = now_s, 0.0
-        self.silent = self.quiet = self.is_doubted = False
+        self.silent = self.quiet = self.is_doubted = self.is_disconnected = False
 
     def silent_for_s(self, now_s: float) -> float:
         """Seconds without a message of it, as far as the controller could receive."""
@@ -88,6 +93,11 @@ class ClientRecord:
     def is_paused(self) -> bool:
         """Whether it last reported that it takes part in no round for now."""
         return self.hello.phase == PAUSED_PHASE
+
+    @property
+    def may_return(self) -> bool:
+        """Whether it is here, or has only just disconnected: at the end of a run it is waited for."""
+        return not self.silent or self.is_disconnected
 
     @property
     def is_busy(self) -> bool:
@@ -133,6 +143,11 @@ class HostedClient:
     def quiet(self) -> bool:
         """Whether its host is quiet."""
         return self.host.quiet
+
+    @property
+    def may_return(self) -> bool:
+        """Whether its host is here, or has only just disconnected."""
+        return self.host.may_return
 
     @property
     def is_paused(self) -> bool:
@@ -472,6 +487,15 @@ class ClientRegistry:
             member.excused_s = now_s - member.seen_s
             member.is_doubted = True
 
+    def mark_disconnected(self, client_id: int, incarnation: int) -> bool:
+        """Note that the host of a client has closed its connection: it is not waited for until it sends again. Returns
+        whether that is news."""
+        member = self.get(client_id, incarnation)
+        if not isinstance(member, ClientRecord) or member.is_disconnected:
+            return False
+        was_silent, member.silent, member.is_disconnected = member.silent, True, True
+        return not was_silent
+
     def excuse_silence(self, seconds: float, now_s: float) -> None:
         """The controller stood still for so long: its clients' messages of that time are not handled yet."""
         for member in self._records():
@@ -523,12 +547,12 @@ class ClientRegistry:
         return any(m.hello.phase == FETCHING_PHASE and not m.silent for m in self._members.values())
 
     def live_seen_s(self) -> Iterator[tuple[int, float]]:
-        """Yield the ids of the members that are not silent, and when each sent last."""
-        return ((client_id, member.seen_s) for client_id, member in self._members.items() if not member.silent)
+        """Yield the ids of the members that are here, or may return, and when each sent last."""
+        return ((client_id, member.seen_s) for client_id, member in self._members.items() if member.may_return)
 
     def count_live(self) -> int:
-        """Number of members that are not silent."""
-        return sum(not member.silent for member in self._members.values())
+        """Number of members that are here, or may return."""
+        return sum(member.may_return for member in self._members.values())
 
     def _may_take_part(self, member: Member, round_id: int) -> bool:
         return member.hello.ready and member.hello.session == self._session and member.from_round <= round_id

@@ -39,7 +39,7 @@ from gradbus.runtime.wire.control import (
     UploadRequest,
 )
 from gradbus.runtime.wire.frames import CONTROLLER
-from gradbus.runtime.wire.messages import ClientUpdate, Control, Identity, Message, PeerGone
+from gradbus.runtime.wire.messages import ClientUpdate, Control, Identity, Message, PeerDisconnected, PeerGone
 
 log = get_logger("controller")
 
@@ -136,6 +136,8 @@ class Dispatcher:
             case PeerGone(sender=sender, incarnation=incarnation, why=why):
                 ended = f"is shut out: {why}" if why else "is gone: its process has ended, or cannot be reached"
                 self._gone(self._to.joining.id_of(sender, incarnation), incarnation, ended)
+            case PeerDisconnected(sender=sender, incarnation=incarnation):
+                self._membership.mark_disconnected(self._to.joining.id_of(sender, incarnation), incarnation)
             case Control(incarnation=incarnation) if incarnation == self._context.identity.incarnation:
                 pass  # one of our own
             case _:

@@ -207,7 +207,7 @@ async def claim_job(
 
 
 BYE_S = 3.0  # how long the end waits for clients to leave: longer than they wait for last answers
-LAST_MODEL_S = 30.0  # and for those of them that fetch the last model
+LAST_MODEL_S = 30.0  # and for those of them that fetch the last model, since its last progress
 
 log = get_logger("controller")
 
@@ -322,14 +322,16 @@ class LivenessMonitor:
 
         If all is done, or ``final``, it is repeated until they have left, as a client that misses it would go on
         waiting. Each client has BYE_S for that from its first message after the end began, so that one that comes only
-        now, or was cut off, hears of it, too. Clients that still fetch the last model have LAST_MODEL_S for it. Else it
-        is sent once: they are to wait. With ``linger`` it is repeated for a while also without known clients, for a
-        controller that has just started: those that come meanwhile get their Welcome, and then this. That is over once
-        as many clients as are expected have been here and have left. Clients may be matched and have yet to join, which
-        takes seconds over a lossy link: it waits for them as long as for a client that is silent.
+        now, or was cut off, hears of it, too. Clients that still fetch the last model have LAST_MODEL_S for it, from
+        its last progress on. Else it is sent once: they are to wait.
+
+        With ``linger`` it is repeated for a while also without known clients, for a controller that has just started:
+        those that come meanwhile get their Welcome, and then this. That is over once as many clients as are expected
+        have been here and have left. Clients may be matched and have yet to join, which takes seconds over a lossy
+        link: it waits for them as long as for a client that is silent.
         """
         now_s = time.monotonic()
-        bye_s, fetching_until_s = BYE_S if ok or final else 0.0, now_s + (LAST_MODEL_S if ok else 0.0)
+        bye_s, fetching = BYE_S if ok or final else 0.0, _Delivery(self._context.bus, now_s)
         goodbyes = _Goodbyes(self._registry, now_s, bye_s, self._context.bus.remote_lease_s or 0.0)
         expected, reached = self._context.config.clients.num, set[int]()
         while True:
@@ -339,13 +341,33 @@ class LivenessMonitor:
             are_all_reached = expected is not None and len(reached) >= expected
             if not self._registry.count_live() and (are_all_reached or not linger):
                 return
-            wait_until_s = fetching_until_s if self._registry.has_fetching else goodbyes.until_s()
+            is_fetched = ok and self._registry.has_fetching
+            wait_until_s = fetching.until_s(time.monotonic()) if is_fetched else goodbyes.until_s()
             if linger and self._context.bus.matched_readers(ModelBlob):  # clients that are here, and still join
                 wait_until_s = max(wait_until_s, goodbyes.silent_until_s)
             if time.monotonic() >= wait_until_s:
                 return
             left_s = max(0.0, wait_until_s - time.monotonic())
             await self._membership.wait_for_change(min(self._context.config.clients.heartbeat_s, left_s))
+
+
+class _Delivery:
+    """Tells for how long the end of a run waits for clients that fetch the last model: for LAST_MODEL_S from the moment
+    on at which the transport has last taken something of it, or delivered something. What clients may request again is
+    bounded for each, and so is this."""
+
+    def __init__(self, bus: Bus, began_s: float) -> None:
+        self._bus = bus
+        self._since_s = began_s
+        self._last: tuple[int, int] | None = None
+
+    def until_s(self, now_s: float) -> float:
+        """Return when the wait is over, by ``time.monotonic``, as it looks now."""
+        progress = self._bus.delivery_progress(ModelBlob)
+        if self._last is not None and progress != self._last:
+            self._since_s = now_s
+        self._last = progress
+        return self._since_s + LAST_MODEL_S
 
 
 class _Goodbyes:

@@ -1,11 +1,7 @@
 """Publishing of the global model: in full or as a compressed difference, resent where it is missing.
 
 Clients of this machine that read the controller's memory find it there, once for all of them. Frames are sent only if
-there are other clients, or none yet, and to clients that request them.
-
-A client that sees no frame for a while requests it, also if the link is slow and the frame on its way. What is sent
-again goes to all, and holds up the others. So nothing is sent again to a client that was there when the model was sent
-while the transport has not delivered that yet, unless it takes too long; who asks then will ask again.
+there are other clients, or none yet, and to clients that request them, unless they are on the way (:mod:`.on_the_way`).
 """
 
 from __future__ import annotations
@@ -22,10 +18,10 @@ import torch
 from torch import Tensor
 
 from gradbus.actors.federated.controller.clients import ClientRegistry
+from gradbus.actors.federated.controller.on_the_way import OnTheWay
 from gradbus.actors.federated.controller.report import RoundReport
 from gradbus.actors.federated.controller.resend_queue import RESEND_FRAMES, RESEND_TIMES, ResendQueue
 from gradbus.actors.federated.controller.state import RunContext
-from gradbus.actors.federated.protocol import ON_THE_WAY_S
 from gradbus.codecs import Codec, NonFiniteError, add_into, residual_step
 from gradbus.codecs.base import l2_norm
 from gradbus.codecs.registry import TABLE
@@ -100,9 +96,7 @@ class ModelPublisher:
         self._earlier: list[tuple[int, SharedPayload]] = []  # by round: models that a client may be about to read
         self.notified = 0
         self._full_sent_s = float("-inf")
-        self._is_publishing = False
-        self._sent_s = float("-inf")  # when frames were last handed to the transport
-        self._addressed: dict[int, int] = {}  # clients that were there when the present model was sent: incarnations
+        self._on_the_way = OnTheWay(bus)
         self.queue = ResendQueue()
         self._wanted_in_memory = False
         self._resending: asyncio.Task[None] | None = None
@@ -192,12 +186,8 @@ class ModelPublisher:
         if not 0 < self.notified == len(self._registry):
             if message is self._full:
                 self._full_sent_s = time.monotonic()
-            self._addressed = {member.client_id: member.incarnation for member in self._registry}
-            self._is_publishing = True
-            try:
+            with self._on_the_way.sending({member.client_id: member.incarnation for member in self._registry}):
                 await self._send(message)
-            finally:
-                self._is_publishing = False
         return message.size
 
     async def _share(self, message: _OutgoingModel) -> bool:
@@ -271,7 +261,7 @@ class ModelPublisher:
         try:
             await self._context.bus.send_model(message.key, message.payload, flags=message.flags, only=only)
         finally:
-            self._sent_s = time.monotonic()
+            self._on_the_way.note_sent()
 
     def on_request(self, client_id: int, need: ModelRequest, group: asyncio.TaskGroup) -> None:
         """A client misses the model or parts of it. The answer goes to all, as others may miss the same."""
@@ -325,15 +315,10 @@ class ModelPublisher:
         self._enqueue(client_id, self._frozen, need.seqs if need.transfer == self._frozen.key.transfer else ())
 
     def _is_on_the_way_to(self, client_id: int) -> bool:
-        """Return whether the transport owes a client what was sent last."""
-        incarnation = self._addressed.get(client_id)
-        if incarnation is None or incarnation != self._registry.incarnation_of(client_id):
-            return False  # it has come later: what was sent before may not be for it
+        """Return whether a client gets what was sent last, as frames."""
         if self._registry.shares_memory(client_id):
             return False
-        if not self._is_publishing and time.monotonic() - self._sent_s >= ON_THE_WAY_S:
-            return False
-        return self._is_publishing or not self._context.bus.is_delivered(ModelBlob)
+        return self._on_the_way.is_on_the_way_to(client_id, self._registry.incarnation_of(client_id))
 
     def _on_model_request(self, client_id: int, need: ModelRequest) -> None:
         if self._is_on_the_way_to(client_id):

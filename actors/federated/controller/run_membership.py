@@ -78,6 +78,18 @@ class RunMembership:
             self.follow_registry()
         return True
 
+    def mark_disconnected(self, client_id: int, incarnation: int) -> None:
+        """Note that the host of a client has closed its connection, as it does when its process ends: what is under way
+        goes on without it. If it lives, it is waited for again from its next message on; else it is removed when the
+        transport is certain."""
+        if self._registry.mark_disconnected(client_id, incarnation):
+            log.warning(
+                "client disconnected",
+                **self._context.client_facts(client_id),
+                effect="not waited for until it sends again",
+            )
+            self.follow_registry()
+
     async def punish(self, strike: Strike) -> None:
         """Log a bad update, and put its client in quarantine where that follows."""
         of_round = {"round": strike.round_id, "reason": strike.reason, "strikes": strike.count}

@@ -182,6 +182,11 @@ class Writer:
         """Whether all matched readers have acknowledged all that was written. Does not wait."""
         return libddsc.wait_for_acks(self.entity, 0.0)
 
+    @property
+    def acknowledged_samples(self) -> int:
+        """Return 0: DDS says whether all are acknowledged, and not how many."""
+        return 0
+
     def wait_for_acks(self, timeout_s: float) -> bool:
         """Whether all matched readers have taken over what was written, within so long. Blocks, without the GIL."""
         self._awaited_since_s = time.monotonic()
@@ -243,6 +248,10 @@ class Reader:
     def peers(self) -> set[int]:
         """Return the handles of the matched writers."""
         return libddsc.matched_publications(self.entity)
+
+    def take_disconnected(self) -> frozenset[int]:
+        """Return nothing: DDS has no connections, and learns from a lease alone who is gone."""
+        return frozenset()
 
     def take(self, limit: int) -> list[tuple[Any, int]]:
         """Up to ``limit`` samples, not yet looked at, and the handles of their writers.

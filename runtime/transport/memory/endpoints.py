@@ -195,6 +195,11 @@ class MemoryOutlet(_MemoryEndpoint):
         with self._schedule.lock:
             return self._has_acks()
 
+    @property
+    def acknowledged_samples(self) -> int:
+        """See :attr:`.api.Outlet.acknowledged_samples`: they are not counted, as with DDS."""
+        return 0
+
     def wait_for_acks(self, timeout_s: float) -> bool:
         """See :meth:`.api.Outlet.wait_for_acks`."""
         with self._schedule.lock:
@@ -242,6 +247,10 @@ class MemoryInlet(_MemoryEndpoint):
         """See :meth:`.api.Endpoint.peers`."""
         with self._schedule.lock:
             return {pair.handle for pair in self.pairs if pair.reader_knows}
+
+    def take_disconnected(self) -> frozenset[int]:
+        """See :meth:`.api.Inlet.take_disconnected`: in memory there are no connections."""
+        return frozenset()
 
     def take(self, limit: int) -> list[tuple[Any, int]]:
         """See :meth:`.api.Inlet.take`."""

@@ -109,6 +109,7 @@ class ZenohInlet(ZenohEndpoint):
         self._layout = LAYOUTS[channel.sample_type]
         self._queue: deque[tuple[bytes, int, OutletState]] = deque()
         self._outlets: dict[str, OutletState] = {}
+        self._disconnected: list[OutletState] = []  # reported once
         self._peers = 0
         # An inlet knows its own channel only: see lasts_to_all for outlets that keep less.
         self._skips_gaps = channel.keep_last or not channel.reliable
@@ -128,6 +129,20 @@ class ZenohInlet(ZenohEndpoint):
         """See :meth:`.api.Endpoint.peers`."""
         with self.schedule.lock:
             return {one.handle for one in self._outlets.values() if one.is_peer}
+
+    def note_disconnected(self, owner: PeerId) -> None:
+        """See :meth:`.ZenohEndpoint.note_disconnected`."""
+        super().note_disconnected(owner)
+        lost = [one for one in self._outlets.values() if one.owner == owner and one.epoch and not one.is_there]
+        if lost:
+            self._disconnected += [one for one in lost if one not in self._disconnected]
+            self.note_match()
+
+    def take_disconnected(self) -> set[int]:
+        """See :meth:`.api.Inlet.take_disconnected`."""
+        with self.schedule.lock:
+            disconnected, self._disconnected = self._disconnected, []
+            return {one.handle for one in disconnected if one.handle and not one.is_there}
 
     def note_match(self) -> None:
         """See :meth:`.ZenohEndpoint.note_match`."""

@@ -10,7 +10,8 @@ All begin with ``gradbus/<version>/<job>/<channel>/``, then:
 | ``ack/<outlet>/<inlet>`` | from an inlet to an outlet |
 
 Beside them stands ``gradbus/<version>/<job>/session/<session>/<transport>``, a token by which a relay knows which of
-its sessions take part in which job.
+its sessions take part in which job. A message under the same key is the relay's own: the host of that session has
+closed its connection (:mod:`~gradbus.runtime.transport.zenoh.disconnections`).
 
 An endpoint is named after its transport, so others know whose it is: the name of the transport
 (:data:`~gradbus.runtime.transport.peer_id.PeerId`) in hexadecimal digits, a dot, and a number.
@@ -27,6 +28,7 @@ VERSION = 1
 """Version of the keys and of the messages below them. Processes of different versions do not meet."""
 
 _ENDPOINT = re.compile(rf"([0-9a-f]{{{2 * PEER_ID_BYTES}}})\.(0|[1-9][0-9]{{0,9}})")
+_OWNER = re.compile(rf"[0-9a-f]{{{2 * PEER_ID_BYTES}}}")
 
 
 def escape(name: str) -> str:
@@ -62,6 +64,17 @@ def last_part(key: str) -> str:
 def session_token(job: str, session: str, owner: PeerId) -> str:
     """Return the token which says that a transport takes part in a job over a session, by its id in Zenoh."""
     return f"gradbus/{VERSION}/{escape(job)}/session/{session}/{owner.hex()}"
+
+
+def session_tokens(job: str) -> str:
+    """Return the expression for the tokens of all sessions of a job."""
+    return f"gradbus/{VERSION}/{escape(job)}/session/*/*"
+
+
+def owner_in(token: str) -> PeerId | None:
+    """Return the transport that a token of :func:`session_token` names; None: it names none."""
+    name = last_part(token)
+    return bytes.fromhex(name) if _OWNER.fullmatch(name) else None
 
 
 class ChannelKeys:

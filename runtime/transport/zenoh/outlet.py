@@ -168,6 +168,7 @@ class ZenohOutlet(ZenohEndpoint):
         self._sent = 0  # the last sample that was sent to all that keep pace
         self._looks: list[float] = []  # when to look at progress, the earliest last
         self._round_trip_s = 0.0  # until the answer to the START of the newest match
+        self._acknowledged = 0
         self._refused_since_s = 0.0
         self._writes = 0  # in progress
         self._reserved_bytes = 0  # of samples that are being made
@@ -316,6 +317,7 @@ class ZenohOutlet(ZenohEndpoint):
             if arrived > inlet.acknowledged:
                 if self.place.is_foreign(inlet.owner):
                     inlet.delayed_s += now_s - inlet.progressed_s
+                self._acknowledged += arrived - inlet.acknowledged
                 inlet.note_arrival(arrived, now_s)
             if ack.ask_last:
                 inlet.flight.note_lost(ack.ask_first, inlet.round_trip_s)
@@ -584,6 +586,11 @@ class ZenohOutlet(ZenohEndpoint):
         """See :attr:`.api.Outlet.is_acknowledged`."""
         with self.schedule.lock:
             return self._has_acks()
+
+    @property
+    def acknowledged_samples(self) -> int:
+        """See :attr:`.api.Outlet.acknowledged_samples`."""
+        return self._acknowledged
 
     def wait_for_acks(self, timeout_s: float) -> bool:
         """See :meth:`.api.Outlet.wait_for_acks`."""

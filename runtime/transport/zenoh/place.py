@@ -7,6 +7,11 @@ A token that goes says one of two things. While our own link stands, the endpoin
 lost at once. When our own link breaks, all tokens go, which says nothing about their endpoints: those that come back
 within the lease have not been lost at all. The order of the two reports is not defined, so a token is missed for
 :data:`GRACE_S` before its endpoint is lost.
+
+A relay may report that the host of a transport has closed its connection (:mod:`.disconnections`). Any process could
+send such a report where a relay does not prevent it, but only the relay can take tokens away: so a report counts for
+endpoints whose tokens are gone, and for no others. They are lost at once, and inlets tell of it
+(:meth:`.api.Inlet.take_disconnected`).
 """
 
 from __future__ import annotations
@@ -111,6 +116,11 @@ class ZenohPlace:
         if not is_linked:
             self._broke_s = self.schedule.now_s()
 
+    def note_disconnected(self, owner: PeerId) -> None:
+        """Take note that a relay says that the host of a transport has closed its connection."""
+        for endpoint in list(self.endpoints.values()):
+            endpoint.note_disconnected(owner)
+
     def _use_room(self) -> None:
         for endpoint in list(self.endpoints.values()):
             endpoint.use_room()
@@ -202,6 +212,12 @@ class ZenohEndpoint(ABC):
     @abstractmethod
     def forget_peer(self, peer: str) -> None:
         """Drop what is kept for an endpoint that was lost, if it has not come back."""
+
+    def note_disconnected(self, owner: PeerId) -> None:
+        """Lose the endpoints of a transport whose host has closed its connection, if their tokens are gone."""
+        for peer, since_s in list(self._missed.items()):
+            if owner_of(peer) == owner:
+                self._lose(peer, since_s)
 
     @abstractmethod
     def count_peers(self) -> int:

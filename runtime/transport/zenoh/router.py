@@ -6,14 +6,17 @@ both. Only this file knows how Zenoh writes them.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from gradbus.runtime.network.links import LinkConfig
 from gradbus.runtime.transport.peer_id import PEER_ID_BYTES
+from gradbus.runtime.transport.zenoh.disconnections import DISCONNECTED
 from gradbus.runtime.transport.zenoh.keys import escape, unescape
 from gradbus.runtime.transport.zenoh.session import OPEN_S, open_checked_session
 
@@ -28,6 +31,7 @@ _STALL_S = 10.0
 _TOKENS = f"{_ROOT}/*/*/session/*/*"  # see .keys.session_token
 _TOKEN_PARTS = 6
 _MAX_TOKENS = 4  # that are remembered, for each session that may be open: who connects may declare any number
+_MAX_ANNOUNCED = 16  # of these, those of one session under which its end is published
 _MAX_TOKEN_CHARS = 512  # a job has 64 characters, of at most three here each, and a domain
 _SESSION = re.compile(r"[0-9a-f]{1,32}")
 _SENDER = re.compile(rf"[0-9a-f]{{{2 * PEER_ID_BYTES}}}")
@@ -127,6 +131,18 @@ def access_rules(jobs: Mapping[str, Sequence[str]]) -> dict[str, Any]:
         of_whom = {} if name == ANY else {"cert_common_names": [name]}
         subjects.append({"id": f"client-{number}", **of_whom})
         policies.append({"rules": [f"jobs-{number}"], "subjects": [f"client-{number}"]})
+    # What is published under the token of a session is the relay's own word. A denial goes before what is allowed.
+    rules.append(
+        {
+            "id": "sessions",
+            "permission": "deny",
+            "flows": ["ingress"],
+            "messages": ["put", "delete"],
+            "key_exprs": [f"{_ROOT}/*/*/session/**"],
+        }
+    )
+    subjects.append({"id": "everybody"})
+    policies.append({"rules": ["sessions"], "subjects": ["everybody"]})
     return {
         "enabled": True,
         "default_permission": "deny",
@@ -146,6 +162,7 @@ class Router:
         self._tokens: Any = None
         self._lock = threading.Lock()
         self._members: dict[str, JobMember] = {}  # by token
+        self._left: OrderedDict[str, JobMember] = OrderedDict()  # whose token has gone, the newest last
         self._max_members = max_members
 
     def watch_links(self, report: Callable[[LinkChange], None]) -> None:
@@ -178,8 +195,12 @@ class Router:
             token = str(sample.key_expr)
             with self._lock:
                 if sample.kind != SampleKind.PUT:
-                    self._members.pop(token, None)
+                    if (left := self._members.pop(token, None)) is not None:
+                        self._left[token] = left
+                        while len(self._left) > self._max_members:
+                            self._left.popitem(last=False)
                 elif len(self._members) < self._max_members and (member := member_of(token)) is not None:
+                    self._left.pop(token, None)
                     self._members[token] = member
 
         watch = self._session.liveliness().declare_subscriber
@@ -189,6 +210,28 @@ class Router:
         """Return which sessions take part in which jobs now, as they say. What is no token of a job is left out."""
         with self._lock:
             return sorted(self._members.values())
+
+    def announce_disconnected(self, peer: str) -> int:
+        """Tell the members of its jobs that the host of a session has closed its connection
+        (:mod:`~gradbus.runtime.transport.zenoh.disconnections`). May wait for a full queue; not for the event loop.
+        Returns the number of jobs that it has said to take part in, which a session may make up."""
+        import zenoh
+
+        with self._lock:
+            known = [*self._left.items(), *self._members.items()]
+            tokens = [token for token, member in known if member.peer == peer][:_MAX_ANNOUNCED]
+            for token in tokens:
+                self._left.pop(token, None)
+        for token in tokens:
+            with contextlib.suppress(zenoh.ZError):  # the router is being closed
+                self._session.put(
+                    token,
+                    DISCONNECTED,
+                    congestion_control=zenoh.CongestionControl.DROP,
+                    priority=zenoh.Priority.INTERACTIVE_HIGH,
+                    express=True,
+                )
+        return len(tokens)
 
     def close(self) -> None:
         """Close all links, which their other ends notice at once, and stop listening."""

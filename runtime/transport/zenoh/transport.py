@@ -14,7 +14,9 @@ from gradbus.runtime.transport.api import PEER_ID_BYTES, IoThread, JobMembers, R
 from gradbus.runtime.transport.channels import Channel
 from gradbus.runtime.transport.flags import FlagWaiter
 from gradbus.runtime.transport.schedule import NetworkSchedule, ThreadSchedule
+from gradbus.runtime.transport.zenoh.disconnections import DISCONNECTED
 from gradbus.runtime.transport.zenoh.inlet import ZenohInlet
+from gradbus.runtime.transport.zenoh.keys import owner_in, session_tokens
 from gradbus.runtime.transport.zenoh.outlet import ZenohOutlet
 from gradbus.runtime.transport.zenoh.place import ZenohEndpoint, ZenohPlace
 from gradbus.runtime.transport.zenoh.session_api import LinkSession
@@ -49,6 +51,7 @@ class ZenohTransport:
         self._session = session
         self._schedule = schedule or ThreadSchedule("the transport on Zenoh", thread_name="gradbus-zenoh")
         self._place = ZenohPlace(session, self._schedule, job, self.own, lease_s, node)
+        session.subscribe(session_tokens(job), self._disconnection_reported)  # until the session is closed
         self._members: JobMembers | None = None
         self._is_open = True
         self._made_in = forks.generation
@@ -64,6 +67,11 @@ class ZenohTransport:
             self._members = members
             thread.rejected.update(self._place.rejected)
             self._place.rejected = thread.rejected
+
+    def _disconnection_reported(self, key: str, message: bytes) -> None:
+        owner = owner_in(key)
+        if owner is not None and owner != self.own and message == DISCONNECTED:
+            self._place.post(self._place.note_disconnected, owner, may_drop=True)
 
     def look_around(self) -> bool:
         """Take note of who belongs to the job. See :meth:`.api.Transport.look_around`."""

@@ -258,7 +258,7 @@ def test_the_end_of_a_run_waits_for_a_client_that_fetches_the_last_model(monkeyp
 
     config = SimpleNamespace(clients=SimpleNamespace(heartbeat_s=0.01, num=None), evaluation=EvaluationSettings())
     context: Any = RunContext(
-        SimpleNamespace(publish=publish, remote_lease_s=None),
+        SimpleNamespace(publish=publish, remote_lease_s=None, delivery_progress=lambda kind: (0, 0)),
         Identity(CONTROLLER, 1),
         None,
         config,
@@ -281,6 +281,21 @@ def test_the_end_of_a_run_waits_for_a_client_that_fetches_the_last_model(monkeyp
         await asyncio.wait_for(ending, PATIENT_S)
 
     asyncio.run(main())
+
+
+def test_the_last_model_has_its_time_from_its_last_progress_on() -> None:
+    """However slow the link is, something is taken or acknowledged now and then, until it is there."""
+    taken = acknowledged = 0
+    bus: Any = SimpleNamespace(delivery_progress=lambda kind: (taken, acknowledged))
+    delivery = liveness._Delivery(bus, 100.0)  # noqa: SLF001 - its sums, without a wait
+    assert delivery.until_s(100.0) == 100.0 + liveness.LAST_MODEL_S
+    assert delivery.until_s(120.0) == 100.0 + liveness.LAST_MODEL_S
+    taken = 1 << 20
+    assert delivery.until_s(125.0) == 125.0 + liveness.LAST_MODEL_S
+    for number in range(100):
+        acknowledged = number + 1
+        assert delivery.until_s(150.0 + 20 * number) == 150.0 + 20 * number + liveness.LAST_MODEL_S
+    assert delivery.until_s(9_999.0) == 150.0 + 20 * 99 + liveness.LAST_MODEL_S, "then it is given up"
 
 
 def test_the_end_of_a_run_waits_for_clients_that_are_here_and_have_not_joined_yet(

@@ -22,7 +22,7 @@ from identities import Identities
 from patience import eventually
 
 import gradbus
-from gradbus.actors.federated.controller import liveness
+from gradbus.actors.federated.controller import liveness, on_the_way
 from gradbus.actors.flower import hub as hub_module
 from gradbus.actors.flower.hub import Answer, MessageHub
 from gradbus.actors.flower.node import WITHDRAWN_S, MessageNode, NodeSummary
@@ -40,8 +40,8 @@ from gradbus.runtime.fast_paths import has_memfd
 from gradbus.runtime.security import Security
 from gradbus.runtime.shm.segment import read
 from gradbus.runtime.transport.channels import CHANNELS, ToController
-from gradbus.runtime.wire.control import PROTOCOL, Hello, Receipt
-from gradbus.runtime.wire.messages import ClientUpdate, Control, Identity, PeerGone
+from gradbus.runtime.wire.control import PROTOCOL, Hello, ModelRequest, Receipt
+from gradbus.runtime.wire.messages import ClientUpdate, Control, Identity, ModelBlob, PeerGone
 
 RUN = 77
 _jobs = itertools.count()
@@ -281,6 +281,46 @@ def test_a_hub_that_stood_still_waits_for_a_node_that_seems_gone_and_fails_one_t
 
     found = asyncio.run(run())
     assert (found and found.kind) == (None if then == "speaks" else "gone")
+
+
+def test_frames_on_their_way_to_a_node_are_not_sent_again_although_it_requests_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A slow link delivers later than the node has patience."""
+    publish, send_model, is_delivered = gradbus.Bus.publish, gradbus.Bus.send_model, gradbus.Bus.is_delivered
+    requests, sent, has_delivered = 0, 0, False
+
+    async def published(self: gradbus.Bus, sender: Identity, body: Any, **options: Any) -> None:
+        nonlocal requests
+        requests += isinstance(body, ModelRequest)
+        await publish(self, sender, body, **options)
+
+    async def sends(self: gradbus.Bus, key: Any, payload: Any, **options: Any) -> int:
+        nonlocal sent
+        sent += 1
+        return await send_model(self, key, payload, **options) if has_delivered else 0
+
+    def delivered(self: gradbus.Bus, kind: Any) -> bool:
+        return has_delivered if kind is ModelBlob else is_delivered(self, kind)
+
+    monkeypatch.setattr(on_the_way, "ON_THE_WAY_S", 1_000.0)
+    monkeypatch.setattr(gradbus.Bus, "publish", published)
+    monkeypatch.setattr(gradbus.Bus, "send_model", sends)
+    monkeypatch.setattr(gradbus.Bus, "is_delivered", delivered)
+
+    async def run() -> None:
+        nonlocal has_delivered
+        scene = Scene(shared_memory=False)
+        async with scene.hub() as hub:
+            scene.start(0, Reversing())
+            await ready(hub, 0)
+            number = await push(hub, [0], b"instruction")
+            await eventually(lambda: requests >= 4)
+            assert sent == 1
+            has_delivered = True
+            assert bytes((await answers(hub, number, 0))[0].payload or b"") == b"noitcurtsni"
+
+    asyncio.run(run())
 
 
 def test_a_message_without_a_reply_in_its_time_fails() -> None:

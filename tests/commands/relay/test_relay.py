@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import session_process
 import stalled_client
 from patience import soonest, until
 from ports import kept_ports
@@ -24,7 +25,8 @@ from tls_scene import TlsFiles
 from zenoh import CongestionControl
 
 from gradbus.runtime.errors import BusError
-from gradbus.runtime.transport.zenoh.keys import session_token
+from gradbus.runtime.transport.zenoh.disconnections import DISCONNECTED
+from gradbus.runtime.transport.zenoh.keys import session_token, session_tokens
 from gradbus.runtime.transport.zenoh.relay_settings import DROP_LARGE_AFTER_S
 
 pytestmark = pytest.mark.slow
@@ -124,6 +126,30 @@ def test_a_session_that_says_what_it_takes_part_in_is_logged_with_its_job_and_it
         joined = relay.wait_for("session joined", peer=str(session.zid()))
         assert (joined["job"], joined["senders"]) == ("my cells", [sender.hex()])
         token.undeclare()
+
+
+def test_what_is_published_under_the_token_of_a_session_is_the_word_of_the_relay_alone(port: int) -> None:
+    token = session_token("cells", "c1", bytes(range(12)))
+    with plain(port) as relay, linked(relay) as hostile, linked(relay) as other:
+        arrived, reports = received(other, "gradbus/1/cells/**"), received(other, session_tokens("cells"))
+        put_until(hostile, "gradbus/1/cells/a/all/0", b"before", arrived)
+        hostile.put(token, DISCONNECTED)
+        while put_until(hostile, "gradbus/1/cells/a/all/0", b"behind", arrived) != b"behind":
+            pass
+        assert reports.qsize() == 0
+
+
+def test_a_relay_tells_the_members_of_a_job_when_the_process_of_one_was_killed(port: int) -> None:
+    """It waits for a while whether the session comes back, and says nothing of one that has closed by itself."""
+    spec = {"job": "cells", "lease_s": 600.0}
+    with plain(port) as relay, linked(relay, lease_s=600.0) as other:
+        reports = received(other, session_tokens("cells"))
+        for _ in range(3):
+            with session_process.started({**spec, "connect": [relay.listen]}) as process:
+                relay.wait_for("session joined", peer=process.session)
+                process.kill()
+                assert reports.get(timeout=60) == (process.token, DISCONNECTED)
+        assert reports.qsize() == 0
 
 
 def test_a_client_takes_part_only_in_the_jobs_of_its_certificate(port: int, files: TlsFiles, tmp_path: Path) -> None:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import io
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
 from patience import eventually, run
 
 import gradbus
+from gradbus.commands.relay import service
 from gradbus.commands.relay.service import LINES_BURST, Relay
+from gradbus.commands.relay.sessions import CarriedBytes
 from gradbus.runtime.transport.zenoh.router import JobMember, LinkChange
 
 
@@ -24,6 +26,7 @@ class PlayedRouter:
         self.up: set[str] = set()
         self.members: list[JobMember] = []
         self.is_closed = False
+        self.announced: list[str] = []
 
     def watch_links(self, report: Callable[[LinkChange], None]) -> None:
         self.report = report
@@ -45,6 +48,10 @@ class PlayedRouter:
 
     def memberships(self) -> list[JobMember]:
         return self.members
+
+    def announce_disconnected(self, peer: str) -> int:
+        self.announced.append(peer)
+        return 1
 
     def close(self) -> None:
         self.is_closed = True
@@ -144,3 +151,58 @@ def test_a_relay_with_sessions_drains_until_the_last_has_gone(log: Log) -> None:
 
     run(main())
     assert log.events("relay ends")[0]["sessions"] == 0
+
+
+class PlayedConnection:
+    """A connection of which a test says who has closed it, with the round trip of a link across a continent."""
+
+    round_trip_s = 0.05
+
+    def __init__(self, *, is_closed_by_peer: bool) -> None:
+        self._is_closed_by_peer = is_closed_by_peer
+
+    def traffic(self) -> CarriedBytes:
+        return CarriedBytes()
+
+    def closed_by_peer(self) -> bool:
+        return self._is_closed_by_peer
+
+    def hang_up(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_session_that_its_host_has_closed_is_announced_unless_it_comes_back(
+    log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connections = {f"10.0.0.1:{number}": PlayedConnection(is_closed_by_peer=number != 3) for number in range(1, 6)}
+    found = set[str]()
+
+    def find(addresses: Iterable[str]) -> dict[str, PlayedConnection]:
+        new = {one: connections[one] for one in addresses}
+        found.update(new)
+        return new
+
+    monkeypatch.setattr(service, "find_connections", find)
+
+    async def main() -> None:
+        router = PlayedRouter()
+        relay = Relay(router, max_sessions=9, drain_s=0.0)
+        serving = asyncio.create_task(relay.serve(lambda: None))
+        await eventually(lambda: relay.is_ready)
+        for peer, number in (("killed", 1), ("back", 2), ("cut off", 3), ("last", 4)):
+            router.open(peer, f"10.0.0.1:{number}")
+        await eventually(lambda: len(found) == 4)
+        for peer, number in (("killed", 1), ("back", 2), ("cut off", 3)):
+            router.end(peer, f"10.0.0.1:{number}")
+        router.open("back", "10.0.0.1:5")
+        await eventually(lambda: router.announced)
+        router.end("last", "10.0.0.1:4")
+        await eventually(lambda: len(router.announced) == 2)
+        relay.stop()
+        await serving
+        assert router.announced == ["killed", "last"]
+
+    run(main())

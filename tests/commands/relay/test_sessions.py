@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import select
 import socket
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
 from patience import until
 from prometheus_client.parser import text_string_to_metric_families
 
-from gradbus.commands.relay import metrics
+from gradbus.commands.relay import connections, metrics
 from gradbus.commands.relay.connections import canonical, find_connections
 from gradbus.commands.relay.probes import Answers, serving
 from gradbus.commands.relay.sessions import MAX_NODES, OTHER_NODES, CarriedBytes, NodeTotals, Sessions
@@ -31,6 +34,13 @@ class Counted:
 
     def traffic(self) -> CarriedBytes:
         return self.now
+
+    def closed_by_peer(self) -> bool:
+        return False
+
+    @property
+    def round_trip_s(self) -> float:
+        return 0.0
 
     def hang_up(self) -> None:
         self.ended.append("hung up")
@@ -261,3 +271,72 @@ def test_defaults_ask_for_no_file() -> None:
     file = check_settings(RelayFile, {}, where="settings")
     assert file.relay.listen == ("tls/0.0.0.0:443",)
     assert file.http.port is None
+
+
+def closes_by_fin(client: socket.socket, accepted: socket.socket) -> None:
+    client.close()
+    assert accepted.recv(1) == b""
+
+
+def closes_by_rst(client: socket.socket, accepted: socket.socket) -> None:
+    accepted.sendall(b"not read")
+    assert select.select([client], [], [], 30.0)[0]
+    client.close()
+    with pytest.raises(ConnectionResetError):
+        accepted.recv(1)
+
+
+def closes_here_first(client: socket.socket, accepted: socket.socket) -> None:
+    accepted.shutdown(socket.SHUT_WR)
+    assert client.recv(1) == b""
+
+
+def stays(client: socket.socket, accepted: socket.socket) -> None:
+    client.sendall(b"alive")
+    assert accepted.recv(5, socket.MSG_WAITALL) == b"alive"
+
+
+@pytest.mark.parametrize(
+    ("ending", "is_by_peer"),
+    [(closes_by_fin, True), (closes_by_rst, True), (closes_here_first, False), (stays, False)],
+)
+def test_the_kernel_knows_which_end_of_a_connection_has_closed_it_first(
+    ending: Callable[[socket.socket, socket.socket], None], is_by_peer: bool
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        client = socket.create_connection(server.getsockname())
+        accepted, (host, port) = server.accept()
+    with client, accepted:
+        connection = find_connections([f"{host}:{port}"])[f"{host}:{port}"]
+        assert not connection.closed_by_peer()
+        assert 0.0 < connection.round_trip_s < 5.0
+        ending(client, accepted)
+        accepted.close()  # as Zenoh does, before or after the relay looks
+        assert connection.closed_by_peer() is is_by_peer
+        connection.close()
+        assert not connection.closed_by_peer()
+
+
+def test_a_connection_that_was_closed_while_the_relay_stood_still_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        client = socket.create_connection(server.getsockname())
+        accepted, (host, port) = server.accept()
+    with client, accepted:
+        connection = find_connections([f"{host}:{port}"])[f"{host}:{port}"]
+        client.close()
+        assert accepted.recv(1) == b""
+        assert connection.closed_by_peer()
+        monkeypatch.setattr(connections, "FRESH_MS", 20)
+        until(lambda: not connection.closed_by_peer())
+        connection.close()
+
+
+def test_descriptors_that_are_no_sockets_are_left_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """To close a copy of a descriptor gives up the locks (fcntl) that this process has on its file."""
+    copied: list[int] = []
+    copy = os.dup
+    monkeypatch.setattr(os, "dup", lambda number: copied.append(number) or copy(number))
+    with (tmp_path / "file").open("w") as file, socket.create_server(("127.0.0.1", 0)) as server:
+        find_connections(["127.0.0.1:1"])
+        assert server.fileno() in copied
+        assert file.fileno() not in copied

@@ -19,6 +19,7 @@ from cyclonedds.qos import Policy
 from dds_domains import new_domain
 from identities import Identities
 from patience import PATIENT_S
+from ports import kept_ports
 
 import gradbus
 from gradbus.actors.federated.client import updates_out as update_sender
@@ -31,7 +32,7 @@ from gradbus.commands.run import status
 from gradbus.commands.run.status import Observer, lines_of, observe, settings_of
 from gradbus.models import NoopTask
 from gradbus.runtime.config.bus import BusSettings
-from gradbus.runtime.errors import ConfigError
+from gradbus.runtime.errors import ConfigError, NotReachable
 from gradbus.runtime.security.job_key import new_job_key, write_secret_file
 from gradbus.runtime.transport.channels import CHANNELS, BestEffort, ToClients, ToController
 from gradbus.runtime.wire import control
@@ -245,6 +246,24 @@ def test_a_job_that_is_not_there_is_an_error_after_the_deadline() -> None:
     settings = BusSettings(job=f"nobody-{os.getpid()}", domain=new_domain())
     with pytest.raises(NoJob, match=r"was found within 0.3 s: DDS domain \d+ on lo"):
         asyncio.run(observe(settings, timeout_s=0.3, listen_s=1.0))
+
+
+def test_where_nothing_listens_it_is_told_at_once_and_tried_for_the_time_to_wait_only() -> None:
+    with kept_ports(1) as (port,):
+        settings = BusSettings(job="nobody", security="none", connect=(f"tcp/127.0.0.1:{port}",))
+        told: list[tuple[float, str]] = []
+        began_s = time.monotonic()
+
+        def tell(text: str) -> None:
+            told.append((time.monotonic() - began_s, text))
+
+        with pytest.raises(NotReachable, match=rf"nothing listens on port {port} there.* It was tried for 3 s"):
+            asyncio.run(observe(settings, timeout_s=3.0, listen_s=1.0, tell=tell))
+        assert 3.0 <= time.monotonic() - began_s < 3.0 + PATIENT_S
+        ((told_s, text),) = told
+        assert told_s < 3.0
+        assert f"nothing listens on port {port} there" in text
+        assert "tried again for 3 s (--timeout)" in text
 
 
 async def told_instead(settings: BusSettings, wanted: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from gradbus.runtime.bus.liveness import FOUND_AGAIN_S, LONGEST_TURN_S, Liveness, Reachability, WriterRegistry
 from gradbus.runtime.transport import peer_processes
 from gradbus.runtime.wire.control import Leave
-from gradbus.runtime.wire.messages import Control, PeerGone
+from gradbus.runtime.wire.messages import Control, PeerDisconnected, PeerGone
 
 HERE, ELSEWHERE = "0123456789abcdef 5 7", "fedcba9876543210 5 7"
 WRITER = 77
@@ -166,3 +166,42 @@ def test_who_was_last_heard_on_a_channel_that_is_read_no_more_goes_with_its_othe
     registry.forget("inbox")
     assert registry.writers_on("inbox") == set()
     assert registry.left(["of all"], channel="clients") == [PeerGone(7, 70)]
+
+
+def test_a_process_elsewhere_whose_host_has_closed_its_connection_is_reported_at_once_and_gone_after_the_lease() -> (
+    None
+):
+    world = World()
+    world.says(ELSEWHERE)
+    assert world.liveness.disconnected({WRITER}) == [], "it is there"
+    world.liveness.departed([WRITER], CHANNEL)
+    assert world.liveness.disconnected({WRITER + 1}) == []
+    assert world.liveness.disconnected({WRITER}) == [PeerDisconnected(3, 10)]
+    assert world.liveness.disconnected({WRITER}) == []
+    assert world.passes(LEASE_S + 1) == GONE
+
+
+def test_a_process_that_is_heard_again_after_it_has_disconnected_is_not_gone_and_may_disconnect_again() -> None:
+    world = World()
+    for writer in (WRITER, WRITER + 1):
+        world.says(ELSEWHERE, writer=writer, number=writer)
+        world.liveness.departed([writer], CHANNEL)
+        assert world.liveness.disconnected({writer}) == [PeerDisconnected(3, 10)]
+        assert world.passes(LEASE_S - 1) == []
+    world.says(ELSEWHERE, writer=WRITER + 2, number=WRITER + 2)
+    assert world.passes(10 * LEASE_S) == []
+
+
+def test_of_a_process_of_this_machine_the_kernel_knows_more_than_its_connection_says() -> None:
+    world = World()
+    world.says(HERE)
+    world.liveness.departed([WRITER], CHANNEL)
+    assert world.liveness.disconnected({WRITER}) == []
+
+
+def test_a_process_that_another_writer_speaks_for_has_not_disconnected() -> None:
+    world = World()
+    world.says(ELSEWHERE)
+    world.says(ELSEWHERE, writer=WRITER + 1, number=2)
+    world.liveness.departed([WRITER], CHANNEL)
+    assert world.liveness.disconnected({WRITER}) == []

@@ -6,8 +6,10 @@ the faults of this network are those of links: see :mod:`.relay_faults`.
 * **Loss.** A link is a TCP connection: a packet that is lost is late. What does get lost are the messages that a relay
   drops where the link to a peer is full, and those on their way when a link breaks. Circumstances in which packets get
   lost have some of both.
-* **Power.** A process that is killed has its connections closed by its kernel, which the relay sees at once. One whose
-  power fails, or whose machine is cut off, falls silent: the relay breaks its link when the lease is over.
+* **Power.** A process that is killed has its connections closed by its kernel, which the relay sees at once, and tells
+  the others. One whose power fails, or whose machine is cut off, falls silent: the relay breaks its link when the lease
+  is over. A link that is reset is closed as well, so where dialling again takes long the relay says of a process that
+  lives what it says of one that was killed.
 * **Closing.** A thread that closes endpoints waits until their samples have arrived, which would stop the virtual time.
   Here the endpoints stay for that time, and their process waits before it ends.
 """
@@ -23,7 +25,7 @@ from typing import Any
 from fault_simulation.faults import Fault
 from fault_simulation.findings import ORDER
 from fault_simulation.kernel import VirtualProcess, now_s, running
-from fault_simulation.simulated_relay import RECONNECT_S, SimulatedRelay, SimulatedSession, Step
+from fault_simulation.simulated_relay import RECONNECT_S, URGENT, SimulatedRelay, SimulatedSession, Step
 from fault_simulation.trace import Trace
 from fault_simulation.virtual_loop import VirtualLoop
 from fault_simulation.virtual_schedule import VirtualSchedule, sleep_until
@@ -31,8 +33,9 @@ from gradbus.runtime.errors import NotReachable
 from gradbus.runtime.transport.api import Traits
 from gradbus.runtime.transport.channels import Channel, is_control_name
 from gradbus.runtime.transport.memory.transport import MemoryReach
+from gradbus.runtime.transport.zenoh.disconnections import DISCONNECTED, redial_s
 from gradbus.runtime.transport.zenoh.inlet import LEAST_CREDIT, OutletState, ZenohInlet
-from gradbus.runtime.transport.zenoh.keys import unescape
+from gradbus.runtime.transport.zenoh.keys import session_token, unescape
 from gradbus.runtime.transport.zenoh.messages import SAMPLE, number_of
 from gradbus.runtime.transport.zenoh.place import LINGER_S, ZenohEndpoint, ZenohPlace
 from gradbus.runtime.transport.zenoh.transport import ZenohTransport
@@ -180,7 +183,7 @@ class RelayTransport(ZenohTransport):
         super().__init__(
             session, job, reach=REACH, lease_s=network.lease_s, traits=traits, schedule=schedule, node=process
         )
-        self.process = process
+        self.process, self.session, self.job = process, session, job
 
     @property
     def inlets(self) -> list[CheckedInlet]:
@@ -277,7 +280,7 @@ class RelayNetwork:
             if process.lost_power and not session.is_silent:
                 session.fall_silent()
             elif not session.is_silent and not session.is_closed:
-                session.break_link()
+                self._close_connection(session)
             if not session.is_silent:
                 self.relay.sessions.remove(session)
         self._transports = [one for one in self._transports if one.process is not process]
@@ -315,7 +318,7 @@ class RelayNetwork:
     def _reset(self, session: RelayedSession) -> None:
         if session in self.relay.sessions and not session.is_closed and not session.process.dead:
             if not session.is_silent:
-                session.break_link()
+                self._close_connection(session)
             self._reset_later(session)
 
     def reset(self, process: VirtualProcess, seconds: float) -> None:
@@ -323,7 +326,22 @@ class RelayNetwork:
         for session in self._sessions(process):
             session.refused_until_s = now_s() + seconds
             if not session.is_silent:
-                session.break_link()
+                self._close_connection(session)
+
+    def _close_connection(self, session: RelayedSession) -> None:
+        """Break a link as the end of its process does: the relay tells the others if it does not come back."""
+        announced = [(one.job, one.own) for one in self._transports if one.session is session]
+        was_linked = session.is_linked
+        session.break_link()
+        if was_linked:
+            round_trip_s = 2 * (self.relay.base_s + self.relay.jitter_s)
+            self.at(redial_s(round_trip_s), self._announce_disconnected, session, announced)
+
+    def _announce_disconnected(self, session: RelayedSession, announced: list[tuple[str, bytes]]) -> None:
+        if session.is_linked or now_s() < self.relay.down_until_s:
+            return
+        for job, own in announced:
+            self.relay.pass_on(session, session_token(job, "0", own), DISCONNECTED, URGENT)
 
     def cut(self, machine: int, seconds: float) -> None:
         """Let nothing pass between a machine and the relay for so long."""

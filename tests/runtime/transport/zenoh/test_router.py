@@ -27,8 +27,11 @@ def test_without_names_every_client_may_use_all_keys_of_gradbus_and_no_others() 
     settings = router_settings(RouterLimits(sessions=7, message_bytes=1 << 20), {})
     rules = settings["access_control"]
     assert (rules["enabled"], rules["default_permission"]) == (True, "deny")
-    assert [rule["key_exprs"] for rule in rules["rules"]] == [["gradbus/**"]]
-    assert rules["subjects"] == [{"id": "client-0"}]
+    assert [(rule["permission"], rule["key_exprs"]) for rule in rules["rules"]] == [
+        ("allow", ["gradbus/**"]),
+        ("deny", ["gradbus/*/*/session/**"]),
+    ]
+    assert rules["subjects"] == [{"id": "client-0"}, {"id": "everybody"}]
     assert settings["transport/unicast/max_sessions"] == 7
     assert settings["transport/link/rx/max_message_size"] == 1 << 20
 
@@ -55,6 +58,7 @@ def test_a_client_has_the_keys_of_its_jobs_and_a_job_is_no_pattern() -> None:
     keys = {
         (subject.get("cert_common_names") or [ANY])[0]: rule["key_exprs"]
         for rule, subject in zip(rules["rules"], rules["subjects"], strict=True)
+        if rule["permission"] == "allow"
     }
     assert keys == {
         "site-1": ["gradbus/*/cells/**", "gradbus/*/a%2Fb%2A/**"],

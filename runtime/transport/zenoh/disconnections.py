@@ -1,0 +1,67 @@
+"""Which sessions of a relay have been closed by their hosts and have not come back: plain decisions, without a clock.
+
+**Theory of operation.** When a process ends, however it ends, its kernel closes its connections, and the relay knows it
+within milliseconds (FIN, or RST where data was waiting). A cable that is pulled, a machine without power, a router
+that forgets a connection at one end close nothing: the relay breaks such a link itself, after the lease. The state of
+the connection at the relay tells these two apart (:mod:`gradbus.commands.relay.connections`). Only the first is passed
+on: the relay publishes it under the token of the session.
+
+Four things look the same and are not the end of a process:
+
+* A process gives up its link because nothing came from the relay for the relay's lease. What closes the connection then
+  arrives late, when the link works again. But meanwhile the relay has sent keep-alives that were never acknowledged, so
+  its kernel was repeating them: a connection on which something is being repeated says nothing.
+* The same, and it is the relay that stood still: then what closes the connection has waited in its kernel for long.
+* A proxy or router on the way closes both halves of a connection that works. Its process dials again at once, which
+  takes four round trips. So a session has :func:`redial_s` to come back: 0.04 s on a network whose round trips are
+  short, some tenths of a second across a continent. No rule could be faster and right.
+* The same, and dialling again takes longer, as with a proxy that starts again. Nobody can know that in time. So others
+  take the news for what it is: this peer is not here now. They stop waiting for it, and go on with it when it sends
+  again. What cannot be undone, such as the end of a group of ranks, waits for the lease as before.
+"""
+
+from __future__ import annotations
+
+DISCONNECTED = b"disconnected"  # what a relay publishes under the token of such a session
+REDIAL_S = 0.04  # to set up TCP, TLS and a session on a busy machine, beside the time on the way
+REDIAL_ROUND_TRIPS = 5  # TCP 1, TLS 1, Zenoh 2, and one for what is late
+MAX_AWAITED = 65_536  # sessions that may come back; those beyond are left to the lease
+
+
+def redial_s(round_trip_s: float) -> float:
+    """Return the time that a live process has to dial again after its connection was closed.
+
+    Args:
+        round_trip_s: of that connection, as measured while it stood.
+    """
+    return REDIAL_S + REDIAL_ROUND_TRIPS * round_trip_s
+
+
+class Disconnections:
+    """Sessions whose connection was closed by their host, until they are back or their time is over.
+
+    Which session dials again is known by its id, which is new each time a process starts.
+    """
+
+    def __init__(self) -> None:
+        self._due_s: dict[str, float] = {}  # by session
+
+    def note_closed(self, session: str, round_trip_s: float, now_s: float) -> None:
+        """Take note that the host of a session has closed its connection while it worked."""
+        if len(self._due_s) < MAX_AWAITED:
+            self._due_s[session] = now_s + redial_s(round_trip_s)
+
+    def note_open(self, session: str) -> None:
+        """Take note that a session is there, which may be one that is back."""
+        self._due_s.pop(session, None)
+
+    def take_due(self, now_s: float) -> list[str]:
+        """Return the sessions that have not come back in their time, each once."""
+        due = [session for session, due_s in self._due_s.items() if due_s <= now_s]
+        for session in due:
+            del self._due_s[session]
+        return due
+
+    def due_in_s(self, now_s: float) -> float | None:
+        """Return the seconds until the next one is due, 0 or more; None: none is awaited."""
+        return max(0.0, min(self._due_s.values()) - now_s) if self._due_s else None
