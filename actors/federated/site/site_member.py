@@ -245,7 +245,7 @@ class SiteRun(ClientRun):
     async def _fetch_last_model(self, controller: SiteController) -> None:
         """Wait, as a client does, for the model after the newest round that the clients of this site were asked for,
         whether or not their sum counts in it; where they were asked for none, for the newest model."""
-        is_over = LastModelDeadline(self._context.bus, lambda: self._models.replica.progress_s).is_over
+        is_over = LastModelDeadline(self._context.bus, lambda: self.models.replica.progress_s).is_over
         with contextlib.suppress(BarrierTimeout):
             # The end, or the Status, of the next start of the level above may arrive before its Welcome.
             while (welcome := self._session.welcome) is None:
