@@ -24,10 +24,10 @@ _ACKED_AND_RECEIVED = struct.Struct("=QQ")  # tcpi_bytes_acked, tcpi_bytes_recei
 _OFFSET = 120
 _STATE, _RETRANSMITS = 0, 2  # tcpi_state, tcpi_retransmits: a byte each
 _NUMBER = struct.Struct("=I")
-_LAST_ACK_MS, _ROUND_TRIP_US = 56, 68  # tcpi_last_ack_recv, tcpi_rtt
+_LAST_SENT_MS, _LAST_ACK_MS, _ROUND_TRIP_US = 44, 56, 68  # tcpi_last_data_sent, tcpi_last_ack_recv, tcpi_rtt
 # States of a connection whose other end has closed it: by RST; by FIN, and this end not yet; and this end, too.
 _CLOSED_THERE = frozenset({7, 8, 9})  # TCP_CLOSE, TCP_CLOSE_WAIT, TCP_LAST_ACK
-FRESH_MS = 2_000  # what has waited longer in the kernel is of a time in which this process stood still
+_SILENT_SHARE = 0.75  # of the time after which the other end gives up; keep-alives are sent four times in it
 
 
 class TcpConnection:
@@ -48,17 +48,19 @@ class TcpConnection:
             self._last = CarriedBytes(received_bytes=received, sent_bytes=acked)
         return self._last
 
-    def closed_by_peer(self) -> bool:
+    def closed_by_peer(self, patience_s: float) -> bool:
         """Return whether the other end has closed the connection while it worked, as a kernel does when a process ends.
 
         False, too: this end has closed it first, after a lease without a sign of life; what this end has sent is being
-        repeated, so that the link was broken before; or it was closed a while ago, while this process stood still,
-        which may be why.
+        repeated, so that the link was broken before; or this end had sent nothing for about ``patience_s``, after which
+        the other one gives a link up: then this process stood still.
         """
         info = self._info()
         if len(info) < _ROUND_TRIP_US or info[_STATE] not in _CLOSED_THERE or info[_RETRANSMITS]:
             return False
-        return int(_NUMBER.unpack_from(info, _LAST_ACK_MS)[0]) <= FRESH_MS
+        # The end of a connection comes with an acknowledgement, so by that it is known when it came.
+        sent_ms, ended_ms = (_NUMBER.unpack_from(info, offset)[0] for offset in (_LAST_SENT_MS, _LAST_ACK_MS))
+        return bool(sent_ms - ended_ms < 1e3 * _SILENT_SHARE * patience_s)
 
     @property
     def round_trip_s(self) -> float:

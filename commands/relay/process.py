@@ -54,6 +54,7 @@ def serve(values: Mapping[str, Any]) -> int:
             router,
             max_sessions=plan.limits.sessions,
             drain_s=plan.drain_s,
+            lease_s=plan.links.effective_lease_s,
             max_per_node=plan.sessions_per_node,
         )
         url = opened.enter_context(_pages(plan, relay))

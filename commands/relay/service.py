@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from collections.abc import Callable
 from typing import Protocol
@@ -55,15 +56,23 @@ class Relay:
     """Watches over an open router, from :meth:`serve` until a signal handler of the loop calls :meth:`stop`."""
 
     def __init__(
-        self, router: RouterLike, *, max_sessions: int, drain_s: float, max_per_node: int | None = None
+        self,
+        router: RouterLike,
+        *,
+        max_sessions: int,
+        drain_s: float,
+        lease_s: float = 60.0,
+        max_per_node: int | None = None,
     ) -> None:
         """Args:
         max_sessions: that the router lets in. It does not report those that it refuses.
         drain_s: how long it forwards after :meth:`stop`, while there are sessions.
+        lease_s: after so long a silence of this relay clients take it for dead.
         max_per_node: most sessions with the same name in the certificate; None: any number.
         """
         self._max_sessions = max_sessions
         self._drain_s = drain_s
+        self._lease_s = lease_s
         self._router = router
         self._sessions = Sessions(max_per_node)
         self._joined: set[str] = set()  # addresses of the sessions whose jobs are logged
@@ -74,6 +83,8 @@ class Relay:
         self._unfound = asyncio.Event()  # there are sessions whose connection is not known
         self._unasked = asyncio.Event()  # there are sessions whose jobs are not known
         self._is_empty = asyncio.Event()
+        self._turned_s = time.monotonic()  # when this process last looked at the time
+        self._stood_still_s = -math.inf  # when it last found that it had stood still
         self._disconnections = Disconnections()
         self._disconnected = asyncio.Event()  # there are new ones
 
@@ -160,7 +171,8 @@ class Relay:
             return
         received_bytes, sent_bytes = session.traffic
         if session.connection is not None:
-            if session.connection.closed_by_peer() and not session.is_refused and not self._sessions.has(session.peer):
+            is_closed_there = session.connection.closed_by_peer(self._lease_s) and not self._has_stood_still()
+            if is_closed_there and not session.is_refused and not self._sessions.has_newer(session):
                 self._disconnections.note_closed(session.peer, session.connection.round_trip_s, time.monotonic())
                 self._disconnected.set()
             session.connection.close()
@@ -183,6 +195,9 @@ class Relay:
         """Close the sessions whose end the router does not report."""
         while True:
             await asyncio.sleep(LOOK_S)
+            if self._is_late():
+                self._stood_still_s = time.monotonic()
+            self._turned_s = time.monotonic()
             known = self._sessions.all()  # before the router is asked: later ones may not be there yet
             if known:
                 up = {canonical(address) for address in await asyncio.to_thread(self._router.addresses)}
@@ -190,6 +205,14 @@ class Relay:
                     if session.address not in up:
                         self._close(session.address)
                 self._note_count()
+
+    def _is_late(self) -> bool:
+        """Return whether this process has had no turn for so long that clients may have given it up."""
+        return time.monotonic() > self._turned_s + LOOK_S + self._lease_s / 2
+
+    def _has_stood_still(self) -> bool:
+        """Return whether that is so, or was until a moment ago: then who has closed a connection may live."""
+        return self._is_late() or time.monotonic() < self._stood_still_s + LOOK_S
 
     async def _announce_disconnections(self) -> None:
         """Announce the sessions whose hosts have closed their connections, and which have not come back in time."""

@@ -30,8 +30,9 @@ class Connection(Protocol):
     def traffic(self) -> CarriedBytes:
         """Return what it has carried so far; of one that is closed, what was read last."""
 
-    def closed_by_peer(self) -> bool:
-        """Return whether the other end has closed it while it worked, as when its process ends."""
+    def closed_by_peer(self, patience_s: float) -> bool:
+        """Return whether the other end has closed it while it worked, as when its process ends. ``patience_s``: after
+        so long a silence of this end it gives up a link."""
 
     @property
     def round_trip_s(self) -> float:
@@ -124,9 +125,9 @@ class Sessions:
             totals.sent_bytes += traffic.sent_bytes
         return session
 
-    def has(self, peer: str) -> bool:
-        """Return whether a session with this id is open."""
-        return any(session.peer == peer for session in self._open.values())
+    def has_newer(self, than: RelaySession) -> bool:
+        """Return whether one with the same id is open that came later. Older ones may be open whose end was missed."""
+        return any(one.peer == than.peer and one.opened_s > than.opened_s for one in self._open.values())
 
     def all(self) -> list[RelaySession]:
         """Return the open sessions."""

@@ -11,7 +11,8 @@ Four things look the same and are not the end of a process:
 * A process gives up its link because nothing came from the relay for the relay's lease. What closes the connection then
   arrives late, when the link works again. But meanwhile the relay has sent keep-alives that were never acknowledged, so
   its kernel was repeating them: a connection on which something is being repeated says nothing.
-* The same, and it is the relay that stood still: then what closes the connection has waited in its kernel for long.
+* The same, and it is the relay that stood still. It knows that by its own clock, and takes nothing that it finds then
+  for the end of a process.
 * A proxy or router on the way closes both halves of a connection that works. Its process dials again at once, which
   takes four round trips. So a session has :func:`redial_s` to come back: 0.04 s on a network whose round trips are
   short, some tenths of a second across a continent. No rule could be faster and right.

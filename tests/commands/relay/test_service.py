@@ -164,7 +164,7 @@ class PlayedConnection:
     def traffic(self) -> CarriedBytes:
         return CarriedBytes()
 
-    def closed_by_peer(self) -> bool:
+    def closed_by_peer(self, patience_s: float) -> bool:
         return self._is_closed_by_peer
 
     def hang_up(self) -> None:
