@@ -7,8 +7,9 @@ from typing import Annotated
 
 import typer
 
-from gradbus.commands.cli.options import FullTraceback, Insecure, Level, Loop, Overrides, Style, command, settings_of
+from gradbus.commands.cli.options import FullTraceback, Insecure, Level, Loop, Overrides, Style, command
 from gradbus.commands.lifecycle import run_loop
+from gradbus.commands.overrides import settings_of
 
 flower = typer.Typer(
     name="flower",

@@ -30,13 +30,12 @@ from gradbus.commands.cli.options import (
     RunDir,
     Style,
     TensorBoard,
-    Trackers,
     Wandb,
     add_current_directory_to_path,
     command,
-    settings_of,
 )
 from gradbus.commands.lifecycle import guard, run_loop
+from gradbus.commands.overrides import Trackers, settings_of
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.names import check_name
 

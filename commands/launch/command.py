@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any, Self
 
 from gradbus.commands.buses import check
-from gradbus.commands.cli.options import settings_of
 from gradbus.commands.files import WorkerFile, load
 from gradbus.commands.launch.launcher import Launch, Launcher
+from gradbus.commands.overrides import settings_of
 from gradbus.commands.rank_environment import MAX_WORLD
 from gradbus.commands.rundir.directory import begun_at, new_path, outcome_of
 from gradbus.runtime.errors import ConfigError

@@ -149,7 +149,7 @@ def test_a_matrix_that_nobody_changed_stays_as_it_is() -> None:
 
 def test_the_merge_of_directions_takes_no_matrix_that_is_longer_than_the_exact_sum_has_room_for() -> None:
     strategy, weights = Decoupled(DIM), torch.zeros(DIM)
-    strategy.lay_out([(DIM // 2, 2)])
+    strategy.lay_out([(DIM // 2, 2), (DIM % 2,)])
     strategy.begin(1, weights.clone())
     with pytest.raises(ValueError, match="norm"):
         strategy.add(Update(parsed(torch.full((DIM,), 1e30), 2)), Facts(client_id=0, num_samples=1))
