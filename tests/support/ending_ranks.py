@@ -15,7 +15,7 @@ import torch.distributed  # noqa: F401 - that of the ranks
 for LINE in sys.stdin:
     STARTED = json.loads(LINE)
     RANKS = []
-    for RANK in range(STARTED["world"]):
+    for RANK in range(STARTED["world"]):  # noqa: B007 - the fork's, which leaves the loop with it
         PID = os.fork()
         if not PID:
             break

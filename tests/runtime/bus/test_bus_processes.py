@@ -145,6 +145,7 @@ def test_a_model_arrives_whole_in_a_process_whose_topics_are_of_the_other_kind(
     run(main)
 
 
+@pytest.mark.timeout(240)  # three attempts, and until the tests of other workers have ended
 def test_a_model_of_32_mib_arrives_whole_and_both_loops_go_on_meanwhile(run: Run, place: dict[str, Any]) -> None:
     """Meanwhile: in most of the transfers, for a busy machine makes single ones worse, never better. The first two
     warm both up, and do not count."""

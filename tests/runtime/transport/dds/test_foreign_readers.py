@@ -119,9 +119,10 @@ async def goes_on_beside_strangers(one: Bus, other: Bus, process: subprocess.Pop
         taking = asyncio.create_task(takes(inbox))
         one.open_writer(ModelBlob)
         with capture_logs() as logs:
-            # Where the two admit each other slowly, strangers hold up that already, and are excluded before they read models.
+            # Where the two admit each other slowly, strangers hold that up, and are excluded before they read models.
             await one.matched(
-                lambda: readers_in_dds(one, ModelBlob) > participants or one.rejected["foreign reader"] > 0, timeout_s=20
+                lambda: readers_in_dds(one, ModelBlob) > participants or one.rejected["foreign reader"] > 0,
+                timeout_s=20,
             )
             taken_s = await sends_models(one, 20)  # five times as much as DDS keeps for readers that do not take it
             await eventually(lambda: readers_in_dds(one, ModelBlob) >= 1)
