@@ -38,7 +38,7 @@ fi
 unshare --mount --net --pid --mount-proc --fork --kill-child bash -euc '
   ip link set lo up
   # What a run that was killed has left: names of its containers would lead to addresses that nobody has.
-  podman rm --all --force >/dev/null
+  podman rm --all --force >/dev/null 2>&1
   podman volume prune --force >/dev/null
   podman network prune --force >/dev/null
   rm -rf "$1/run/networks"
