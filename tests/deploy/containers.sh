@@ -37,5 +37,11 @@ fi
 # shellcheck disable=SC2016 # the shell inside expands these
 unshare --mount --net --pid --mount-proc --fork --kill-child bash -euc '
   ip link set lo up
+  # What a run that was killed has left: names of its containers would lead to addresses that nobody has.
+  podman rm --all --force >/dev/null 2>&1
+  podman volume prune --force >/dev/null
+  podman network prune --force >/dev/null
+  rm -rf "$1/run/networks"
+  shift
   exec "$@"
-' bash env PYTHONPATH=tests/deploy/containers "$bin/pytest" -n 0 -q -p no:cacheprovider "${tests[@]}"
+' bash "$place" env PYTHONPATH=tests/deploy/containers "$bin/pytest" -n 0 -q -p no:cacheprovider "${tests[@]}"
