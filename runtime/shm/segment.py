@@ -51,7 +51,7 @@ Bytes = NDArray[np.uint8]  # shape (bytes,)
 MAX_BYTES = 1 << 30  # of one segment
 F_SEAL_FUTURE_WRITE = 0x10  # linux/fcntl.h; Python has no name for it before 3.13
 _NAME = "gradbus"
-_HAS_MEMFD = fast_paths.has_memfd()
+HAS_MEMFD = fast_paths.has_memfd()  # of this process, which does not change
 _MAGIC = b"gradbus\x01"
 TOKEN_BYTES = 16
 _HEAD_BYTES = len(_MAGIC) + TOKEN_BYTES
@@ -176,7 +176,7 @@ def _seal_for_others(file: int) -> None:
 
 def make_file() -> int:
     """A new memfd, empty and not sealed yet. Raises SharedMemoryFault: this system has none, or has no more."""
-    if not _HAS_MEMFD:
+    if not HAS_MEMFD:
         raise SharedMemoryFault("this system has no memfd")
     try:
         return os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -225,7 +225,7 @@ def opened(place: str, size: int, *, seals: int) -> Iterator[tuple[int, bytes]]:
         SharedMemoryFault: there is no such thing, or it cannot be opened or mapped from here.
     """
     found = _PLACE.fullmatch(place)
-    if found is None or not _HAS_MEMFD:
+    if found is None or not HAS_MEMFD:
         raise SharedMemoryFault("the other process has none")
     host, process, number, token = found.groups()
     if host != machine():
@@ -340,7 +340,7 @@ class PayloadMemory:
     """
 
     def __init__(self, *, switched_on: bool) -> None:
-        self.here = machine() if switched_on and _HAS_MEMFD else ""
+        self.here = machine() if switched_on and HAS_MEMFD else ""
         self.read_bytes: Counter[str] = Counter()
         self._gives = bool(self.here)
         self._lock = threading.Lock()

@@ -18,6 +18,7 @@ import pytest
 from memory_maps import mapped, open_files
 from patience import until
 
+from gradbus.runtime.shm import segment as module
 from gradbus.runtime.shm import segment as segment_module
 from gradbus.runtime.shm import unmapping
 from gradbus.runtime.shm.segment import FREE_FROM, MAX_BYTES, Segment, SharedMemoryFault, attach, is_here, machine
@@ -157,7 +158,7 @@ def test_there_is_none_of_such_a_size(size: int) -> None:
 
 
 def test_a_system_without_memfd_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(os, "memfd_create")
+    monkeypatch.setattr(module, "HAS_MEMFD", False)
     with pytest.raises(SharedMemoryFault, match="no memfd"):
         Segment(SIZE)
 
