@@ -30,17 +30,19 @@ from bus_helpers import CLIENT, reads
 from ports import free_port
 from tls_scene import HOST, TlsFiles
 
-from gradbus.commands.lab.namespaces import Host, enter_host, set_link, two_hosts
+from gradbus.commands.lab.namespaces import Host, set_link, two_hosts
 from gradbus.runtime.bus.bus import Bus, PeerGone, connect
 from gradbus.runtime.fast_paths import SWITCH
 from gradbus.runtime.network.links import LinkConfig
 from gradbus.runtime.network.network_config import NetworkConfig
+from gradbus.runtime.security import Security
 from gradbus.runtime.transport.channels import ToController
 from gradbus.runtime.transport.zenoh.session import open_session
 from gradbus.runtime.wire.control import Leave
 from gradbus.runtime.wire.messages import Control
 
 _TOKEN, _JOB = "lost-links/peer", "lost-links"
+_OPEN = Security(level="none", insecure=True)  # hosts that are namespaces are another machine's
 _PATIENCE_S = 30.0  # beyond the lease
 
 
@@ -59,7 +61,7 @@ def _serve(endpoint: str, files: TlsFiles, host: str, *, lease_s: float | None) 
 
 async def _serve_bus(links: LinkConfig) -> None:
     """Be a peer on the bus that sends one message, until this process is ended."""
-    async with connect(_JOB, network=NetworkConfig(links=links), security="none") as bus:
+    async with connect(_JOB, network=NetworkConfig(links=links), security=_OPEN) as bus:
         await reads(bus, ToController)
         await bus.publish(CLIENT, Leave("done"))
         print("ready", flush=True)
@@ -142,7 +144,7 @@ async def _measure_bus(
             set_link(far, up=False)
 
     how = "SIGKILL" if far is None else "link down"
-    async with connect(_JOB, network=NetworkConfig(links=links), security="none") as bus:
+    async with connect(_JOB, network=NetworkConfig(links=links), security=_OPEN) as bus:
         for what, silent_s in (("right after a message", 0.0), (f"silent for {1.5 * lease_s:g} s", 1.5 * lease_s)):
             taken_s = []
             for _ in range(repeats):
@@ -157,21 +159,28 @@ def _show(what: str, taken_s: list[float]) -> None:
     print(f"{what}: {shown} of {len(taken_s)}", flush=True)
 
 
-def _measure_cable(folder: Path, leases_s: Sequence[float], repeats: int) -> None:
-    """Measure a bus that loses a peer on another host by its cable."""
+def _measure_cable(leases_s: Sequence[float], repeats: int) -> int:
+    """Measure a bus that loses a peer on another host by its cable, in a process on the host of the relay, as what is
+    left on a host is killed with it. Return its exit code."""
     with two_hosts() as (near, far):
-        enter_host(near)  # before any thread of Zenoh's
-        files, endpoint = TlsFiles(folder), f"tls/{near.address}:{free_port()}"
-        place = ("--folder", str(folder), "--host", near.address, "--serve", endpoint)
-        relay = _started(*place)
-        try:
-            for lease_s in leases_s:
-                links = LinkConfig(connect=(endpoint,), ca=files.ca, lease_s=lease_s)
-                arguments = (*place, "--lease", f"{lease_s:g}", "--bus")
-                asyncio.run(_measure_bus(links, arguments, lease_s, repeats, far))
-        finally:
-            relay.kill()
-            relay.wait()
+        leases = [word for lease_s in leases_s for word in ("--lease", f"{lease_s:g}")]
+        command = [*near.machine_prefix, sys.executable, "-P", "-m", "lost_links", "--host", near.address]
+        return subprocess.call([*command, "--far", *far.__dict__.values(), "--repeats", str(repeats), *leases])
+
+
+def _measure_far(folder: Path, host: str, far: Host, leases_s: Sequence[float], repeats: int) -> None:
+    """Measure a bus on this host, of address ``host``, that loses a peer on a host ``far`` by its cable."""
+    files, endpoint = TlsFiles(folder), f"tls/{host}:{free_port()}"
+    place = ("--folder", str(folder), "--host", host, "--serve", endpoint)
+    relay = _started(*place)
+    try:
+        for lease_s in leases_s:
+            links = LinkConfig(connect=(endpoint,), ca=files.ca, lease_s=lease_s)
+            arguments = (*place, "--lease", f"{lease_s:g}", "--bus")
+            asyncio.run(_measure_bus(links, arguments, lease_s, repeats, far))
+    finally:
+        relay.kill()
+        relay.wait()
 
 
 def main() -> None:
@@ -181,6 +190,7 @@ def main() -> None:
     parser.add_argument("--lease", type=float, action="append", help="may be repeated; by default 2 and 10")
     parser.add_argument("--cable", action="store_true", help="cut the link of the peer's host instead")
     parser.add_argument("--host", default=HOST, help=argparse.SUPPRESS)
+    parser.add_argument("--far", nargs=3, help=argparse.SUPPRESS)
     parser.add_argument("--serve", metavar="ENDPOINT", help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     parser.add_argument("--bus", action="store_true", help=argparse.SUPPRESS)
@@ -195,7 +205,9 @@ def main() -> None:
     leases_s = asked.lease or (2.0, 10.0)
     with tempfile.TemporaryDirectory() as folder:
         if asked.cable:
-            _measure_cable(Path(folder), leases_s, asked.repeats)
+            sys.exit(_measure_cable(leases_s, asked.repeats))
+        if asked.far is not None:
+            _measure_far(Path(folder), asked.host, Host(*asked.far), leases_s, asked.repeats)
             return
         files, endpoint = TlsFiles(Path(folder)), f"tls/{HOST}:{free_port()}"
         place = ("--folder", folder, "--serve", endpoint)
