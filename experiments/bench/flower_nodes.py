@@ -22,7 +22,6 @@ from gradbus.commands.run.flower import FlowerFile, open_app, read_flower_file, 
 from gradbus.runtime import logs
 from gradbus.runtime.tasks import TaskGroup
 
-
 START_S = 0.25  # from one node to the next: hundreds of TLS handshakes at once would each take longer than they may
 
 
