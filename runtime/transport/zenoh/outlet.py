@@ -53,7 +53,6 @@ FOREIGN_S = 1.5  # a member says that it is one within milliseconds of being fou
 # Of samples that such an inlet is sent again at a time: the handshake that makes it a member's needs small messages,
 # however long it was cut off. Models are not sent on the word of anybody.
 FOREIGN_BYTES = 64 << 10
-ANSWER_S = 0.005  # for each inlet, until they have all answered the first START: processes of a crowd start together
 _RESTART_S = 0.05  # an answer to an old START may be on its way
 
 
@@ -198,8 +197,7 @@ class ZenohOutlet(ZenohEndpoint):
         if inlet is None:
             if len(self._inlets) >= MAX_PEERS:
                 raise BadMessage("too many tokens")
-            expected_s = min(max(self._round_trip_s, ANSWER_S * len(self._inlets)), PROBE_MAX_S / 2)
-            inlet = self._inlets[peer] = InletState(peer, owner, round_trip_s=expected_s)
+            inlet = self._inlets[peer] = InletState(peer, owner, round_trip_s=self._round_trip_s)
             self._begin(inlet, self._kept.first_retained)
             return
         if not inlet.is_there:
