@@ -16,10 +16,13 @@ import sys
 from pathlib import Path
 
 from gradbus.actors.flower.apps import load_client_app
+from gradbus.actors.flower.node import NodeSummary
 from gradbus.actors.flower.protocol import NodePlace
 from gradbus.commands.run.flower import FlowerFile, open_app, read_flower_file, run_node
 from gradbus.runtime import logs
 from gradbus.runtime.tasks import TaskGroup
+
+START_S = 0.25  # from one node to the next: hundreds of TLS handshakes at once would each take longer than they may
 
 
 async def run_nodes(file: FlowerFile, folder: Path, partitions: range, of: int) -> int:
@@ -30,11 +33,13 @@ async def run_nodes(file: FlowerFile, folder: Path, partitions: range, of: int) 
     """
     app = open_app(folder)
     client_app = load_client_app(app)
+
+    async def run_later(partition: int) -> NodeSummary:
+        await asyncio.sleep(START_S * (partition - partitions.start))
+        return await run_node(file, app, client_app, NodePlace.of_partition(partition, of), {})
+
     async with TaskGroup() as group:
-        nodes = [
-            group.create_task(run_node(file, app, client_app, NodePlace.of_partition(one, of), {}), name=f"node-{one}")
-            for one in partitions
-        ]
+        nodes = [group.create_task(run_later(one), name=f"node-{one}") for one in partitions]
     return sum(node.result().answered for node in nodes)
 
 

@@ -53,7 +53,6 @@ FOREIGN_S = 1.5  # a member says that it is one within milliseconds of being fou
 # Of samples that such an inlet is sent again at a time: the handshake that makes it a member's needs small messages,
 # however long it was cut off. Models are not sent on the word of anybody.
 FOREIGN_BYTES = 64 << 10
-ANSWER_S = 0.005  # for each inlet, until they have all answered the first START: processes of a crowd start together
 _RESTART_S = 0.05  # an answer to an old START may be on its way
 
 
@@ -63,7 +62,7 @@ class InletState:
 
     Attributes:
         handle: by which others know it while the match lasts.
-        epoch, first: of its match. begun_s, started_s: when it was sent the first START, and the last one.
+        epoch, first: of its match. started_s: when it was sent the last START.
         acknowledged: it has all samples up to this one. sent: those that were sent. granted: those it has room for.
         is_there: its token is, or our own link is down. is_matched: it has answered the START.
         is_heard: it has answered since its token has come; else it may have forgotten the match.
@@ -81,7 +80,6 @@ class InletState:
     handle: int = 0
     epoch: int = 0
     first: int = 1
-    begun_s: float = 0.0
     started_s: float = 0.0
     acknowledged: int = 0
     sent: int = 0
@@ -142,9 +140,8 @@ class InletState:
 
     @property
     def least_patience_s(self) -> float:
-        """Return the time after which an answer is overdue: where processes are busy, or links full, answers take as
-        long as they have taken lately, and PROBEs would only add to that."""
-        return max(PROBE_S, 2 * self.round_trip_s, min(2 * self.delivery_s, PROBE_MAX_S))
+        """Return the time after which an answer is overdue."""
+        return max(PROBE_S, 2 * self.round_trip_s)
 
     @property
     def repeat_interval_s(self) -> float:
@@ -167,7 +164,6 @@ class ZenohOutlet(ZenohEndpoint):
         self._epoch = 0
         self._sent = 0  # the last sample that was sent to all that keep pace
         self._looks: list[float] = []  # when to look at progress, the earliest last
-        self._round_trip_s = 0.0  # until the answer to the START of the newest match
         self._acknowledged = 0
         self._refused_since_s = 0.0
         self._writes = 0  # in progress
@@ -199,8 +195,7 @@ class ZenohOutlet(ZenohEndpoint):
         if inlet is None:
             if len(self._inlets) >= MAX_PEERS:
                 raise BadMessage("too many tokens")
-            expected_s = min(max(self._round_trip_s, ANSWER_S * len(self._inlets)), PROBE_MAX_S / 2)
-            inlet = self._inlets[peer] = InletState(peer, owner, round_trip_s=expected_s)
+            inlet = self._inlets[peer] = InletState(peer, owner)
             self._begin(inlet, self._kept.first_retained)
             return
         if not inlet.is_there:
@@ -245,7 +240,7 @@ class ZenohOutlet(ZenohEndpoint):
         self._epoch += 1
         if inlet.is_peer:
             self.note_match()
-        inlet.epoch, inlet.first, inlet.begun_s = self._epoch, first, self.schedule.now_s()
+        inlet.epoch, inlet.first = self._epoch, first
         inlet.is_matched = inlet.has_missed = False
         inlet.acknowledged = inlet.sent = first - 1
         inlet.granted = 0
@@ -302,11 +297,11 @@ class ZenohOutlet(ZenohEndpoint):
         if ack.is_reliable and arrived < least:
             self._contradict(inlet, ack.wanted)
             raise BadMessage("answer that takes back another")
-        inlet.is_heard, is_new = True, not inlet.is_matched
-        if is_new:
+        inlet.is_heard = True
+        if not inlet.is_matched:
             inlet.is_matched, inlet.is_reliable, inlet.has_missed = True, ack.is_reliable, False
             inlet.handle = self.place.next_number()
-            inlet.round_trip_s = self._round_trip_s = min(now_s - inlet.begun_s, PROBE_MAX_S / 2)
+            inlet.round_trip_s = min(now_s - inlet.started_s, PROBE_MAX_S / 2)
             inlet.sent = arrived  # of a match before this one it may have more
             inlet.note_progress(now_s)
             self.note_match()
@@ -325,8 +320,7 @@ class ZenohOutlet(ZenohEndpoint):
                 inlet.patience_s = inlet.least_patience_s  # it answers; what is lost again is to be found soon
                 inlet.probe_s = min(inlet.probe_s, now_s + inlet.patience_s)
                 self._send_again(inlet, ack)
-        if is_new or ack.ask_last or inlet.sent < kept.last or self._sent < kept.last:  # else it makes room for nothing
-            self._send_due()
+        self._send_due()
         self._forget_acknowledged()
         self.schedule.notify()
 
