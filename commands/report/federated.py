@@ -7,8 +7,9 @@ from functools import partial
 from typing import Any
 
 from gradbus.actors.federated.client_names import label_of
+from gradbus.actors.federated.controller.participation import FOR_GOOD
 from gradbus.actors.federated.controller.report import MAX_CLIENTS, ClientTimeline, RoundReport
-from gradbus.actors.federated.controller.update_admission import FOR_GOOD, Strike
+from gradbus.actors.federated.controller.update_admission import Strike
 from gradbus.commands.amounts import duration, size
 from gradbus.commands.amounts import number as decimal
 from gradbus.commands.files import ControllerFile

@@ -17,8 +17,8 @@ from settings import nested
 
 import gradbus
 from gradbus.actors.federated.controller import selection
+from gradbus.actors.federated.controller.participation import FOR_GOOD
 from gradbus.actors.federated.controller.selection import StartCondition
-from gradbus.actors.federated.controller.update_admission import FOR_GOOD
 from gradbus.models import NoopTask
 from gradbus.runtime.checkpoint import CheckpointStore
 from gradbus.runtime.errors import BarrierTimeout, JoinRefused

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Literal, NamedTuple
 
-from gradbus.actors.federated.controller.update_admission import FOR_GOOD
+from gradbus.actors.federated.controller.participation import FOR_GOOD
 from gradbus.runtime.wire.control import FETCHING_PHASE, PAUSED_PHASE, PROTOCOL, Hello
 from gradbus.runtime.wire.frames import UNASSIGNED, is_later
 from gradbus.runtime.wire.id_ranges import parse_ids

@@ -11,9 +11,9 @@ from gradbus.actors.federated.controller.clients import ClientRegistry, HelloAns
 from gradbus.actors.federated.controller.current_round import CurrentRound
 from gradbus.actors.federated.controller.liveness import LivenessMonitor
 from gradbus.actors.federated.controller.naming import ClientNaming, NamedSender
+from gradbus.actors.federated.controller.participation import FOR_GOOD
 from gradbus.actors.federated.controller.run_membership import RunMembership
 from gradbus.actors.federated.controller.state import RunContext
-from gradbus.actors.federated.controller.update_admission import FOR_GOOD
 from gradbus.actors.federated.controller.updates_in import UpdateReceiver
 from gradbus.runtime.choices import CODECS
 from gradbus.runtime.logs import get_logger

@@ -15,6 +15,7 @@ from gradbus.actors.federated.protocol import PAUSED
 MAX_TEXT = 300  # characters of a reason that are kept: part of it comes from the wire
 MAX_KNOWN = 65_536  # clients of a table: any process can make up ids
 MAX_REFUSED = 1024  # of them, those that were never let in
+FOR_GOOD = 0x7FFF_FFFF  # until when a client is out that takes part no more: no round has this number
 PREPARING_FAILED = "preparing failed"
 HAS_PAUSED = "it had paused"  # why an update of a client never counted
 NO_UPDATE = "no update came before the round ended"

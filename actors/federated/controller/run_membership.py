@@ -9,10 +9,11 @@ import time
 from gradbus.actors.federated.controller.client_evaluation import ClientEvaluator
 from gradbus.actors.federated.controller.clients import ClientRegistry, HostedClient
 from gradbus.actors.federated.controller.current_round import CurrentRound
+from gradbus.actors.federated.controller.participation import FOR_GOOD
 from gradbus.actors.federated.controller.report import Progress
 from gradbus.actors.federated.controller.round_losses import RoundLosses
 from gradbus.actors.federated.controller.state import RunContext
-from gradbus.actors.federated.controller.update_admission import FOR_GOOD, Strike
+from gradbus.actors.federated.controller.update_admission import Strike
 from gradbus.runtime.errors import BusError
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.wire.control import Refused

@@ -11,7 +11,7 @@ from collections.abc import Container, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-from gradbus.actors.federated.controller.participation import MAX_KNOWN, MAX_TEXT
+from gradbus.actors.federated.controller.participation import FOR_GOOD, MAX_KNOWN, MAX_TEXT
 from gradbus.actors.federated.controller.rounds import STALE, Round
 from gradbus.actors.federated.controller.uploads import RequestedUpload
 from gradbus.runtime.wire.control import PacketRequest, UploadRequest
@@ -20,7 +20,6 @@ MAX_STEPS = 0xFFFF_FFFF
 # Steps that a client may announce for each sample and epoch: a batch has at least one sample, and a task of one's own
 # may have several optimizers, or several steps for a batch.
 STEPS_PER_SAMPLE = 16
-FOR_GOOD = 0x7FFF_FFFF  # no round has this number
 MAX_REPORTED_STRIKES = 64  # strikes of a round that its report names
 
 

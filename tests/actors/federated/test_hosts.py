@@ -15,7 +15,7 @@ from gradbus.actors.federated.controller.clients import (
     ExpectedModel,
     HelloAnswer,
 )
-from gradbus.actors.federated.controller.update_admission import FOR_GOOD
+from gradbus.actors.federated.controller.participation import FOR_GOOD
 from gradbus.runtime.wire.control import PROTOCOL, Hello
 from gradbus.runtime.wire.id_ranges import common_ids, format_ids, parse_ids
 from gradbus.runtime.wire.messages import Identity

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradbus.actors.federated.controller import update_admission as module
-from gradbus.actors.federated.controller.participation import MAX_TEXT
-from gradbus.actors.federated.controller.update_admission import FOR_GOOD, MAX_REPORTED_STRIKES, Quarantine, Strike
+from gradbus.actors.federated.controller.participation import FOR_GOOD, MAX_TEXT
+from gradbus.actors.federated.controller.update_admission import MAX_REPORTED_STRIKES, Quarantine, Strike
 
 
 def struck(conduct: Quarantine, client_id: int, *rounds: int) -> None:
