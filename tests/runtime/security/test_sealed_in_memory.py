@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
+from contextlib import AsyncExitStack
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ from gradbus.runtime.transport.memory.network import MemoryNetwork
 from gradbus.runtime.transport.memory.pairs import MemoryNode
 from gradbus.runtime.transport.memory.transport import MemoryTransport
 from gradbus.runtime.wire.control import Leave
-from gradbus.runtime.wire.messages import ClientUpdate, Control, ModelBlob, TrainCmd
+from gradbus.runtime.wire.messages import ClientUpdate, Control, Identity, ModelBlob, TrainCmd
 
 PATIENCE_S = 60.0
 COMMAND = TrainCmd(3, 600, 2, 0.05, 11)
@@ -128,3 +129,37 @@ def test_a_member_with_another_key_does_not_count_and_is_not_heard(run: Run, net
                 assert one.matched_readers(ToController) == 2
 
     run(main)
+
+
+def test_members_of_a_crowd_that_write_to_each_other_are_known_without_an_announcement_for_each(
+    run: Run, network: MemoryNetwork
+) -> None:
+    clients = 36
+    announced: set[bytes] = set()
+
+    def note(pair: Any, sample: Any) -> None:
+        if pair.reader.channel.name == CHALLENGE_TOPIC:
+            announced.add(bytes(sample[-1]))
+
+    network.loss = 0.0
+    network.on_delivered = note
+
+    async def main() -> None:
+        async with asyncio.timeout(PATIENCE_S), AsyncExitStack() as open_buses:
+            chief = await open_buses.enter_async_context(connect_over(opens(network, 0), "job"))
+            chief.open_writer(TrainCmd)
+            left = chief.subscribe(ToController)
+            crowd = [
+                await open_buses.enter_async_context(connect_over(opens(network, 1 + number), "job"))
+                for number in range(clients)
+            ]
+            commands = [bus.subscribe(TrainCmd) for bus in crowd]
+            for number, bus in enumerate(crowd):
+                await reads(bus, ToController)
+                await bus.publish(Identity(number, 1), Leave("well"))
+            assert {(await left.get()).sender for _ in range(clients)} == set(range(clients))
+            await chief.publish(CHIEF, COMMAND)
+            assert [await inbox.get() for inbox in commands] == [COMMAND] * clients
+
+    run(main)
+    assert len(announced) < 8 * clients  # without pauses twice as many, and more on a busy machine

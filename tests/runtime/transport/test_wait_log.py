@@ -10,7 +10,7 @@ import pytest
 from dds_domains import new_domain
 
 import gradbus
-from gradbus.actors.federated.client import client
+from gradbus.actors.federated.client import client_run
 from gradbus.actors.federated.controller import selection
 from gradbus.models import NoopTask
 from gradbus.runtime.bus.transport_factory import reach_of
@@ -35,7 +35,7 @@ class Log:
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wait_log, "EVERY_S", 0.2)
-    monkeypatch.setattr(client, "EVERY_S", 0.1)
+    monkeypatch.setattr(client_run, "EVERY_S", 0.1)
     monkeypatch.delenv("CYCLONEDDS_URI", raising=False)
 
 

@@ -117,7 +117,7 @@ RECEIVER = "actors.federated.controller.updates_in:UpdateReceiver"
 CONTROLLER = "actors.federated.controller.controller:Controller"
 COMMITTER = "actors.federated.controller.round_commit:RoundCommitter"
 SESSION = "actors.federated.client.session:ControllerSession"
-CLIENT = "actors.federated.client.client:Client"
+CLIENT_RUN = "actors.federated.client.client_run:ClientRun"
 CLIENT_ROUNDS = "actors.federated.client.client_rounds:ClientRounds"
 AGREEMENT = "runtime.collectives.agreement:GenerationAgreement"
 MASKING = "actors.secure_aggregation"
@@ -340,7 +340,7 @@ MUTATIONS = (
         "", "a controller that was replaced ends", flavour="replaced",
     ),
     Mutation(
-        "a command that does not name its controller is followed after a resume", "commands", f"{CLIENT}._handle",
+        "a command that does not name its controller is followed after a resume", "commands", f"{CLIENT_RUN}.handle",
         "case TrainCmd() if self._session.names_commands:",
         "case TrainCmd() if False:", "clients follow the newest controller",
         found_by="tests/actors/test_replaced_controllers.py::test_clients_of_a_later_start_take_no_command_that_does_not_name_it",
