@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 import pytest
 
@@ -28,7 +29,8 @@ def test_processor_time_and_memory_of_a_relay_are_divided_by_its_sessions() -> N
 
 @pytest.mark.slow
 @pytest.mark.skipif(not (PROGRAMS / "flwr").exists(), reason="Flower is not set up here: make setup-flower")
-def test_a_tiny_run_has_all_figures_and_nodes_that_import_no_torch() -> None:
+def test_a_tiny_run_has_all_figures_and_nodes_that_import_no_torch(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(root)  # where Flower is looked for
     figures = list(relay_sessions.measure(argparse.Namespace(effort="tiny", nodes=None, rounds=None, security="psk")))
     assert [len(one.samples) for one in figures] == [1, 2, 1, 2, 2]
     assert all(one.judged > 0 for one in figures)

@@ -137,6 +137,7 @@ def test_a_round_goes_on_at_once_without_a_client_that_is_killed_behind_a_relay(
         clients = [federation.client(number, hold={"3": str(gate)}) for number in range(CLIENTS - 1)]
         killed = federation.client(CLIENTS - 1, hold=never)
         killed.wait_for("training", PATIENCE_S, round=2)
+        relay.wait_for("session joined", count=CLIENTS + 1)
         killed.signal(signal.SIGKILL)
         report = controller.wait_for("round", PATIENCE_S, round_id=2)
         assert report["clients"] == [0, 1]
