@@ -112,6 +112,15 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     atexit.register(gc.unfreeze)  # else libraries complain at the end of what was never freed
 
 
+@pytest.fixture(autouse=True)
+def _logging_of_its_own() -> Iterator[None]:
+    """What a test, or a command that it runs here, sets up for logging ends with it: others capture what is logged."""
+    yield
+    structlog = sys.modules.get("structlog")
+    if structlog is not None and structlog.is_configured():
+        structlog.reset_defaults()
+
+
 _crash_report: TextIO | None = None  # of a worker: where its threads stood
 if "PYTEST_XDIST_WORKER" not in os.environ:
     os.environ["GRADBUS_TESTS_TURNS"] = _HOME.name  # for the workers, if this process starts some

@@ -98,7 +98,7 @@ def test_a_controller_says_which_clients_are_missing(monkeypatch: pytest.MonkeyP
 
 def test_a_client_says_that_no_controller_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     log = Log()
-    monkeypatch.setattr(client, "log", log)
+    monkeypatch.setattr(client_run, "log", log)
 
     async def main() -> str:
         async with gradbus.connect(job="orphan", domain=new_domain()) as bus:
