@@ -149,7 +149,8 @@ def _settings(stream: Any, level: str, style: str) -> dict[str, Any]:
     else:
         processors.append(_plain_values)
         processors.append(_traceback_below)
-        processors.append(structlog.dev.ConsoleRenderer(24, colors=is_terminal))
+        as_text = structlog.dev.plain_traceback  # what format_exc_info has made; with another, some versions warn
+        processors.append(structlog.dev.ConsoleRenderer(24, colors=is_terminal, exception_formatter=as_text))
     return {"processors": processors, "wrapper_class": _at_least(level)}
 
 

@@ -42,6 +42,18 @@ def test_without_a_word_warnings_alone_are_shown_on_stderr(capsys: pytest.Captur
     assert "reason=" in line
 
 
+def test_an_exception_is_shown_with_its_traceback_and_without_a_warning_of_structlog(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    try:
+        raise ValueError("a broken file")
+    except ValueError:
+        log.exception("training failed")
+    err = capsys.readouterr().err
+    assert "training failed" in err
+    assert err.rstrip().endswith("ValueError: a broken file")
+
+
 def test_a_program_with_a_structlog_configuration_of_its_own_gets_all() -> None:
     seen: list[object] = []
 
