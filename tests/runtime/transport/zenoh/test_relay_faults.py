@@ -11,6 +11,7 @@ import pytest
 from channel_node import Channel
 from tcp_proxy import TcpProxy
 from transport_scenes import LONG_LEASE_S, ZenohScene, take, write
+from turns import have_the_machine
 from zenoh_node import Relay, transport_at
 
 from gradbus.runtime.transport.api import Inlet, Outlet
@@ -30,6 +31,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def relay() -> Iterator[Relay]:
+    have_the_machine()  # relays start, and links come back, within seconds only where processors are free
     with Relay() as relay:
         yield relay
 
