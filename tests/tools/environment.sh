@@ -62,6 +62,8 @@ set +e
 code=$?
 set -e
 [ $code = 0 ] || {
-  echo "make setup-${name%-other}: the packages could not be installed. Check that the package registry can be reached" >&2
+  # What was cut short is not told from what is whole by the next installation: it would keep files that end midway.
+  [ "$name" = fuzz ] || rm -rf "$folder"
+  echo "make setup-${name%-other}: the packages could not be installed. Check that the package registry can be reached, and that the disk has room" >&2
   exit $code
 }

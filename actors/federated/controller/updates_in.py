@@ -27,8 +27,9 @@ from gradbus.actors.aggregation.updates import Facts
 from gradbus.actors.federated.controller.held_updates import HeldUpdates, Settling
 from gradbus.actors.federated.controller.masked_attempt import MaskedAttempt
 from gradbus.actors.federated.controller.packets_in import PacketCollector
+from gradbus.actors.federated.controller.participation import MAX_KNOWN
 from gradbus.actors.federated.controller.report import RoundTiming
-from gradbus.actors.federated.controller.rounds import REPEATED, SURPLUS, Round, RoundTotals
+from gradbus.actors.federated.controller.rounds import REPEATED, STALE, SURPLUS, Round, RoundTotals
 from gradbus.actors.federated.controller.state import RunContext
 from gradbus.actors.federated.controller.update_admission import Strike, UpdateAdmission, UpdateRefusal
 from gradbus.actors.federated.controller.update_sum import IncomingUpdate, MaskedUpdate, UpdateSum, facts_of, unusable
@@ -91,6 +92,7 @@ class UpdateReceiver:
         self._packets: PacketCollector | None = None  # made with the first packet
         self._complete: deque[IncomingUpdate] = deque()
         self._counted = context.state.counted  # by client
+        self._refused: dict[int, FrameKey] = {}  # by client: the last update that was refused, which stays so
         self._unreadable: dict[int, int] = {}  # client -> incarnation whose memory cannot be read from here
         self._folding = asyncio.Lock()
         self._work = asyncio.Event()
@@ -155,7 +157,8 @@ class UpdateReceiver:
             self._waiting[client_id, update.is_announced] = update
             return
         refusal = (
-            self._admission.refusal(update, self._round)
+            self._earlier_refusal(update)
+            or self._admission.refusal(update, self._round)
             or self._masked_refusal(update)
             or self._packet_refusal(update)
             or self._announcement_refusal(update)
@@ -177,6 +180,16 @@ class UpdateReceiver:
             self._take_in(update)
             await self._settle()
         await self._grant_more()
+
+    def _earlier_refusal(self, update: RequestedUpload) -> UpdateRefusal | None:
+        """The reason why an update that was refused is refused again, although it might be admitted by now; None: it
+        was not.
+
+        Its client may have repeated the request before the answer came, and have taken the codec's residual back since.
+        """
+        if self._refused.get(update.client_id) != update.whole_key:
+            return None
+        return UpdateRefusal(STALE, f"this update of round {update.request.round_id} has been refused before")
 
     async def _is_answered(self, packets: PacketCollector, update: RequestedUpload) -> bool:
         """Whether packets that are here leave nothing to do for this request."""
@@ -615,6 +628,10 @@ class UpdateReceiver:
             self._packets.discard(client_id)
 
     async def _refuse(self, update: RequestedUpload, refusal: UpdateRefusal) -> None:
+        self._refused.pop(update.client_id, None)
+        self._refused[update.client_id] = update.whole_key
+        if len(self._refused) > MAX_KNOWN:
+            del self._refused[next(iter(self._refused))]
         self._dropped[refusal.reason] += 1
         if self._dropped[refusal.reason] <= _NOTED:  # endless requests fill no disk; the count is noted with the round
             facts = {"client": update.client_id, "incarnation": update.incarnation, "reason": refusal.reason}

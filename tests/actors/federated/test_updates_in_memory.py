@@ -120,6 +120,25 @@ def test_an_offer_that_is_repeated_while_its_update_is_read_counts_once() -> Non
     run_with(test, held=True)
 
 
+def test_an_update_that_was_refused_before_its_round_was_open_never_counts_and_a_newer_one_does() -> None:
+    """Its client repeats the request when the command comes, which may be before the answer."""
+
+    async def test(hall: Hall) -> None:
+        early, _early = sealed(Sender(round_id=2))
+        await early.offer_to(hall)
+        await hall.intake.close()
+        hall.open_round(2)
+        await early.offer_to(hall)
+        newer, _newer = sealed(Sender(round_id=2, transfer=2, seed=5))
+        await newer.offer_to(hall)
+        await receipts(hall, 3)
+        answers = [(receipt.transfer, receipt.accepted) for receipt in hall.bus.all(Receipt)]
+        assert answers == [(1, False), (1, False), (2, True)]
+        assert (hall.mean() - newer.delta).abs().max() < 1e-6
+
+    run_with(test)
+
+
 def test_a_newer_update_takes_the_place_of_one_that_waits_to_be_read() -> None:
     async def test(hall: Hall) -> None:
         other, _others = sealed(Sender(0))

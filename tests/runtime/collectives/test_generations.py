@@ -192,6 +192,21 @@ def test_the_only_member_leaves_although_a_spare_waits(run: Run, place: dict[str
     run(main)
 
 
+def test_one_that_leaves_before_its_first_group_is_in_none_although_its_generation_was_founded(
+    run: Run, place: dict[str, Any]
+) -> None:
+    async def main() -> None:
+        async with process(place, 0, 1) as generations:
+            await eventually(lambda: generations.number)
+            generations.leave()
+            with pytest.raises(NoGeneration, match="has left") as left:
+                async with generations.next_group():
+                    pass
+            assert left.value.left
+
+    run(main)
+
+
 @pytest.mark.parametrize(
     ("limits", "founders"),
     [(ElasticLimits(min_world=3, max_world=2), 0), (ElasticLimits(min_world=2), 1), (ElasticLimits(max_world=2), 3)],
