@@ -33,7 +33,7 @@ class TcpProxy:
         self._lock = threading.Lock()
         self._clients: set[socket.socket] = set()
         self._forgotten: list[socket.socket] = []  # open for the target, and silent
-        self._is_held = self._is_closed = self._breaks = self._forgets = False
+        self._is_held = self._is_closed = self._breaks = self._forgets = self._ends_answers = False
         self._accepts = True
         for one in (self._bell, self._listener):
             self._selector.register(one, selectors.EVENT_READ)
@@ -62,6 +62,10 @@ class TcpProxy:
         """Close all connections at the dialling end only, as a router on the way does that has lost its table: to the
         target they stand, and nothing comes."""
         self._change(forgets=True)
+
+    def end_answers(self) -> None:
+        """Tell the dialling ends that nothing more comes, as a target does that ends its side."""
+        self._change(ends_answers=True)
 
     def accept(self) -> None:
         """Accept connections again."""
@@ -93,6 +97,10 @@ class TcpProxy:
                 if self._forgets:
                     self._forgets = False
                     self._forgotten += [self._forget(client) for client in list(self._clients)]
+                if self._ends_answers:
+                    self._ends_answers = False
+                    for client in self._clients:
+                        client.shutdown(socket.SHUT_WR)
                 for key, _ in ready:
                     one = key.fileobj
                     assert isinstance(one, socket.socket)

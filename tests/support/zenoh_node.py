@@ -17,7 +17,7 @@ from channel_node import ChannelNode, Process, serve
 from ports import free_port
 from tcp_proxy import TcpProxy
 
-from gradbus.runtime.transport.zenoh.relay_settings import RELAY_SETTINGS
+from gradbus.runtime.transport.zenoh.relay_settings import RELAY_SETTINGS, queue_settings
 from gradbus.runtime.transport.zenoh.transport import ZenohTransport
 from gradbus.runtime.transport.zenoh.zenoh_session import ZenohSession
 
@@ -26,7 +26,7 @@ LEASE_S = 60.0
 
 def session_config(mode: str, port: int, lease_s: float = LEASE_S) -> zenoh.Config:
     """Return the configuration of a session on a port of 127.0.0.1."""
-    more = RELAY_SETTINGS if mode == "router" else {}
+    more = RELAY_SETTINGS if mode == "router" else queue_settings(lease_s)
     here = [f"tcp/127.0.0.1:{port}"]
     config = zenoh.Config()
     for name, value in {

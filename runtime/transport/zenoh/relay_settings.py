@@ -1,4 +1,11 @@
-"""Settings of a session that forwards, so that a peer that reads slowly, or not at all, holds up no other.
+"""Settings of Zenoh's queues: how long a message waits for room there before it is dropped, and sent again.
+
+**Of a session that dials.** Zenoh has a mode in which a put waits until there is room (BLOCK). Nothing is put so. While
+it waits, it holds a lock of the queue that Zenoh needs to close the link, on the one thread that sends for all sessions
+of a process: a link that ended in the middle of an upload left that process without any for as long as the put would
+wait. So a put waits for :func:`queue_settings` at most, and a link that has ended is closed after that time.
+
+**Of a session that forwards**, so that a peer that reads slowly, or not at all, holds up no other.
 
 Zenoh passes a message on, on the thread that has received it. Outlets publish large messages so that a full queue is
 waited for, and the message says so to the relay, too: there such a wait holds up the receiving thread, all other
@@ -18,6 +25,8 @@ DROP_AFTER_S, DROP_LARGE_AFTER_S = 0.5, 0.5
 # For each peer: with 64 KiB each, as much as a frame of 1 MiB, the default. So that gets over a link of any rate, if
 # need be alone. Of a larger frame, the rest must leave within DROP_LARGE_AFTER_S.
 QUEUE_BATCHES = 16
+# The same for a session that dials, which has a thread that may wait. So long a stall costs it the messages that wait.
+WAIT_S, WAIT_SHARE = 1.0, 1 / 8  # at most so much, and of the lease: waits of one message add up to three times that
 # That pass on what they have received. Each may wait for room in the queue of a peer that takes nothing, and Zenoh has
 # two: two senders to such a peer would hold up all others. 14 more take 0.25 MiB. This makes the stall unlikely, not
 # impossible: as many senders at the same time take all threads, for DROP_LARGE_AFTER_S at most.
@@ -40,6 +49,18 @@ RELAY_SETTINGS: dict[str, Any] = {
     },
 }
 """By their names in Zenoh's configuration; for modes that forward."""
+
+
+def queue_settings(lease_s: float) -> dict[str, Any]:
+    """Return the settings of a session that dials, by their names in Zenoh's configuration."""
+    wait_us = round(1e6 * min(WAIT_S, WAIT_SHARE * lease_s))
+    return {
+        "transport/link/tx/queue/size/data": QUEUE_BATCHES,
+        "transport/link/tx/queue/congestion_control/drop": {
+            "wait_before_drop": wait_us,
+            "max_wait_before_drop_fragments": 2 * wait_us,
+        },
+    }
 
 
 def reserve_forwarding_threads() -> None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from gradbus.runtime.errors import BusError, NotReachable
 from gradbus.runtime.network.links import LinkConfig, Mode
-from gradbus.runtime.transport.zenoh.relay_settings import RELAY_SETTINGS, reserve_forwarding_threads
+from gradbus.runtime.transport.zenoh.relay_settings import RELAY_SETTINGS, queue_settings, reserve_forwarding_threads
 
 if TYPE_CHECKING:
     import zenoh
@@ -66,7 +66,7 @@ def session_settings(links: LinkConfig, mode: Mode) -> dict[str, Any]:
         "transport/link/tx/keep_alive": _KEEP_ALIVES,
         "transport/link/tx/queue/congestion_control/block/wait_before_close": _NEVER_US,
         "transport/link/tls": _tls(links),
-        **(RELAY_SETTINGS if mode == "router" else {}),
+        **(RELAY_SETTINGS if mode == "router" else queue_settings(links.effective_lease_s)),
     }
 
 

@@ -1,13 +1,10 @@
 """A session of the library of Zenoh, as outlets and inlets use it (:mod:`.session_api`).
 
-**Theory of operation.** A put of Zenoh waits while the queue of its priority is full, which can take as long as the
-link is stalled. So threads (``gradbus-put``), one for urgent messages and one for others, make those of large
-messages, and outlets stop when too much waits for them. A small message, before which none waits, is put at once by
-whoever publishes it, which saves two changes of threads; where the queue of its priority is full, Zenoh drops it after
-a millisecond, and it is sent again as what is lost on the way. A router puts nothing at once: as it passes messages on,
-it waits longer for each of its links (:mod:`.relay_settings`). None is *express*: such a message takes a batch for
-itself, here and in the relay, of which a queue has a few, so that most of a burst would be dropped. A single one
-leaves as soon without.
+**Theory of operation.** A put of Zenoh waits while the queue of its priority is full, for a second or so, and then its
+message is dropped (:mod:`.relay_settings`) and sent again as what is lost on the way. So threads (``gradbus-put``), one
+for urgent messages and one for others, make all puts, and outlets stop when too much waits for them. No message is
+*express*: such a one takes a batch for itself, here and in the relay, of which a queue has a few, so that most of a
+burst would be dropped. A single one leaves as soon without.
 
 Zenoh calls back on threads of its own, which hold up the link as long as they are away.
 """
@@ -30,7 +27,6 @@ from gradbus.runtime.transport.peer_id import PeerId
 from gradbus.runtime.transport.zenoh.keys import session_token
 from gradbus.runtime.transport.zenoh.session_api import Declaration
 
-SMALL_BYTES = 8 << 10  # put at once
 CONGESTED_BYTES = WINDOW_BYTES // 4  # of one urgency wait to be put: outlets stop
 MAX_WAITING_BYTES = 2 * WINDOW_BYTES  # of one urgency
 CLOSE_S = 1.0  # for what waits, and for a put that does not end
@@ -51,8 +47,8 @@ class ZenohSession:
         self._links: set[str] = set()
         self._link_changed: Callable[[bool], None] | None = None
         self._room_made: Callable[[], None] | None = None
-        self._changed = threading.Condition()
-        self._lanes = {urgent: _Lane() for urgent in (True, False)}
+        self._lock = threading.Lock()
+        self._lanes = {urgent: _Lane(self._lock) for urgent in (True, False)}
         self._is_closed = False
         self._listener: Declaration | None = None
         self._presence: Declaration | None = None
@@ -73,7 +69,7 @@ class ZenohSession:
             )
 
     def _note_link(self, event: Any) -> None:
-        with self._changed:
+        with self._lock:
             was_linked = self.is_linked
             change = self._links.add if event.kind == zenoh.SampleKind.PUT else self._links.discard
             change(str(event.transport.zid))
@@ -94,52 +90,37 @@ class ZenohSession:
 
     def publish(self, key: str, message: bytes | bytearray, *, urgent: bool) -> bool:
         """See :meth:`.LinkSession.publish`."""
-        with self._changed:
+        with self._lock:
             lane = self._lanes[urgent]
             if self._is_closed or not self.is_linked or lane.waiting_bytes >= MAX_WAITING_BYTES:
                 return False
-            if self._is_router or lane.is_busy or len(message) > SMALL_BYTES:
-                self._put_later(key, message, urgent)
-                return True
-        return self._put(key, message, urgent=urgent, may_drop=True)
+            lane.waiting.append((key, message))
+            lane.waiting_bytes += len(message) + _MESSAGE_BYTES
+            lane.is_congested = lane.is_congested or lane.waiting_bytes >= CONGESTED_BYTES
+            if lane.thread is None:
+                lane.thread = threading.Thread(target=self._run, args=(urgent,), name="gradbus-put", daemon=True)
+                lane.thread.start()
+            lane.changed.notify()
+        return True
 
-    def _put_later(self, key: str, message: bytes | bytearray, urgent: bool) -> None:
-        lane = self._lanes[urgent]
-        lane.waiting.append((key, message))
-        lane.waiting_bytes += len(message) + _MESSAGE_BYTES
-        lane.is_congested = lane.is_congested or lane.waiting_bytes >= CONGESTED_BYTES
-        if lane.thread is None:
-            lane.thread = threading.Thread(target=self._run, args=(urgent,), name="gradbus-put", daemon=True)
-            lane.thread.start()
-        self._changed.notify_all()
-
-    def _put(self, key: str, message: bytes | bytearray, *, urgent: bool, may_drop: bool) -> bool:
-        control = zenoh.CongestionControl
+    def _put(self, key: str, message: bytes | bytearray, *, urgent: bool) -> None:
+        priority = _URGENT if urgent else _DATA
         try:
-            self._session.put(
-                key,
-                message,
-                congestion_control=control.DROP if may_drop else control.BLOCK,
-                priority=_URGENT if urgent else _DATA,
-            )
+            self._session.put(key, message, congestion_control=zenoh.CongestionControl.DROP, priority=priority)
         except zenoh.ZError as error:
             if not self._is_closed:
                 log.error("message not sent", key=key, reason=str(error))
-            return False
-        return True
 
     def _run(self, urgent: bool) -> None:
         lane = self._lanes[urgent]
         while True:
-            with self._changed:
-                lane.is_putting = False
-                self._changed.wait_for(lambda: self._is_closed or lane.waiting)
+            with self._lock:
+                lane.changed.wait_for(lambda: self._is_closed or lane.waiting)
                 if not lane.waiting:
                     return
                 key, message = lane.waiting.popleft()
-                lane.is_putting = True
-            self._put(key, message, urgent=urgent, may_drop=False)
-            with self._changed:
+            self._put(key, message, urgent=urgent)
+            with self._lock:
                 lane.waiting_bytes -= len(message) + _MESSAGE_BYTES
                 has_room = lane.is_congested and 2 * lane.waiting_bytes < CONGESTED_BYTES
                 if has_room:
@@ -174,12 +155,13 @@ class ZenohSession:
 
     def close(self) -> None:
         """See :meth:`.LinkSession.close`."""
-        with self._changed:
+        with self._lock:
             if self._is_closed:
                 return
             self._is_closed = True
             threads = [one.thread for one in self._lanes.values() if one.thread is not None]
-            self._changed.notify_all()
+            for lane in self._lanes.values():
+                lane.changed.notify()
         for thread in threads:
             thread.join(CLOSE_S)
         try:
@@ -194,20 +176,16 @@ class _Lane:
     """The messages of one urgency that wait to be put, in order.
 
     Attributes:
-        is_putting: its thread is in a put. waiting_bytes: of messages that wait, and of the one in a put.
+        changed: wakes its thread. waiting_bytes: of messages that wait, and of the one in a put.
             is_congested: outlets stop until half of them have left.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, lock: threading.Lock) -> None:
+        self.changed = threading.Condition(lock)
         self.waiting: deque[tuple[str, bytes | bytearray]] = deque()
         self.waiting_bytes = 0
-        self.is_putting = self.is_congested = False
+        self.is_congested = False
         self.thread: threading.Thread | None = None
-
-    @property
-    def is_busy(self) -> bool:
-        """Return whether a message that is put now would overtake another."""
-        return self.is_putting or bool(self.waiting)
 
 
 class _Declared:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 import zenoh
 from patience import until
+from tcp_proxy import TcpProxy
 from zenoh_node import Relay, session_config
 
 from gradbus.runtime.transport.zenoh.zenoh_session import ZenohSession
@@ -64,3 +65,26 @@ def test_what_is_published_without_a_link_is_refused(relay: Relay, session: Zeno
     relay.kill()
     until(lambda: not session.is_linked)
     assert not session.publish(KEY, bytes(size), urgent=False)
+
+
+def test_a_link_that_ends_while_what_is_published_waits_for_room_is_closed_and_comes_back(relay: Relay) -> None:
+    """Zenoh closes no link before whoever puts a message on it has stopped to wait, nor any other one meanwhile."""
+    links: list[bool] = []
+    is_subscribed = threading.Event()
+    receiver = ZenohSession(zenoh.open(session_config("client", relay.port)))
+    with TcpProxy(relay.port) as proxy:
+        sender = ZenohSession(zenoh.open(session_config("client", proxy.port)))
+        try:
+            sender.start(links.append, lambda: None)
+            receiver.subscribe(KEY, lambda *_: is_subscribed.set())
+            until(lambda: sender.publish(KEY, b"first", urgent=False) and is_subscribed.wait(0.05))
+            proxy.hold()
+            while sender.publish(KEY, bytes(1 << 20), urgent=False):
+                pass
+            proxy.end_answers()
+            until(lambda: False in links)
+            proxy.let_pass()
+            until(lambda: links[-1])
+        finally:
+            sender.close()
+            receiver.close()
