@@ -146,6 +146,11 @@ class _End(Link):
             raise TimeoutError(f"readers {silent} have not sent {start!r} after {timeout_s:g} s") from None
         return [words[peer] for peer in peers]
 
+    async def meet_writer(self) -> None:
+        """Wait until the writer can be sent updates: what is sent before reaches nobody, as the channel retains none."""
+        self._bus.open_writer(ClientUpdate)
+        await self._bus.matched(lambda: self._bus.matched_readers(ClientUpdate) > 0, timeout_s=_ANSWER_S)
+
     async def send_update(self, payload: bytes) -> None:
         """Send to the writer of the benchmark."""
         self._transfers += 1
@@ -199,6 +204,7 @@ async def _answer(bus: Bus, me: int) -> None:
                         while arrived:
                             frame = arrived.pop().frame
                             if frame.key.name == _ECHO:
+                                await end.meet_writer()
                                 await end.send_update(bytes(frame.total_bytes))
                             else:
                                 await end.say(f"{GOT} {frame.key.transfer}")
