@@ -147,7 +147,7 @@ class _End(Link):
         return [words[peer] for peer in peers]
 
     async def meet_writer(self) -> None:
-        """Wait until the writer can be sent updates: what is sent before reaches nobody, as the channel retains none."""
+        """Wait until the writer can be sent updates: the channel retains none, so what is sent before is lost."""
         self._bus.open_writer(ClientUpdate)
         await self._bus.matched(lambda: self._bus.matched_readers(ClientUpdate) > 0, timeout_s=_ANSWER_S)
 

@@ -226,7 +226,7 @@ class Generations:
             raise self._fault
         if (ended := agreement.ended_generation) is not None:
             raise NoGeneration("the run has come to its end", ended=ended)
-        # One that has never been in a group has nothing to hand over, also if a generation with it was founded meanwhile.
+        # One that has been in no group has nothing to hand over, also if a generation with it was founded meanwhile.
         if agreement.leaving and (not self._last or not agreement.is_member or agreement.waits_for):
             raise NoGeneration("this process has left", left=True)
         if misfit := agreement.misfit:

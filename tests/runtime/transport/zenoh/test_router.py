@@ -39,7 +39,14 @@ def test_without_names_every_client_may_use_all_keys_of_gradbus_and_no_others() 
 def test_who_forwards_lets_no_client_hold_up_another() -> None:
     links = LinkConfig(listen=("tcp/127.0.0.1:7447",))
     assert session_settings(links, "router").items() >= RELAY_SETTINGS.items()
-    assert not session_settings(LinkConfig(connect=links.listen), "client").keys() & RELAY_SETTINGS.keys()
+    assert not session_settings(LinkConfig(connect=links.listen), "client").keys() & {"qos/network"}
+
+
+def test_no_put_waits_for_room_for_longer_than_a_part_of_the_lease() -> None:
+    for lease_s, wait_s in ((2.0, 0.25), (60.0, 1.0)):
+        links = LinkConfig(connect=("tcp/127.0.0.1:7447",), lease_s=lease_s)
+        waits = session_settings(links, "client")["transport/link/tx/queue/congestion_control/drop"]
+        assert waits == {"wait_before_drop": 1e6 * wait_s, "max_wait_before_drop_fragments": 2e6 * wait_s}
 
 
 def test_as_many_links_may_be_opening_as_may_be_open_and_none_longer_than_a_client_waits() -> None:
