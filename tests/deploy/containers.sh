@@ -37,7 +37,9 @@ fi
 # shellcheck disable=SC2016 # the shell inside expands these
 unshare --mount --net --pid --mount-proc --fork --kill-child bash -euc '
   ip link set lo up
-  # What a run that was killed has left: names of its containers would lead to addresses that nobody has.
+  . tests/tools/podman.sh
+  own_run_folder
+  # What a run that was killed has left.
   podman rm --all --force >/dev/null 2>&1
   podman volume prune --force >/dev/null
   podman network prune --force >/dev/null

@@ -52,6 +52,7 @@ if [[ -z "${GRADBUS_IN_NAMESPACE:-}" ]]; then
 fi
 
 ip link set lo up
+own_run_folder
 cp -r deploy "$place/deploy"
 cd "$place"
 mkdir -m 700 deploy/secrets

@@ -25,6 +25,13 @@ END
   export CONTAINERS_CONF="$1/containers.conf" CONTAINERS_STORAGE_CONF="$1/storage.conf"
 }
 
+# own_run_folder: in a namespace of mounts. The names of containers are kept in /run/containers, wherever podman has its storage: those of a run that was
+# killed would lead to addresses that nobody has.
+own_run_folder() {
+  mkdir -p /run/containers
+  mount -t tmpfs tmpfs /run/containers
+}
+
 # needs_compose FOLDER: installs podman-compose and hadolint into FOLDER, once, and puts them on PATH
 needs_compose() {
   if [[ ! -e "$1/ready" ]]; then
