@@ -21,9 +21,9 @@ from gradbus.commands.relay.settings import RelayFile
 from gradbus.runtime import logs
 from gradbus.runtime.config.settings import load_settings
 from gradbus.runtime.errors import ConfigError
+from gradbus.runtime.network.certificates import WARNING_DAYS, certificate_files, check_certificates, in_utc
 from gradbus.runtime.network.links import LinkConfig
 from gradbus.runtime.security.settings import KEY_FILE_VARIABLE, KEY_VARIABLE
-from gradbus.runtime.transport.zenoh.certificates import WARNING_DAYS, certificate_files, check_certificates, in_utc
 
 log = logs.get_logger("relay")
 

@@ -141,7 +141,7 @@ def check_certificates(network: NetworkConfig) -> None:
     """Check the files that a bus needs for links over TLS, if it has any. Raises ConfigError: one is missing or
     wrong."""
     if network.links is not None and (network.links.ca is not None or network.links.certificate is not None):
-        from gradbus.runtime.transport.zenoh import certificates  # loads cryptography
+        from gradbus.runtime.network import certificates  # loads cryptography
 
         certificates.check_certificates(network.links)
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from gradbus.runtime.network.certificates import certificate_files, check_certificates
 from gradbus.runtime.network.links import LinkConfig
-from gradbus.runtime.transport.zenoh.certificates import certificate_files, check_certificates
 
 
 def test_the_first_call_makes_an_authority_and_later_ones_use_it(invoke, tmp_path: Path) -> None:

@@ -11,10 +11,7 @@ from cryptography import x509
 
 from gradbus.runtime.errors import BusError, ConfigError
 from gradbus.runtime.network.addresses import ip_address_of, is_host_name
-from gradbus.runtime.network.endpoints import LinkEndpoint
-from gradbus.runtime.network.links import LinkConfig
-from gradbus.runtime.transport.examination import LinkReport
-from gradbus.runtime.transport.zenoh.certificates import (
+from gradbus.runtime.network.certificates import (
     WARNING_DAYS,
     CertificateFile,
     certificate_files,
@@ -23,9 +20,12 @@ from gradbus.runtime.transport.zenoh.certificates import (
     in_utc,
     names_of,
 )
+from gradbus.runtime.network.endpoints import LinkEndpoint
+from gradbus.runtime.network.links import LinkConfig
+from gradbus.runtime.network.tls_probe import certificate_at
+from gradbus.runtime.transport.examination import LinkReport
 from gradbus.runtime.transport.zenoh.link_probe import find_fault, why_not_listening
 from gradbus.runtime.transport.zenoh.session import open_session
-from gradbus.runtime.transport.zenoh.tls_probe import certificate_at
 
 _NEW_AUTHORITY = "an authority: make a new one ('gradbus keys tls HOST --out DIR'), and copy its ca.pem to all"
 _NEW_BUNDLE = (

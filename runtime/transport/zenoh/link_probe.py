@@ -16,7 +16,7 @@ from gradbus.runtime.network.addresses import FAMILIES, family_of, ip_address_of
 from gradbus.runtime.network.endpoints import LinkEndpoint
 from gradbus.runtime.network.host_names import LOOKUPS
 from gradbus.runtime.network.links import LinkConfig
-from gradbus.runtime.transport.zenoh.tls_probe import Wrong, plain_fault, tls_fault
+from gradbus.runtime.network.tls_probe import Wrong, plain_fault, tls_fault
 
 _MAX_ADDRESSES = 2  # of a name
 STEP_S = 3.0  # for a name, and for TCP: a packet that is lost is sent again within one second

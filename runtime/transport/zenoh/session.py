@@ -104,7 +104,7 @@ def open_session(
             would fail as well; the text says why. ConfigError: a certificate or key is missing or wrong.
             ImportError: the package eclipse-zenoh is missing or broken.
     """
-    from gradbus.runtime.transport.zenoh.certificates import check_certificates  # loads cryptography
+    from gradbus.runtime.network.certificates import check_certificates  # loads cryptography
 
     check_certificates(links)
     return open_checked_session(links, mode, more=more)

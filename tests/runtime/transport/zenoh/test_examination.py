@@ -14,10 +14,10 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from ports import free_port
 from tls_scene import HOST, TlsFiles, router, server, silent
 
+from gradbus.runtime.network.certificates import is_authority, names_of, serves
 from gradbus.runtime.network.links import LinkConfig
 from gradbus.runtime.security.tls_authority import Issued, new_authority
 from gradbus.runtime.transport.examination import LinkReport
-from gradbus.runtime.transport.zenoh.certificates import is_authority, names_of, serves
 from gradbus.runtime.transport.zenoh.examination import examine_links
 
 

@@ -37,7 +37,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> TlsFiles:
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is silent here stays so: a second shows it as well as several."""
     monkeypatch.setattr(session, "OPEN_S", 1.0)
-    monkeypatch.setattr("gradbus.runtime.transport.zenoh.tls_probe.HANDSHAKE_S", 1.0)
+    monkeypatch.setattr("gradbus.runtime.network.tls_probe.HANDSHAKE_S", 1.0)
 
 
 def relay(files: TlsFiles, **more: Any) -> LinkConfig:

@@ -13,9 +13,9 @@ from typing import TypeVar
 
 from cryptography import x509
 
+from gradbus.runtime.network.certificates import date_fault, is_authority, names_of
 from gradbus.runtime.network.endpoints import LinkEndpoint
 from gradbus.runtime.network.links import LinkConfig
-from gradbus.runtime.transport.zenoh.certificates import date_fault, is_authority, names_of
 
 T = TypeVar("T")
 
