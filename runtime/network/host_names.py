@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from gradbus.runtime import forks
-from gradbus.runtime.network.addresses import address_fault, family_of
+from gradbus.runtime.network.addresses import FAMILIES, address_fault, family_of
 
 FIRST_LOOKUP_S = 1.0  # how long a bus that opens waits for the addresses of its peers; a local name server needs ms
 # From one look-up of a name that has no address to the next: a quarter of the time for which it had none, within these.
@@ -65,7 +65,8 @@ class HostNames:
         """Look names up side by side. Blocks for at most ``timeout_s``; what takes longer goes on.
 
         Returns:
-            Addresses of that family, by name; names without one are left out.
+            Addresses of that family, by name; names without one are left out. Of AF_UNSPEC: of both, in the order of
+            the system.
         """
         known = self._known(names, family)
         self._ask(known)
@@ -134,14 +135,15 @@ class HostNames:
 
 
 def _addresses_of(name: str, family: socket.AddressFamily) -> tuple[tuple[str, ...], str]:
-    """Return the addresses of a name, of one family; or none, and why."""
+    """Return the addresses of a name, of one family or, of AF_UNSPEC, both; or none, and why."""
     try:
         found = socket.getaddrinfo(name, None, family, socket.SOCK_DGRAM)
     except OSError as error:
         return (), (error.strerror or str(error)).lower()
     except Exception as error:  # a name that the codec of the standard library refuses, no more memory
         return (), str(error)
-    given = dict.fromkeys(str(place[0]) for *_, place in found if family_of(str(place[0])) == family)
+    wanted = {family} if family != socket.AF_UNSPEC else {*FAMILIES}
+    given = dict.fromkeys(str(place[0]) for *_, place in found if family_of(str(place[0])) in wanted)
     faults = {address: address_fault(address) for address in given}  # a filter of names may answer with 0.0.0.0
     addresses = tuple(address for address, fault in faults.items() if not fault)[:MAX_ADDRESSES]
     if addresses:

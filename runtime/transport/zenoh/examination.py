@@ -65,7 +65,7 @@ def _until(file: CertificateFile, listens: bool) -> LinkReport:
 
 
 def _ends_soon(ends: datetime.datetime) -> str:
-    """Return when a certificate ends, in words; empty: not within :data:`.certificates.WARNING_DAYS`."""
+    """Return when a certificate ends, in words; empty: not within ``WARNING_DAYS``."""
     left = ends - datetime.datetime.now(datetime.UTC)
     if left > datetime.timedelta(days=WARNING_DAYS):
         return ""

@@ -10,9 +10,10 @@ import contextlib
 import errno
 import os
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gradbus.runtime.network.addresses import FAMILIES, family_of, ip_address_of
+from gradbus.runtime.network.addresses import family_of, ip_address_of
 from gradbus.runtime.network.endpoints import LinkEndpoint
 from gradbus.runtime.network.host_names import LOOKUPS
 from gradbus.runtime.network.links import LinkConfig
@@ -108,27 +109,47 @@ def _connect(endpoint: LinkEndpoint) -> LinkFault | socket.socket:
     """Return a connection over TCP, or why there is none."""
     addresses = _addresses(endpoint.host)
     if not addresses:
-        reasons = {text for family in FAMILIES for text in LOOKUPS.reasons([endpoint.host], family).values()}
+        reason = LOOKUPS.reasons([endpoint.host], socket.AF_UNSPEC).get(endpoint.host, "no answer")
         return LinkFault(
             endpoint,
-            f"the name {endpoint.host} has no address here ({', '.join(sorted(reasons)) or 'no answer'})",
+            f"the name {endpoint.host} has no address here ({reason})",
             f"Check DNS or /etc/hosts ('getent hosts {endpoint.host}' shows what they say)",
             may_pass=True,
         )
-    errors = []
+    errors: list[OSError] = []
     for address in addresses:
         try:
-            return socket.create_connection((address, endpoint.port), STEP_S)
+            connection = socket.create_connection((address, endpoint.port), STEP_S)
         except OSError as error:
             errors.append(error)
+            continue
+        if errors and endpoint.scheme == "tls":
+            connection.close()
+            return _only_later(endpoint, addresses[0], errors[0], address)
+        return connection
     return _no_connection(endpoint, errors[0])
 
 
-def _addresses(host: str) -> list[str]:
+def _addresses(host: str) -> Sequence[str]:
+    """Return the first addresses of a host, in the order in which the system gives them to whoever dials it."""
     if ip_address_of(host) is not None:
         return [host]
-    found = (LOOKUPS.look_up([host], STEP_S, family).get(host, ()) for family in FAMILIES)
-    return [address for some in found for address in some][:_MAX_ADDRESSES]
+    return LOOKUPS.look_up([host], STEP_S, socket.AF_UNSPEC).get(host, ())[:_MAX_ADDRESSES]
+
+
+def _only_later(endpoint: LinkEndpoint, first: str, error: OSError, address: str) -> LinkFault:
+    """Return the fault of a name whose first address does not answer: Zenoh 1.10 dials no other with TLS, and with TCP
+    all of them."""
+    why = "nothing answers" if isinstance(error, TimeoutError) else (error.strerror or str(error)).lower()
+    host = endpoint.host
+    return LinkFault(
+        endpoint,
+        f"the name {host} leads to {first} first ({why}), and a link with TLS dials the first address alone. {address} "
+        f"does answer",
+        f"Have the name lead to {address} first: in DNS, or by the line '{address} {host}' in /etc/hosts. With "
+        f"'precedence ::ffff:0:0/96 100' in /etc/gai.conf, IPv4 comes before IPv6 for all names",
+        may_pass=True,
+    )
 
 
 def _no_connection(endpoint: LinkEndpoint, error: OSError) -> LinkFault:

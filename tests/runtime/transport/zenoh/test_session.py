@@ -113,6 +113,22 @@ def test_a_name_without_an_address_may_get_one_later() -> None:
     assert "getent hosts no-such-relay.invalid" in text
 
 
+def test_a_name_whose_first_address_alone_is_dead_is_told_with_the_one_that_answers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Zenoh dials the first alone with TLS, and all with TCP."""
+    name, ask = "two-addresses.example.org", socket.getaddrinfo
+    found = [(socket.AF_INET6, 0, 0, "", ("::1", 0, 0, 0)), (socket.AF_INET, 0, 0, "", (HOST, 0))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda host, *more: found if host == name else ask(host, *more))
+    with socket.create_server((HOST, 0)) as listening:
+        port = listening.getsockname()[1]
+        links = LinkConfig(connect=(f"tls/{name}:{port}",))
+        fault = link_probe.find_fault(links.dials[0], links)
+        assert "leads to ::1 first (connection refused)" in fault.what
+        assert f"{HOST} does answer" in fault.what
+        assert f"'{HOST} {name}' in /etc/hosts" in fault.cure
+
+
 def test_a_proxy_of_the_environment_is_named_where_a_relay_elsewhere_does_not_answer(monkeypatch) -> None:
     monkeypatch.setenv("HTTPS_PROXY", "http://proxy.example.org:3128")
 
