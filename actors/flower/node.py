@@ -44,7 +44,7 @@ from gradbus.runtime.logs import get_logger, process_name
 from gradbus.runtime.plain_text import plain_line
 from gradbus.runtime.shm.segment import SharedMemoryFault, is_here, read
 from gradbus.runtime.tasks import TaskGroup, single_error
-from gradbus.runtime.transport.channels import Inbox, ToClients
+from gradbus.runtime.transport.channels import Inbox, ToClients, ToController
 from gradbus.runtime.transport.wait_log import EVERY_S, WaitLog
 from gradbus.runtime.wire.assembler import Assembler, Verdict
 from gradbus.runtime.wire.control import (
@@ -72,6 +72,7 @@ from gradbus.runtime.wire.messages import (
     new_incarnation,
 )
 
+FIRST_PAUSE_S = HEARTBEAT_S / 4  # from the first Hello to the next
 MATCHED_S = 0.25  # for which the writer of instructions is waited for, before one is requested
 WITHDRAWN_S = 5.0  # an instruction that the hub has not named for so long is no longer wanted
 
@@ -282,10 +283,22 @@ class MessageNode:
             instruction.named_s = time.monotonic()
 
     async def _heartbeat(self) -> None:
+        """Send a Hello in each beat; until a Welcome, sooner at first, and at once when the hub is found.
+
+        More often, with hundreds of nodes that start together, would keep the hub from the Welcomes.
+        """
+        pause_s = FIRST_PAUSE_S
         while True:
             await self._send_hello()
             self._session.note_turn(2 * HEARTBEAT_S)
-            await asyncio.sleep(HEARTBEAT_S if self._session.welcome is not None else HEARTBEAT_S / 4)
+            if self._session.welcome is not None:
+                pause_s = FIRST_PAUSE_S
+                await asyncio.sleep(HEARTBEAT_S)
+                continue
+            found = self._bus.matched_readers(ToController)
+            with contextlib.suppress(BarrierTimeout):
+                await self._bus.matched(lambda: self._bus.matched_readers(ToController) > found, timeout_s=pause_s)  # noqa: B023 - awaited here
+            pause_s = min(2 * pause_s, HEARTBEAT_S)
 
     def _make_hello(self) -> Hello:
         current = self._session
