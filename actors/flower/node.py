@@ -289,15 +289,19 @@ class MessageNode:
         """
         pause_s = FIRST_PAUSE_S
         while True:
+            found = self._bus.matched_readers(ToController)
             await self._send_hello()
             self._session.note_turn(2 * HEARTBEAT_S)
             if self._session.welcome is not None:
                 pause_s = FIRST_PAUSE_S
                 await asyncio.sleep(HEARTBEAT_S)
                 continue
-            found = self._bus.matched_readers(ToController)
-            with contextlib.suppress(BarrierTimeout):
+            try:
                 await self._bus.matched(lambda: self._bus.matched_readers(ToController) > found, timeout_s=pause_s)  # noqa: B023 - awaited here
+            except BarrierTimeout:
+                pass
+            except BusClosed:  # who listens says why
+                return
             pause_s = min(2 * pause_s, HEARTBEAT_S)
 
     def _make_hello(self) -> Hello:

@@ -226,8 +226,9 @@ class Generations:
             raise self._fault
         if (ended := agreement.ended_generation) is not None:
             raise NoGeneration("the run has come to its end", ended=ended)
-        # One that has been in no group has nothing to hand over, also if a generation with it was founded meanwhile.
-        if agreement.leaving and (not self._last or not agreement.is_member or agreement.waits_for):
+        # Alone in a generation that was founded meanwhile, it has nobody to hand its state to; others may need it.
+        is_alone = not self._last and len(agreement.members) == 1
+        if agreement.leaving and (not agreement.is_member or agreement.waits_for or is_alone):
             raise NoGeneration("this process has left", left=True)
         if misfit := agreement.misfit:
             raise ConfigError(

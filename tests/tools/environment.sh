@@ -53,7 +53,8 @@ set_up() {
   esac
 }
 
-# In a shell of its own: `set -e` counts for nothing left of `||`.
+# In a shell of its own: `set -e` counts for nothing left of `||`. A signal ends that one, and this one goes on behind it.
+trap : HUP INT TERM
 set +e
 (
   set -e

@@ -29,7 +29,7 @@ from gradbus.actors.federated.controller.masked_attempt import MaskedAttempt
 from gradbus.actors.federated.controller.packets_in import PacketCollector
 from gradbus.actors.federated.controller.participation import MAX_KNOWN
 from gradbus.actors.federated.controller.report import RoundTiming
-from gradbus.actors.federated.controller.rounds import REPEATED, STALE, SURPLUS, Round, RoundTotals
+from gradbus.actors.federated.controller.rounds import REPEATED, SURPLUS, Round, RoundTotals
 from gradbus.actors.federated.controller.state import RunContext
 from gradbus.actors.federated.controller.update_admission import Strike, UpdateAdmission, UpdateRefusal
 from gradbus.actors.federated.controller.update_sum import IncomingUpdate, MaskedUpdate, UpdateSum, facts_of, unusable
@@ -92,7 +92,8 @@ class UpdateReceiver:
         self._packets: PacketCollector | None = None  # made with the first packet
         self._complete: deque[IncomingUpdate] = deque()
         self._counted = context.state.counted  # by client
-        self._refused: dict[int, FrameKey] = {}  # by client: the last update that was refused, which stays so
+        # By client: the update that was refused last, which stays so, and why.
+        self._refused: dict[int, tuple[FrameKey, UpdateRefusal]] = {}
         self._unreadable: dict[int, int] = {}  # client -> incarnation whose memory cannot be read from here
         self._folding = asyncio.Lock()
         self._work = asyncio.Event()
@@ -187,9 +188,8 @@ class UpdateReceiver:
 
         Its client may have repeated the request before the answer came, and have taken the codec's residual back since.
         """
-        if self._refused.get(update.client_id) != update.whole_key:
-            return None
-        return UpdateRefusal(STALE, f"this update of round {update.request.round_id} has been refused before")
+        key, refusal = self._refused.get(update.client_id, (None, None))
+        return refusal if key == update.whole_key else None
 
     async def _is_answered(self, packets: PacketCollector, update: RequestedUpload) -> bool:
         """Whether packets that are here leave nothing to do for this request."""
@@ -629,7 +629,7 @@ class UpdateReceiver:
 
     async def _refuse(self, update: RequestedUpload, refusal: UpdateRefusal) -> None:
         self._refused.pop(update.client_id, None)
-        self._refused[update.client_id] = update.whole_key
+        self._refused[update.client_id] = update.whole_key, refusal._replace(is_strike=False)
         if len(self._refused) > MAX_KNOWN:
             del self._refused[next(iter(self._refused))]
         self._dropped[refusal.reason] += 1

@@ -19,7 +19,7 @@ from gradbus.runtime.network.host_names import LOOKUPS
 from gradbus.runtime.network.links import LinkConfig
 from gradbus.runtime.network.tls_probe import Wrong, plain_fault, tls_fault
 
-_MAX_ADDRESSES = 2  # of a name
+_MAX_ADDRESSES = 3  # of a name
 STEP_S = 3.0  # for a name, and for TCP: a packet that is lost is sent again within one second
 _PLAIN_S = 1.0  # after which an end of a link without TLS has shown that it does not answer to TLS
 # Zenoh's first message: its kind, the version of the protocol, and the id of a client, of 16 bytes; an answer has the
@@ -131,10 +131,15 @@ def _connect(endpoint: LinkEndpoint) -> LinkFault | socket.socket:
 
 
 def _addresses(host: str) -> Sequence[str]:
-    """Return the first addresses of a host, in the order in which the system gives them to whoever dials it."""
+    """Return some addresses of a host: the one that the system gives first to whoever dials it, the first of the other
+    family, and others."""
     if ip_address_of(host) is not None:
         return [host]
-    return LOOKUPS.look_up([host], STEP_S, socket.AF_UNSPEC).get(host, ())[:_MAX_ADDRESSES]
+    found = LOOKUPS.look_up([host], STEP_S, socket.AF_UNSPEC).get(host, ())
+    firsts: dict[socket.AddressFamily, str] = {}
+    for address in found:
+        firsts.setdefault(family_of(address), address)
+    return [*dict.fromkeys([*firsts.values(), *found])][:_MAX_ADDRESSES]
 
 
 def _only_later(endpoint: LinkEndpoint, first: str, error: OSError, address: str) -> LinkFault:

@@ -7,10 +7,10 @@ wait. So a put waits for :func:`queue_settings` at most, and a link that has end
 
 **Of a session that forwards**, so that a peer that reads slowly, or not at all, holds up no other.
 
-Zenoh passes a message on, on the thread that has received it. Outlets publish large messages so that a full queue is
-waited for, and the message says so to the relay, too: there such a wait holds up the receiving thread, all other
-messages of that link, and the end of sessions: with two such waits at the same time a relay stood still for good. Here
-such a message is dropped after a while; its outlet sends it again, as what is lost on the way.
+Zenoh passes a message on, on the thread that has received it, where a wait for room holds up all other messages of that
+link, and the end of sessions: with two waits without an end a relay stood still for good. Here a message is dropped
+after a while, also one that its sender wants to be waited for; an outlet sends its own again, as what is lost on the
+way.
 """
 
 from __future__ import annotations

@@ -134,6 +134,7 @@ def test_an_update_that_was_refused_before_its_round_was_open_never_counts_and_a
         await receipts(hall, 3)
         answers = [(receipt.transfer, receipt.accepted) for receipt in hall.bus.all(Receipt)]
         assert answers == [(1, False), (1, False), (2, True)]
+        assert {receipt.reason for receipt in hall.bus.all(Receipt)[:2]} == {"round 2 is not open"}
         assert (hall.mean() - newer.delta).abs().max() < 1e-6
 
     run_with(test)
