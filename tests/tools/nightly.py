@@ -115,6 +115,10 @@ PARTS = (
         "make simulate-faults PLANT=all SEEDS=2000 ARGS='--first 0'", 120 * 60,
     ),
     Part(
+        "deploy", "what deploy/ has, run for real: images, Compose, the chart, Slurm, MPI, units of systemd, alerts",
+        "make test-deploy", 60 * 60,
+    ),
+    Part(
         "gpu", "the tests that need a CUDA device", "make test PART=gpu", 15 * 60, "nvidia-smi",
         Platform("as installed", "DDS", gpu="CUDA"),
     ),
