@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 import secrets
 import signal
@@ -105,7 +106,7 @@ class RayCluster:
             }
             variables["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # else Ray takes an address that others reach
             if not any(name in os.environ for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")):
-                variables["RAY_AUTH_TOKEN"] = secrets.token_hex(32)  # else Ray would keep one in the user's home
+                variables["RAY_AUTH_TOKEN"] = _token()  # else Ray would keep one in the user's home
         try:
             self._while_open.enter_context(_environment(variables))
             # On this thread, which stays: Ray's servers end with the one that has started them.
@@ -133,6 +134,13 @@ class RayCluster:
             self.ray.shutdown()
         self._while_open.close()
         self._files.close()
+
+
+@functools.cache
+def _token() -> str:
+    """Return the token of the clusters that this process starts, one after the other: Ray reads it once in a
+    process."""
+    return secrets.token_hex(32)
 
 
 @contextlib.contextmanager

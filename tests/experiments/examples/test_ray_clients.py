@@ -30,6 +30,13 @@ def tasks() -> set[psutil.Process]:
     return {one for one in children if one.is_running() and "take_part" in " ".join(one.cmdline())}
 
 
+def test_a_process_may_start_a_second_cluster_after_its_first() -> None:
+    for _ in range(2):
+        cluster = RayCluster(LOCAL, cpus=1, model_bytes=0)
+        assert cluster.ray.is_initialized()
+        cluster.close()
+
+
 def test_clients_train_as_tasks_of_ray_and_one_whose_process_dies_comes_back_by_its_name(ray: Any, domain: int) -> None:
     rules = gradbus.FederatedConfig(
         rounds=3,
