@@ -297,12 +297,15 @@ class MessageNode:
                 await asyncio.sleep(HEARTBEAT_S)
                 continue
             try:
-                await self._bus.matched(lambda: self._bus.matched_readers(ToController) > found, timeout_s=pause_s)  # noqa: B023 - awaited here
+                await self._bus.matched(partial(self._has_more_hubs_than, found), timeout_s=pause_s)
             except BarrierTimeout:
                 pass
             except BusClosed:  # who listens says why
                 return
             pause_s = min(2 * pause_s, HEARTBEAT_S)
+
+    def _has_more_hubs_than(self, found: int) -> bool:
+        return self._bus.matched_readers(ToController) > found
 
     def _make_hello(self) -> Hello:
         current = self._session

@@ -53,7 +53,7 @@ set_up() {
   esac
 }
 
-# In a shell of its own: `set -e` counts for nothing left of `||`. A signal ends that one, and this one goes on behind it.
+# In a shell of its own: `set -e` counts for nothing left of `||`. After a signal this shell goes on, to clean up.
 trap : HUP INT TERM
 set +e
 (
@@ -63,7 +63,7 @@ set +e
 code=$?
 set -e
 [ $code = 0 ] || {
-  # What was cut short is not told from what is whole by the next installation: it would keep files that end midway.
+  # The next installation cannot tell a half-written package from a whole one, and would keep it.
   [ "$name" = fuzz ] || rm -rf "$folder"
   echo "make setup-${name%-other}: the packages could not be installed. Check that the package registry can be reached, and that the disk has room" >&2
   exit $code
