@@ -12,11 +12,12 @@ from fault_simulation.excuses import (
     MET_S,
     SITE_ROUND_S,
     Disturbances,
+    had_living_rival,
     is_round_without_time,
     unheard_controller,
 )
 
-from gradbus.runtime.errors import ControllerReplaced, JobInUse
+from gradbus.runtime.errors import ControllerReplaced, JobInUse, JoinRefused
 
 LEASE_S = 4.0
 AFTER_S = LEASE_S + FOUND_AGAIN_S
@@ -76,3 +77,20 @@ def test_a_start_may_be_refused_only_by_a_controller_of_another_run_that_has_not
     named = {f"controller.{number}": run for number, run in runs.items()}
     found = unheard_controller([first, second, third], named, third, error)
     assert found is (first if is_excused else None)
+
+
+def test_a_client_may_be_refused_for_a_later_start_with_its_key_that_has_died_a_moment_ago() -> None:
+    def excused(
+        died_s: float, *, started_s: float = 4.0, is_stranger: bool = False, why: str = "one process, one key"
+    ) -> bool:
+        facts = {"role": "client-2", "started_s": started_s, "is_stranger": is_stranger}
+        later = SimpleNamespace(dead=died_s < 9.0, ended_s=died_s, **facts)
+        refused: Any = SimpleNamespace(role="client-2", started_s=1.0)
+        return had_living_rival([later], refused, JoinRefused(why), now_s=9.0)
+
+    assert excused(5.5)
+    assert excused(9.0)
+    assert not excused(1.5), "it has been silent for so long that the client is admitted"
+    assert not excused(5.5, started_s=0.5), "the client was started later"
+    assert not excused(5.5, is_stranger=True), "another key"
+    assert not excused(5.5, why="client-2 is not on the allow list of the controller")

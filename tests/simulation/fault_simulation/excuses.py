@@ -7,6 +7,8 @@
   fault. Where the first one has saved nothing before it was paused the start in its place begins another run, and if
   that one dies before the first one can receive its status, the two are any two runs of one job: the error of the next
   start names the first one, and the operator stops that and starts this one again.
+* **A client is refused** with JoinRefused for a second process that has its key and was started later, though that has
+  died meanwhile: both ran at one time, which is what the error says, and whoever runs the client starts it again.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from fault_simulation.faults import CONTROLLER
-from gradbus.runtime.errors import JobInUse
+from gradbus.runtime.errors import JobInUse, JoinRefused
+from gradbus.runtime.security.identity.admission import SILENT_S
 
 if TYPE_CHECKING:
     from fault_simulation.kernel import VirtualProcess
@@ -23,6 +26,7 @@ if TYPE_CHECKING:
 SITE_ROUND_S = 24.0  # deadline of a site's round: 0.8 of that of the level above
 CALM_ROUND_S = 5.0  # in so long a time without faults a round of a site is done
 FOUND_AGAIN_S = 3.0  # after a pause or a partition, until all have found each other again
+LEFT_S = 2.0  # from a refusal on its way until the process that is refused has ended
 MET_S = FOUND_AGAIN_S + 1.5  # until one has received two statuses of another one, which sends them every 0.5 s
 
 
@@ -82,3 +86,18 @@ def unheard_controller(
         if is_other_run and all(one.ended_s - first.went_on_s < MET_S for one in later):
             return first
     return None
+
+
+def had_living_rival(
+    processes: Iterable[VirtualProcess], refused: VirtualProcess, error: Exception, *, now_s: float
+) -> bool:
+    """Return whether a client was refused for a later start with its key that had been heard of lately.
+
+    Args:
+        processes: all of the run. refused: the process that ends now. error: with which.
+    """
+    if not isinstance(error, JoinRefused) or "one process, one key" not in str(error):
+        return False
+    later = [one for one in processes if one.role == refused.role and one.started_s > refused.started_s]
+    heard_s = now_s - SILENT_S - LEFT_S
+    return any(not one.is_stranger and (not one.dead or one.ended_s > heard_s) for one in later)

@@ -225,8 +225,12 @@ def _offered_to_the_last_controller(world: World, process: VirtualProcess) -> li
 
 def was_out_of_reach_at_the_end(world: World, process: VirtualProcess) -> bool:
     """Return whether a receipt may not have arrived while the client waited for it: it or its controller was cut off,
-    or its controller was killed, whose next start is found after that wait."""
-    since_s, above = process.ended_s - MISSED_WORDS_S, world.above(process.role)
+    or its controller was killed, whose next start is found after that wait. A client may wait longer than its
+    controller runs: then nothing could come any more, and what counts is whether the two were apart before that."""
+    above = world.above(process.role)
+    controller = world.ended.get(above)
+    over_s = process.ended_s if controller is None else min(process.ended_s, controller.ended_s)
+    since_s = over_s - MISSED_WORDS_S
     if any(world.excused_s[role] > since_s for role in (process.role, above)):
         return True
     return any(one.killed and since_s < one.ended_s < process.ended_s for one in world.processes if one.role == above)

@@ -21,7 +21,13 @@ import torch
 
 from fault_simulation.admission import Identities, draw_admission_plan
 from fault_simulation.disk import Disk
-from fault_simulation.excuses import FOUND_AGAIN_S, Disturbances, is_round_without_time, unheard_controller
+from fault_simulation.excuses import (
+    FOUND_AGAIN_S,
+    Disturbances,
+    had_living_rival,
+    is_round_without_time,
+    unheard_controller,
+)
 from fault_simulation.faults import CONTROLLER, MACHINES, OF_NETWORK, Fault, draw_plan
 from fault_simulation.findings import BOUNDS, ENDS, EXCEPTIONS, LOGS, MEAN, REPLACED, TASKS, Finding
 from fault_simulation.flavours import CALM, FLAVOURS, Circumstances, draw_circumstances
@@ -45,7 +51,7 @@ ROUND_LIMIT_S = 65.0  # of virtual time, for each round with all faults
 COMPUTE_S = 5e-4  # mean cost of a computation that is no training
 KERNEL_REPORTS_S = (1e-3, 0.04)  # from the end of a process until the kernel reports it
 FULL_S = 10.0  # from a sync that found the disk full until the actor has closed its bus, and ended with that error
-LATE_REFUSAL_S = 1.0  # from the end of a client that was refused, though it is on the list again, until its next start
+LATE_REFUSAL_S = 1.0  # from the end of a client that was refused, and would be admitted now, until its next start
 NEVER_LOGGED = ("strike", "history ends", "message not handled", "readers or writers not deleted")
 LAST_MODEL_LOST = "last model not received"
 MEAN_TOLERANCE = 1e-5  # changes are of some 1e-3, and masked sums on a grid
@@ -474,11 +480,19 @@ class World:
             self._now[role] = in_its_place[-1]
         elif role not in self.identities.listed:
             self._refused.add(role)
-        elif self.identities.was_off_lately(role):  # it heard so late that it is on the list again
+        elif self._would_be_admitted_now(process, others):
             self._start_later(LATE_REFUSAL_S, role)
         else:
             return self._due[role] > 0
         return True
+
+    def _would_be_admitted_now(self, process: VirtualProcess, others: Collection[VirtualProcess]) -> bool:
+        """Return whether a client was refused for what is over: it is on the list again, or the process that had its
+        key has died."""
+        assert self.identities is not None
+        if self.identities.was_off_lately(process.role):
+            return True
+        return self._due[process.role] == 0 and had_living_rival(others, process, process.result, now_s=now_s())
 
     def _actor_of(self, role: str) -> Callable[[VirtualProcess], Awaitable[object]]:
         if role == CONTROLLER:
