@@ -13,9 +13,9 @@ from collections.abc import Callable
 from typing import Protocol
 
 from gradbus.commands.relay import metrics
-from gradbus.commands.relay.connections import canonical, find_connections
 from gradbus.commands.relay.sessions import RelaySession, Sessions
 from gradbus.runtime.logs import get_logger
+from gradbus.runtime.network.tcp_connections import canonical, find_connections
 from gradbus.runtime.tasks import TaskGroup
 from gradbus.runtime.token_buckets import TokenBucket
 from gradbus.runtime.transport.zenoh.disconnections import Disconnections

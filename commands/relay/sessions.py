@@ -11,38 +11,11 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
-from typing import NamedTuple, Protocol
+
+from gradbus.runtime.network.tcp_connections import CarriedBytes, Connection
 
 MAX_NODES = 1_000  # that are counted by name: names come from certificates, and there may be an authority of millions
 OTHER_NODES = "(others)"
-
-
-class CarriedBytes(NamedTuple):
-    """Bytes that a connection has carried so far, TLS included."""
-
-    received_bytes: int = 0
-    sent_bytes: int = 0
-
-
-class Connection(Protocol):
-    """The TCP connection of a session."""
-
-    def traffic(self) -> CarriedBytes:
-        """Return what it has carried so far; of one that is closed, what was read last."""
-
-    def closed_by_peer(self, patience_s: float) -> bool:
-        """Return whether the other end has closed it while it worked, as when its process ends. ``patience_s``: after
-        so long a silence of this end it gives up a link."""
-
-    @property
-    def round_trip_s(self) -> float:
-        """Return the time for a packet there and back; 0: unknown."""
-
-    def hang_up(self) -> None:
-        """End the connection in both directions."""
-
-    def close(self) -> None:
-        """Give the descriptor back."""
 
 
 @dataclass(slots=True)

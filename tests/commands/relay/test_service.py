@@ -14,7 +14,7 @@ from patience import eventually, run
 import gradbus
 from gradbus.commands.relay import service
 from gradbus.commands.relay.service import LINES_BURST, Relay
-from gradbus.commands.relay.sessions import CarriedBytes
+from gradbus.runtime.network.tcp_connections import CarriedBytes
 from gradbus.runtime.transport.zenoh.router import JobMember, LinkChange
 
 

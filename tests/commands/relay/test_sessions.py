@@ -17,12 +17,12 @@ from patience import until
 from prometheus_client.parser import text_string_to_metric_families
 
 from gradbus.commands.relay import metrics
-from gradbus.commands.relay.connections import canonical, find_connections
 from gradbus.commands.relay.probes import Answers, serving
-from gradbus.commands.relay.sessions import MAX_NODES, OTHER_NODES, CarriedBytes, NodeTotals, Sessions
+from gradbus.commands.relay.sessions import MAX_NODES, OTHER_NODES, NodeTotals, Sessions
 from gradbus.commands.relay.settings import RelayFile
 from gradbus.runtime.config.settings import check_settings
 from gradbus.runtime.errors import ConfigError
+from gradbus.runtime.network.tcp_connections import CarriedBytes, canonical, find_connections
 
 
 class Counted:

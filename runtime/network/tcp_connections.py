@@ -15,8 +15,7 @@ import socket
 import struct
 from collections.abc import Iterable
 from pathlib import Path
-
-from gradbus.commands.relay.sessions import CarriedBytes
+from typing import NamedTuple, Protocol
 
 _DESCRIPTORS = Path("/proc/self/fd")
 _TCP_INFO_BYTES = 232  # of struct tcp_info; an older kernel returns less
@@ -28,6 +27,34 @@ _LAST_SENT_MS, _LAST_ACK_MS, _ROUND_TRIP_US = 44, 56, 68  # tcpi_last_data_sent,
 # States of a connection whose other end has closed it: by RST; by FIN, and this end not yet; and this end, too.
 _CLOSED_THERE = frozenset({7, 8, 9})  # TCP_CLOSE, TCP_CLOSE_WAIT, TCP_LAST_ACK
 _SILENT_SHARE = 0.75  # of the time after which the other end gives up; keep-alives are sent four times in it
+
+
+class CarriedBytes(NamedTuple):
+    """Bytes that a connection has carried so far, TLS included."""
+
+    received_bytes: int = 0
+    sent_bytes: int = 0
+
+
+class Connection(Protocol):
+    """The TCP connection of a session."""
+
+    def traffic(self) -> CarriedBytes:
+        """Return what it has carried so far; of one that is closed, what was read last."""
+
+    def closed_by_peer(self, patience_s: float) -> bool:
+        """Return whether the other end has closed it while it worked, as when its process ends. ``patience_s``: after
+        so long a silence of this end it gives up a link."""
+
+    @property
+    def round_trip_s(self) -> float:
+        """Return the time for a packet there and back; 0: unknown."""
+
+    def hang_up(self) -> None:
+        """End the connection in both directions."""
+
+    def close(self) -> None:
+        """Give the descriptor back."""
 
 
 class TcpConnection:
