@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import time
 from collections.abc import Callable
 from typing import Protocol
@@ -18,12 +17,11 @@ from gradbus.runtime.logs import get_logger
 from gradbus.runtime.network.tcp_connections import canonical, find_connections
 from gradbus.runtime.tasks import TaskGroup
 from gradbus.runtime.token_buckets import TokenBucket
-from gradbus.runtime.transport.zenoh.disconnections import Disconnections
+from gradbus.runtime.transport.zenoh.disconnections import TURN_S, Disconnections
 from gradbus.runtime.transport.zenoh.router import JobMember, LinkChange
 
 FIND_S = 0.02  # after a session has opened: connections of those that come together are looked for once
 JOIN_S = 1.0  # and until its jobs are logged: it opens before it says what it takes part in
-LOOK_S = 1.0  # between two looks for sessions that have ended without a report
 LINES_PER_S, LINES_BURST = 50.0, 200  # of the access log: who may connect can do so often
 _SENDERS_SHOWN = 8
 
@@ -72,7 +70,6 @@ class Relay:
         """
         self._max_sessions = max_sessions
         self._drain_s = drain_s
-        self._lease_s = lease_s
         self._router = router
         self._sessions = Sessions(max_per_node)
         self._joined: set[str] = set()  # addresses of the sessions whose jobs are logged
@@ -83,9 +80,7 @@ class Relay:
         self._unfound = asyncio.Event()  # there are sessions whose connection is not known
         self._unasked = asyncio.Event()  # there are sessions whose jobs are not known
         self._is_empty = asyncio.Event()
-        self._turned_s = time.monotonic()  # when this process last looked at the time
-        self._stood_still_s = -math.inf  # when it last found that it had stood still
-        self._disconnections = Disconnections()
+        self._disconnections = Disconnections(lease_s, time.monotonic())
         self._disconnected = asyncio.Event()  # there are new ones
 
     @property
@@ -171,9 +166,8 @@ class Relay:
             return
         received_bytes, sent_bytes = session.traffic
         if session.connection is not None:
-            is_closed_there = session.connection.closed_by_peer(self._lease_s) and not self._has_stood_still()
-            if is_closed_there and not session.is_refused and not self._sessions.has_newer(session):
-                self._disconnections.note_closed(session.peer, session.connection.round_trip_s, time.monotonic())
+            may_be_gone = not session.is_refused and not self._sessions.has_newer(session)
+            if may_be_gone and self._disconnections.note_ended(session.peer, session.connection, time.monotonic()):
                 self._disconnected.set()
             session.connection.close()
         self._joined.discard(address)
@@ -194,10 +188,8 @@ class Relay:
     async def _look_for_ends(self) -> None:
         """Close the sessions whose end the router does not report."""
         while True:
-            await asyncio.sleep(LOOK_S)
-            if self._is_late():
-                self._stood_still_s = time.monotonic()
-            self._turned_s = time.monotonic()
+            await asyncio.sleep(TURN_S)
+            self._disconnections.note_turn(time.monotonic())
             known = self._sessions.all()  # before the router is asked: later ones may not be there yet
             if known:
                 up = {canonical(address) for address in await asyncio.to_thread(self._router.addresses)}
@@ -205,14 +197,6 @@ class Relay:
                     if session.address not in up:
                         self._close(session.address)
                 self._note_count()
-
-    def _is_late(self) -> bool:
-        """Return whether this process has had no turn for so long that clients may have given it up."""
-        return time.monotonic() > self._turned_s + LOOK_S + self._lease_s / 2
-
-    def _has_stood_still(self) -> bool:
-        """Return whether that is so, or was until a moment ago: then who has closed a connection may live."""
-        return self._is_late() or time.monotonic() < self._stood_still_s + LOOK_S
 
     async def _announce_disconnections(self) -> None:
         """Announce the sessions whose hosts have closed their connections, and which have not come back in time."""

@@ -1,6 +1,7 @@
 """How soon a lost peer is known over Zenoh: PYTHONPATH=tests/tools:tests/support .venv/bin/python -P -m lost_links.
 
-A relay (``gradbus relay``), a peer and a process that watches it, on loopback, with TLS. The peer is killed (its
+A relay (``gradbus relay``), a peer and a process that watches it, on loopback, with TLS; with ``--listen`` no relay,
+and the bus of the process that watches listens itself. The peer is killed (its
 connection closes), or stopped (its connection stands, and nothing comes: as when a cable is pulled). Printed are the
 seconds since the signal: ``session``, until the watcher's session reports the end of the link; ``bus``, until its bus
 reports PeerDisconnected, upon which a controller stops waiting for it, or PeerGone, upon which groups go on without it.
@@ -140,6 +141,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--lease", type=float, action="append", help="may be repeated; by default 2 and 10")
+    parser.add_argument("--listen", action="store_true", help="measure a bus that listens itself, without a relay")
     parser.add_argument("--gone", action="store_true", help="wait for PeerGone, too")
     parser.add_argument("--bus-only", action="store_true", help="leave out what the session reports")
     parser.add_argument("--serve", metavar="ENDPOINT", help=argparse.SUPPRESS)
@@ -156,6 +158,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         files, endpoint = TlsFiles(Path(folder)), f"tls/{HOST}:{free_port()}"
         place = ("--folder", folder, "--serve", endpoint)
+        if asked.listen:
+            for lease_s in asked.lease or (2.0, 10.0):
+                links = LinkConfig(listen=(endpoint,), **files.server(HOST), lease_s=lease_s)
+                arguments = (*place, "--lease", f"{lease_s:g}", "--bus")
+                asyncio.run(_measure_bus(links, arguments, lease_s, asked.repeats, gone=asked.gone))
+            return
         with RelayProcess("--listen", endpoint, *tls_arguments(files, clients=False)) as relay:
             relay.ready()
             watcher = open_session(LinkConfig(connect=(endpoint,), ca=files.ca))

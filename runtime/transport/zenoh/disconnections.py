@@ -1,4 +1,6 @@
-"""Which sessions of a relay have been closed by their hosts and have not come back: plain decisions, without a clock.
+"""Which sessions of a router have been closed by their hosts and have not come back: plain decisions, without a clock.
+
+The router is a relay, or a member that listens (:mod:`.link_watch`); "relay" here means both.
 
 **Theory of operation.** When a process ends, however it ends, its kernel closes its connections, and the relay knows it
 within milliseconds (FIN, or RST where data was waiting). A cable that is pulled, a machine without power, a router
@@ -23,9 +25,14 @@ Four things look the same and are not the end of a process:
 
 from __future__ import annotations
 
+import math
+
+from gradbus.runtime.network.tcp_connections import Connection
+
 DISCONNECTED = b"disconnected"  # what a relay publishes under the token of such a session
 REDIAL_S = 0.04  # to set up TCP, TLS and a session on a busy machine, beside the time on the way
 REDIAL_ROUND_TRIPS = 5  # TCP 1, TLS 1, Zenoh 2, and one for what is late
+TURN_S = 1.0  # a router looks at least so often whether it has stood still
 MAX_AWAITED = 65_536  # sessions that may come back; those beyond are left to the lease
 
 
@@ -44,8 +51,31 @@ class Disconnections:
     Which session dials again is known by its id, which is new each time a process starts.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, lease_s: float, now_s: float) -> None:
+        """``lease_s``: after so long a silence of this router the others take it for dead."""
+        self._lease_s = lease_s
+        self._turned_s = now_s  # when this process last looked at the time
+        self._stood_still_s = -math.inf  # when it last found that it had stood still
         self._due_s: dict[str, float] = {}  # by session
+
+    def note_turn(self, now_s: float) -> None:
+        """Take note that this process runs, at least every :data:`TURN_S`."""
+        if self._is_late(now_s):
+            self._stood_still_s = now_s
+        self._turned_s = now_s
+
+    def _is_late(self, now_s: float) -> bool:
+        """Return whether this process has had no turn for so long that others may have given it up."""
+        return now_s > self._turned_s + TURN_S + self._lease_s / 2
+
+    def note_ended(self, session: str, connection: Connection, now_s: float) -> bool:
+        """Take note that the link of a session has ended. Returns whether its host has closed it while it worked: not
+        if this process has stood still until a moment ago, as then who has closed a connection may live."""
+        has_stood_still = self._is_late(now_s) or now_s < self._stood_still_s + TURN_S
+        if has_stood_still or not connection.closed_by_peer(self._lease_s):
+            return False
+        self.note_closed(session, connection.round_trip_s, now_s)
+        return True
 
     def note_closed(self, session: str, round_trip_s: float, now_s: float) -> None:
         """Take note that the host of a session has closed its connection while it worked."""

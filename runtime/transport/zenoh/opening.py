@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from gradbus.runtime.network.links import LinkConfig
 from gradbus.runtime.network.network_config import NetworkConfig
 from gradbus.runtime.transport.api import Traits
+from gradbus.runtime.transport.zenoh.link_watch import LinkWatch
 from gradbus.runtime.transport.zenoh.reach import LinkReach
-from gradbus.runtime.transport.zenoh.router import MEMBER_LIMITS, router_settings
+from gradbus.runtime.transport.zenoh.router import MAX_TOKENS, MEMBER_LIMITS, Router, router_settings
 from gradbus.runtime.transport.zenoh.session import open_session
 from gradbus.runtime.transport.zenoh.transport import ZenohTransport
 from gradbus.runtime.transport.zenoh.zenoh_session import ZenohSession
@@ -16,9 +18,7 @@ def open_on_links(job: str, domain: int, network: NetworkConfig) -> ZenohTranspo
     forwards for others. Not for the event loop. Raises as :func:`.session.open_session`."""
     links = network.links
     assert links is not None
-    is_router = links.mode == "router"
-    more = router_settings(MEMBER_LIMITS, {}) if is_router else {}
-    session, name = ZenohSession(open_session(links, more=more), is_router=is_router), _name_of(job, domain)
+    session, name = _open_session(links), _name_of(job, domain)
     try:
         transport = ZenohTransport(
             session,
@@ -33,6 +33,18 @@ def open_on_links(job: str, domain: int, network: NetworkConfig) -> ZenohTranspo
         )
         session.show_presence(name, transport.own)
         return transport
+    except BaseException:
+        session.close()
+        raise
+
+
+def _open_session(links: LinkConfig) -> ZenohSession:
+    if links.mode != "router":
+        return ZenohSession(open_session(links))
+    session = open_session(links, more=router_settings(MEMBER_LIMITS, {}))
+    try:
+        router = Router(session, max_members=MAX_TOKENS * MEMBER_LIMITS.sessions)
+        return ZenohSession(session, watch=LinkWatch(router, links.effective_lease_s))
     except BaseException:
         session.close()
         raise

@@ -30,7 +30,7 @@ ANY = "*"  # as a name: every client; as a job: every job
 _STALL_S = 10.0
 _TOKENS = f"{_ROOT}/*/*/session/*/*"  # see .keys.session_token
 _TOKEN_PARTS = 6
-_MAX_TOKENS = 4  # that are remembered, for each session that may be open: who connects may declare any number
+MAX_TOKENS = 4  # that are remembered, for each session that may be open: who connects may declare any number
 _MAX_ANNOUNCED = 16  # of these, those of one session under which its end is published
 _MAX_TOKEN_CHARS = 512  # a job has 64 characters, of at most three here each, and a domain
 _SESSION = re.compile(r"[0-9a-f]{1,32}")
@@ -264,4 +264,4 @@ def open_router(links: LinkConfig, limits: RouterLimits, jobs: Mapping[str, Sequ
         BusError: it cannot listen there. ConfigError: a package is missing.
     """
     session = open_checked_session(links, "router", more=router_settings(limits, jobs))
-    return Router(session, max_members=_MAX_TOKENS * limits.sessions)
+    return Router(session, max_members=MAX_TOKENS * limits.sessions)

@@ -25,6 +25,7 @@ from gradbus.runtime.logs import get_logger
 from gradbus.runtime.transport.channels import WINDOW_BYTES
 from gradbus.runtime.transport.peer_id import PeerId
 from gradbus.runtime.transport.zenoh.keys import session_token
+from gradbus.runtime.transport.zenoh.link_watch import LinkWatch
 from gradbus.runtime.transport.zenoh.session_api import Declaration
 
 CONGESTED_BYTES = WINDOW_BYTES // 4  # of one urgency wait to be put: outlets stop
@@ -40,10 +41,11 @@ log = get_logger("bus")
 class ZenohSession:
     """Wraps an open session, and closes it."""
 
-    def __init__(self, session: zenoh.Session, *, is_router: bool = False) -> None:
-        """``is_router``: it has no relay that it depends on."""
+    def __init__(self, session: zenoh.Session, *, watch: LinkWatch | None = None) -> None:
+        """``watch``: of the links of a router, which has no relay that it depends on; it is closed with the session."""
         self._session = session
-        self._is_router = is_router
+        self._watch = watch
+        self._is_router = watch is not None
         self._links: set[str] = set()
         self._link_changed: Callable[[bool], None] | None = None
         self._room_made: Callable[[], None] | None = None
@@ -164,6 +166,8 @@ class ZenohSession:
                 lane.changed.notify()
         for thread in threads:
             thread.join(CLOSE_S)
+        if self._watch is not None:
+            self._watch.close()
         try:
             self._session.close()
         except zenoh.ZError as error:  # the relay does not read any more; the link ends with the process at the latest

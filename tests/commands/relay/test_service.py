@@ -5,56 +5,17 @@ from __future__ import annotations
 import asyncio
 import io
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
 from patience import eventually, run
+from played_router import PlayedConnection, PlayedRouter
 
 import gradbus
 from gradbus.commands.relay import service
 from gradbus.commands.relay.service import LINES_BURST, Relay
-from gradbus.runtime.network.tcp_connections import CarriedBytes
-from gradbus.runtime.transport.zenoh.router import JobMember, LinkChange
-
-
-class PlayedRouter:
-    """A router whose links a test plays."""
-
-    def __init__(self) -> None:
-        self.report: Callable[[LinkChange], None] = lambda change: None
-        self.up: set[str] = set()
-        self.members: list[JobMember] = []
-        self.is_closed = False
-        self.announced: list[str] = []
-
-    def watch_links(self, report: Callable[[LinkChange], None]) -> None:
-        self.report = report
-
-    def open(self, peer: str, address: str, node: str = "") -> None:
-        self.up.add(address)
-        self.report(LinkChange(True, peer, address, node))
-
-    def end(self, peer: str, address: str, *, reported: bool = True) -> None:
-        self.up.discard(address)
-        if reported:
-            self.report(LinkChange(False, peer, address, ""))
-
-    def addresses(self) -> set[str]:
-        return set(self.up)
-
-    def watch_members(self) -> None:
-        pass
-
-    def memberships(self) -> list[JobMember]:
-        return self.members
-
-    def announce_disconnected(self, peer: str) -> int:
-        self.announced.append(peer)
-        return 1
-
-    def close(self) -> None:
-        self.is_closed = True
+from gradbus.runtime.transport.zenoh.router import JobMember
 
 
 class Log:
@@ -151,27 +112,6 @@ def test_a_relay_with_sessions_drains_until_the_last_has_gone(log: Log) -> None:
 
     run(main())
     assert log.events("relay ends")[0]["sessions"] == 0
-
-
-class PlayedConnection:
-    """A connection of which a test says who has closed it, with the round trip of a link across a continent."""
-
-    round_trip_s = 0.05
-
-    def __init__(self, *, is_closed_by_peer: bool) -> None:
-        self._is_closed_by_peer = is_closed_by_peer
-
-    def traffic(self) -> CarriedBytes:
-        return CarriedBytes()
-
-    def closed_by_peer(self, patience_s: float) -> bool:
-        return self._is_closed_by_peer
-
-    def hang_up(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
 
 def test_a_session_that_its_host_has_closed_is_announced_unless_it_comes_back(

@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 from joined_endpoints import LEASE_S, VOLATILE, Joined, Stranger
+from played_router import PlayedConnection
 from transport_scenes import SteppedZenohScene, write
 
 from gradbus.runtime.transport.zenoh.disconnections import (
     DISCONNECTED,
     REDIAL_S,
+    TURN_S,
     Disconnections,
     redial_s,
 )
@@ -24,7 +26,7 @@ def scene() -> SteppedZenohScene:
 
 
 def test_a_session_that_does_not_dial_again_in_the_time_of_its_link_is_due_once() -> None:
-    found = Disconnections()
+    found = Disconnections(LEASE_S, 10.0)
     found.note_closed("near", 0.0, 10.0)
     found.note_closed("far", 0.05, 10.0)
     assert found.take_due(10.0 + REDIAL_S - 0.001) == []
@@ -36,7 +38,7 @@ def test_a_session_that_does_not_dial_again_in_the_time_of_its_link_is_due_once(
 
 
 def test_a_session_that_has_dialled_again_is_not_due() -> None:
-    found = Disconnections()
+    found = Disconnections(LEASE_S, 10.0)
     found.note_closed("a", 0.0, 10.0)
     found.note_open("a")
     found.note_open("b")
@@ -48,6 +50,19 @@ def test_a_live_process_has_time_for_four_round_trips_and_a_killed_one_nearby_is
 ):
     assert redial_s(0.05) > 4 * 0.05
     assert redial_s(0.001) + GRACE_S < 0.1
+
+
+def test_who_has_stood_still_takes_no_link_that_was_closed_meanwhile_for_the_end_of_a_process() -> None:
+    found, now_s = Disconnections(LEASE_S, 10.0), 10.0 + LEASE_S / 2 + TURN_S
+    closed = PlayedConnection()
+    assert found.note_ended("a", closed, now_s - 0.1)
+    assert not found.note_ended("b", closed, now_s + 0.1), "others may have given it up"
+    found.note_turn(now_s + 0.1)
+    assert not found.note_ended("c", closed, now_s + 0.2), "what they have done may come only now"
+    found.note_turn(now_s + 1.1)
+    assert found.note_ended("d", closed, now_s + 1.2)
+    assert not found.note_ended("e", PlayedConnection(is_closed_by_peer=False), now_s + 1.2)
+    assert found.take_due(now_s + 2.0) == ["a", "d"]
 
 
 def test_a_token_names_the_transport_of_its_session() -> None:

@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import queue
 import time
+from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
-from patience import PATIENT_S
+import session_process
+from patience import PATIENT_S, until
 from ports import free_port
 from tls_scene import HOST
 from zenoh import CongestionControl
 
 from gradbus.runtime.network.links import LinkConfig
 from gradbus.runtime.network.network_config import NetworkConfig
+from gradbus.runtime.transport.api import PeerId
+from gradbus.runtime.transport.zenoh.disconnections import DISCONNECTED
+from gradbus.runtime.transport.zenoh.keys import session_tokens
 from gradbus.runtime.transport.zenoh.opening import open_on_links
+from gradbus.runtime.transport.zenoh.place import ZenohPlace
 from gradbus.runtime.transport.zenoh.session import open_session
 
 pytestmark = pytest.mark.slow
@@ -69,3 +77,35 @@ def test_who_listens_drops_a_message_that_is_larger_than_any_of_gradbus(clients:
     put_until(sender, b"first", own)
     sender.put("gradbus/1/cells/large", bytes(17 << 20), congestion_control=CongestionControl.BLOCK)
     assert max(put_until(sender, b"last", own), default=0) < 1 << 20
+
+
+def watched_connections() -> int:
+    """Return how many sockets of this process have a second descriptor: a watch has one of each connection."""
+    sockets = list[str]()
+    for one in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            sockets.append(os.readlink(one))
+    return sum(number > 1 for name, number in Counter(sockets).items() if name.startswith("socket:"))
+
+
+def test_who_listens_tells_itself_and_its_clients_when_the_process_of_one_was_killed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As a relay does. All would know of it after their lease, of ten minutes."""
+    endpoint, lease_s = f"tcp/{HOST}:{free_port()}", 600.0
+    told: queue.SimpleQueue[PeerId] = queue.SimpleQueue()
+    before = watched_connections()
+    monkeypatch.setattr(ZenohPlace, "note_disconnected", lambda place, owner: told.put(owner))
+    with contextlib.ExitStack() as opened:
+        links = LinkConfig(listen=(endpoint,), lease_s=lease_s)
+        opened.callback(open_on_links("cells", 0, NetworkConfig(links=links)).close)
+        other = opened.enter_context(open_session(LinkConfig(connect=(endpoint,), lease_s=lease_s)))
+        arrived = subscribed(other, session_tokens("cells"))
+        for _ in range(2):
+            spec = {"job": "cells", "lease_s": lease_s, "connect": [endpoint]}
+            with session_process.started(spec) as process:
+                until(lambda: watched_connections() == before + 2)
+                process.kill()
+                assert arrived.get(timeout=PATIENT_S) == DISCONNECTED
+                assert told.get(timeout=PATIENT_S) == session_process.OWNER
+        assert arrived.empty()
