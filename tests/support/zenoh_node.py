@@ -37,7 +37,7 @@ def session_config(mode: str, port: int, lease_s: float = LEASE_S) -> zenoh.Conf
         "transport/shared_memory/enabled": False,
         "transport/link/tx/lease": round(1e3 * lease_s),
         "transport/link/tx/keep_alive": 4,
-        "transport/link/tx/queue/congestion_control/block/wait_before_close": 600_000_000,
+        "transport/link/tx/queue/congestion_control/block/wait_before_close": 10_000_000,
         "connect/retry": {"period_init_ms": 50, "period_max_ms": 200, "period_increase_factor": 1.5},
         **more,
     }.items():

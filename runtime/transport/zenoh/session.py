@@ -25,9 +25,10 @@ if TYPE_CHECKING:
 # One attempt to set a link up: TCP, TLS and Zenoh take four round trips. Zenoh's own 10 s would be the time until a
 # port that does not answer is reported.
 OPEN_S = 5.0
-# Zenoh closes a session whose queue has been full for so long; readers that are slow hold their writers up by credit
-# instead. In microseconds; -1 makes Zenoh panic.
-_NEVER_US = 10 * 60 * 1_000_000
+# What declares something waits so long for room in the queue, or for the lease if that is longer; then the session is
+# closed. All that time Zenoh cannot close the link, which may have ended (:mod:`.relay_settings`). By its lease a link
+# that takes nothing is given up anyway. -1 makes Zenoh panic.
+_STALL_S = 10.0
 _KEEP_ALIVES = 4  # in a lease: one that is lost is not the end of a link
 _RETRY_S = (0.2, 2.0, 1.5)  # of a link that was lost: the first pause, the longest, and the factor between them
 _SOURCE = re.compile(r"\s+at /\S+\.rs:\d+\.?")  # paths of the machine that built Zenoh
@@ -64,7 +65,7 @@ def session_settings(links: LinkConfig, mode: Mode) -> dict[str, Any]:
         "transport/link/protocols": sorted(schemes),
         "transport/link/tx/lease": round(1e3 * links.effective_lease_s),
         "transport/link/tx/keep_alive": _KEEP_ALIVES,
-        "transport/link/tx/queue/congestion_control/block/wait_before_close": _NEVER_US,
+        "transport/link/tx/queue/congestion_control/block/wait_before_close": round(1e6 * max(_STALL_S, links.effective_lease_s)),
         "transport/link/tls": _tls(links),
         **(RELAY_SETTINGS if mode == "router" else queue_settings(links.effective_lease_s)),
     }

@@ -377,7 +377,9 @@ def test_settings_switch_off_all_that_looks_for_others_or_drops_a_slow_link() ->
     assert settings["scouting/multicast/enabled"] is settings["scouting/gossip/enabled"] is False
     assert settings["transport/shared_memory/enabled"] is settings["adminspace/enabled"] is False
     assert settings["transport/link/tx/lease"] == 2_000
-    assert settings["transport/link/tx/queue/congestion_control/block/wait_before_close"] >= 600_000_000
+    assert settings["transport/link/tx/queue/congestion_control/block/wait_before_close"] == 10_000_000
+    patient = session_settings(LinkConfig(connect=("tls/relay:443",), lease_s=60.0), "client")
+    assert patient["transport/link/tx/queue/congestion_control/block/wait_before_close"] == 60_000_000
     assert settings["listen/endpoints"] == []  # by default a router listens on all addresses
     assert settings["transport/link/protocols"] == ["tls"]
 
