@@ -13,11 +13,13 @@ import ipaddress
 import os
 import socket
 import struct
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
 _DESCRIPTORS = Path("/proc/self/fd")
+_NOT_CONNECTED = frozenset({"06", "0A"})  # TCP_TIME_WAIT, TCP_LISTEN, as the tables have them
+_TABLES = Path("/proc/thread-self/net/tcp"), Path("/proc/thread-self/net/tcp6")  # of all connections, also of others
 _TCP_INFO_BYTES = 232  # of struct tcp_info; an older kernel returns less
 _ACKED_AND_RECEIVED = struct.Struct("=QQ")  # tcpi_bytes_acked, tcpi_bytes_received
 _OFFSET = 120
@@ -113,34 +115,77 @@ class TcpConnection:
         self._socket.close()
 
 
-def find_connections(addresses: Iterable[str]) -> dict[str, TcpConnection]:
+def find_connections(addresses: Iterable[str], *, ports: Collection[int] = ()) -> dict[str, TcpConnection]:
     """Return the connections of this process to these addresses, each ``HOST:PORT``, with brackets around IPv6.
 
-    A connection that has a second descriptor of our own is returned once. The result is empty where the system has no
-    list of descriptors.
+    Only their descriptors are duplicated, for a moment or for long: of others' sockets, as of those of a host program,
+    a duplicate would keep a port in use that is closed meanwhile. A connection that has a second descriptor of our own
+    is returned once. The result is empty where the system has no list of descriptors.
+
+    Args:
+        ports: of this end, where others dial; empty: any.
     """
-    wanted, found = set(addresses), dict[str, TcpConnection]()
+    wanted = set(addresses)
+    sockets = {name: address for name, address in _connected_sockets(ports) if address in wanted} if wanted else {}
+    found = dict[str, TcpConnection]()
     try:
-        numbers = [int(name) for name in os.listdir(_DESCRIPTORS)]
+        numbers = [int(name) for name in os.listdir(_DESCRIPTORS)] if sockets else []
     except OSError:
         return found
     for number in numbers:
-        own = _second_descriptor(number)
-        if own is None:
+        address = sockets.get(_name_of(number))
+        if address is None or address in found:
             continue
-        address = _address_of(own)
-        if address in wanted and address not in found:
+        own = _second_descriptor(number)
+        if own is not None and _address_of(own) == address:  # else the number is another socket's by now
             found[address] = TcpConnection(own)
-        else:
+        elif own is not None:
             own.close()
     return found
+
+
+def most_second_descriptors() -> int:
+    """Return how many descriptors a watch of connections may take of those that this process may have: a quarter."""
+    try:
+        import resource
+    except ImportError:  # a system without it has no list of descriptors either
+        return 0
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4
+
+
+def _connected_sockets(ports: Collection[int]) -> Iterator[tuple[str, str]]:
+    """Yield the connections of this network namespace: the name of the socket, and the address of the other end."""
+    for table in _TABLES:
+        try:
+            lines = table.read_text(encoding="ascii").splitlines()[1:]
+        except OSError:
+            continue
+        for line in lines:
+            columns = line.split()
+            _, _, port = columns[1].rpartition(":")
+            if columns[3] not in _NOT_CONNECTED and (not ports or int(port, 16) in ports):
+                yield f"socket:[{columns[9]}]", _from_table(columns[2])
+
+
+def _from_table(text: str) -> str:
+    """Return the address that the kernel writes as hexadecimal words in the order of its bytes, and a port."""
+    words, _, port = text.partition(":")
+    packed = b"".join(struct.pack("=I", int(words[at : at + 8], 16)) for at in range(0, len(words), 8))
+    host = ipaddress.ip_address(packed)
+    return canonical(f"[{host}]:{int(port, 16)}" if host.version == 6 else f"{host}:{int(port, 16)}")
+
+
+def _name_of(number: int) -> str:
+    """Return what a descriptor is, such as ``socket:[123]``; empty: it is closed."""
+    try:
+        return os.readlink(_DESCRIPTORS / str(number))
+    except OSError:
+        return ""
 
 
 def _second_descriptor(number: int) -> socket.socket | None:
     """Return a descriptor of our own of the socket with this number; None: it is no socket, or gone."""
     try:
-        if not os.readlink(_DESCRIPTORS / str(number)).startswith("socket:"):
-            return None  # to close a copy of it would give up this process's locks on that file
         own = os.dup(number)
     except OSError:
         return None

@@ -84,12 +84,11 @@ def test_a_client_may_be_refused_for_a_later_start_with_its_key_that_has_died_a_
         died_s: float, *, started_s: float = 4.0, is_stranger: bool = False, why: str = "one process, one key"
     ) -> bool:
         facts = {"role": "client-2", "started_s": started_s, "is_stranger": is_stranger}
-        later = SimpleNamespace(dead=died_s < 9.0, ended_s=died_s, **facts)
+        later = SimpleNamespace(ended_s=died_s, **facts)
         refused: Any = SimpleNamespace(role="client-2", started_s=1.0)
         return had_living_rival([later], refused, JoinRefused(why), now_s=9.0)
 
     assert excused(5.5)
-    assert excused(9.0)
     assert not excused(1.5), "it has been silent for so long that the client is admitted"
     assert not excused(5.5, started_s=0.5), "the client was started later"
     assert not excused(5.5, is_stranger=True), "another key"

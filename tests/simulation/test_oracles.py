@@ -193,10 +193,10 @@ def test_a_step_counts_as_the_newest_generation_has_applied_it() -> None:
     assert elastic([], steps, "rank-0.1") == []
 
 
-def out_of_reach(*controllers: Any, apart_until_s: float = 0.0, over_s: float | None = None) -> bool:
+def out_of_reach(*controllers: Any, apart_s: tuple[float, float] = (0.0, 0.0), over_s: float | None = None) -> bool:
     """Return whether the oracle excuses a client that ends at 100 s, after a wait of 2 s, without its last receipt.
     ``over_s``: when its controller has ended well."""
-    world = SimpleNamespace(excused_s={"client-0": apart_until_s, "controller": 0.0}, above=lambda _: "controller")
+    world = SimpleNamespace(excuses={"client-0": [apart_s], "controller": []}, above=lambda _: "controller")
     world.processes = list(controllers)
     world.ended = {} if over_s is None else {"controller": controller(over_s, killed=False)}
     return oracles.was_out_of_reach_at_the_end(world, SimpleNamespace(role="client-0", ended_s=100.0))  # type: ignore[arg-type]
@@ -213,9 +213,10 @@ def test_a_client_whose_controller_is_killed_while_it_waits_may_miss_its_last_re
 
 
 def test_a_client_that_was_cut_off_until_its_controller_ended_may_miss_its_last_receipt_however_long_it_waits() -> None:
-    assert out_of_reach(apart_until_s=88.0, over_s=88.0)
-    assert not out_of_reach(apart_until_s=88.0, over_s=98.0), "it was within reach for ten seconds"
-    assert not out_of_reach(apart_until_s=88.0), "its controller runs"
+    assert out_of_reach(apart_s=(70.0, 88.0), over_s=88.0)
+    assert not out_of_reach(apart_s=(70.0, 88.0), over_s=98.0), "it was within reach for ten seconds"
+    assert not out_of_reach(apart_s=(70.0, 88.0)), "its controller runs"
+    assert not out_of_reach(apart_s=(95.0, 99.0), over_s=88.0), "nothing could come any more"
 
 
 def test_more_rounds_may_take_longer_by_their_trainings_and_messages_alone() -> None:

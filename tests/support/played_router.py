@@ -48,9 +48,10 @@ class PlayedRouter:
 
 
 class PlayedConnection:
-    """A connection of which a test says who has closed it, with the round trip of a link across a continent."""
+    """A connection of which a test says who has closed it, with the round trip of a link around the world: a session
+    has a second to come back, also on a busy machine."""
 
-    round_trip_s = 0.05
+    round_trip_s = 0.2
 
     def __init__(self, *, is_closed_by_peer: bool = True) -> None:
         self._is_closed_by_peer = is_closed_by_peer

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from gradbus.runtime.network.links import LinkConfig
 from gradbus.runtime.network.network_config import NetworkConfig
+from gradbus.runtime.network.tcp_connections import find_connections
 from gradbus.runtime.transport.api import Traits
 from gradbus.runtime.transport.zenoh.link_watch import LinkWatch
 from gradbus.runtime.transport.zenoh.reach import LinkReach
@@ -44,7 +47,8 @@ def _open_session(links: LinkConfig) -> ZenohSession:
     session = open_session(links, more=router_settings(MEMBER_LIMITS, {}))
     try:
         router = Router(session, max_members=MAX_TOKENS * MEMBER_LIMITS.sessions)
-        return ZenohSession(session, watch=LinkWatch(router, links.effective_lease_s))
+        find = partial(find_connections, ports={one.port for one in links.listens})
+        return ZenohSession(session, watch=LinkWatch(router, links.effective_lease_s, find))
     except BaseException:
         session.close()
         raise

@@ -39,6 +39,7 @@ def session_settings(links: LinkConfig, mode: Mode) -> dict[str, Any]:
     listens, and dials other routers where ``links`` says so."""
     first_s, longest_s, factor = _RETRY_S
     listens = links.listens if mode == "router" else ()
+    stall_s = max(_STALL_S, links.effective_lease_s)
     schemes = {endpoint.scheme for endpoint in (*links.dials, *listens)}
     return {
         "mode": mode,
@@ -65,7 +66,7 @@ def session_settings(links: LinkConfig, mode: Mode) -> dict[str, Any]:
         "transport/link/protocols": sorted(schemes),
         "transport/link/tx/lease": round(1e3 * links.effective_lease_s),
         "transport/link/tx/keep_alive": _KEEP_ALIVES,
-        "transport/link/tx/queue/congestion_control/block/wait_before_close": round(1e6 * max(_STALL_S, links.effective_lease_s)),
+        "transport/link/tx/queue/congestion_control/block/wait_before_close": round(1e6 * stall_s),
         "transport/link/tls": _tls(links),
         **(RELAY_SETTINGS if mode == "router" else queue_settings(links.effective_lease_s)),
     }

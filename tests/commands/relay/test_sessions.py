@@ -9,7 +9,6 @@ import threading
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -330,12 +329,39 @@ def test_a_connection_that_was_closed_after_the_relay_stood_still_says_nothing()
         connection.close()
 
 
-def test_descriptors_that_are_no_sockets_are_left_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """To close a copy of a descriptor gives up the locks (fcntl) that this process has on its file."""
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_only_the_connections_that_are_asked_for_are_duplicated(monkeypatch: pytest.MonkeyPatch, host: str) -> None:
+    """A duplicate keeps the port of another's listener in use, and closing one gives up locks (fcntl) on its file."""
     copied: list[int] = []
     copy = os.dup
     monkeypatch.setattr(os, "dup", lambda number: copied.append(number) or copy(number))
-    with (tmp_path / "file").open("w") as file, socket.create_server(("127.0.0.1", 0)) as server:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.create_server((host, 0), family=family) as server:
+        port = server.getsockname()[1]
+        clients = [socket.create_connection((host, port)) for _ in range(2)]
+        accepted = [server.accept() for _ in clients]
+        try:
+            _, (_, theirs, *_) = accepted[0]
+            address = f"[{host}]:{theirs}" if ":" in host else f"{host}:{theirs}"
+            assert find_connections([address], ports={port + 1}) == {}
+            assert copied == []
+            (found,) = find_connections([address], ports={port}).values()
+            found.close()
+            assert copied == [accepted[0][0].fileno()]
+        finally:
+            for one in (*clients, *(own for own, _ in accepted)):
+                one.close()
+
+
+def test_a_look_for_connections_leaves_the_sockets_of_others_as_they_are() -> None:
+    """Python makes a socket that it wraps non-blocking where a program has set a time for all new ones."""
+    one, other = socket.socketpair()
+    before = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(30.0)
+    try:
         find_connections(["127.0.0.1:1"])
-        assert server.fileno() in copied
-        assert file.fileno() not in copied
+    finally:
+        socket.setdefaulttimeout(before)
+    with one, other:
+        assert os.get_blocking(one.fileno())
+        assert os.get_blocking(other.fileno())

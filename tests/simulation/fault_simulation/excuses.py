@@ -91,7 +91,7 @@ def unheard_controller(
 def had_living_rival(
     processes: Iterable[VirtualProcess], refused: VirtualProcess, error: Exception, *, now_s: float
 ) -> bool:
-    """Return whether a client was refused for a later start with its key that had been heard of lately.
+    """Return whether a client was refused for a later start with its key, dead by now, that had been heard of lately.
 
     Args:
         processes: all of the run. refused: the process that ends now. error: with which.
@@ -100,4 +100,4 @@ def had_living_rival(
         return False
     later = [one for one in processes if one.role == refused.role and one.started_s > refused.started_s]
     heard_s = now_s - SILENT_S - LEFT_S
-    return any(not one.is_stranger and (not one.dead or one.ended_s > heard_s) for one in later)
+    return any(not one.is_stranger and one.ended_s > heard_s for one in later)

@@ -231,6 +231,7 @@ def was_out_of_reach_at_the_end(world: World, process: VirtualProcess) -> bool:
     controller = world.ended.get(above)
     over_s = process.ended_s if controller is None else min(process.ended_s, controller.ended_s)
     since_s = over_s - MISSED_WORDS_S
-    if any(world.excused_s[role] > since_s for role in (process.role, above)):
+    excuses = [*world.excuses[process.role], *world.excuses[above]]
+    if any(from_s < over_s and until_s > since_s for from_s, until_s in excuses):
         return True
     return any(one.killed and since_s < one.ended_s < process.ended_s for one in world.processes if one.role == above)

@@ -121,6 +121,7 @@ class World:
         self.calm_s = START_S
         self.disturbances = Disturbances()
         self.excused_s: dict[str, float] = defaultdict(float)  # until when a role may have missed something
+        self.excuses: dict[str, list[tuple[float, float]]] = defaultdict(list)  # and all these times, from and until
         self.virtual_s = 0.0
         self.client_ids: dict[str, int] = {role: number_of(role) for role in self.roles[1:]}
         self.tree = TreeOracle(self) if self.rules.sites else None
@@ -315,8 +316,10 @@ class World:
             self._start_later(0.0, role)
 
     def _excuse(self, roles: Collection[str], seconds: float) -> None:
+        until_s = now_s() + seconds + FOUND_AGAIN_S
         for role in roles:
-            self.excused_s[role] = max(self.excused_s[role], now_s() + seconds + FOUND_AGAIN_S)
+            self.excused_s[role] = max(self.excused_s[role], until_s)
+            self.excuses[role].append((now_s(), until_s))
 
     def _lose_one_side(self, process: VirtualProcess, fault: Fault) -> None:
         other = self._now.get(fault.other)
@@ -492,7 +495,10 @@ class World:
         assert self.identities is not None
         if self.identities.was_off_lately(process.role):
             return True
-        return self._due[process.role] == 0 and had_living_rival(others, process, process.result, now_s=now_s())
+        if self._due[process.role] or not had_living_rival(others, process, process.result, now_s=now_s()):
+            return False
+        self.notes.append(f"{process.name} is refused for a later process with its key, which has died")
+        return True
 
     def _actor_of(self, role: str) -> Callable[[VirtualProcess], Awaitable[object]]:
         if role == CONTROLLER:

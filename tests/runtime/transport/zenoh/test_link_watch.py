@@ -14,11 +14,11 @@ from gradbus.runtime.transport.zenoh.link_watch import LinkWatch
 class Scene:
     """A router that is watched, and the connections of its links by address."""
 
-    def __init__(self) -> None:
+    def __init__(self, most: int = 100) -> None:
         self.router = PlayedRouter()
         self.connections: dict[str, PlayedConnection] = {}
         self.found = set[str]()
-        self.watch = LinkWatch(self.router, 60.0, self._find)
+        self.watch = LinkWatch(self.router, 60.0, self._find, most)
 
     def _find(self, addresses: Iterable[str]) -> dict[str, PlayedConnection]:
         known = {one: self.connections[one] for one in addresses if one in self.connections}
@@ -76,3 +76,16 @@ def test_all_descriptors_are_given_back_when_the_watch_ends() -> None:
     scene.open("a", "10.0.0.1:1")
     scene.watch.close()
     assert scene.connections["10.0.0.1:1"].is_closed
+
+
+def test_connections_are_held_only_as_far_as_there_are_descriptors_and_the_others_are_left_to_the_lease() -> None:
+    scene = Scene(most=1)
+    scene.open("first", "10.0.0.1:1")
+    scene.connections["10.0.0.1:2"] = PlayedConnection()
+    scene.router.open("second", "10.0.0.1:2")
+    scene.router.end("second", "10.0.0.1:2")
+    scene.router.end("first", "10.0.0.1:1")
+    until(lambda: scene.router.announced)
+    scene.watch.close()
+    assert scene.router.announced == ["first"]
+    assert scene.found == {"10.0.0.1:1"}
