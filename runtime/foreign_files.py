@@ -133,6 +133,27 @@ def open_named(path: Path, *, max_bytes: int | None = None) -> BufferedReader:
     return _checked(os.open(path, _FILE & ~os.O_NOFOLLOW), path, max_bytes)
 
 
+def read_beginning(path: Path, limit_bytes: int, *, folder: int | None = None) -> tuple[os.stat_result, bytes]:
+    """Return the status of a file and its first bytes, none unless it is a regular file. Never blocks on a pipe.
+
+    Args:
+        folder: descriptor of the folder that the path is relative to; the file must then be no link.
+
+    Raises:
+        OSError: it cannot be opened or read.
+    """
+    links = 0 if folder is None else os.O_NOFOLLOW
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | links, dir_fd=folder)
+    try:
+        mode = os.fstat(handle)
+        if not stat.S_ISREG(mode.st_mode):
+            return mode, b""
+        with open(handle, "rb", closefd=False) as file:
+            return mode, file.read(limit_bytes)
+    finally:
+        os.close(handle)
+
+
 def text_inside(folder: Path, name: str | PurePath, max_bytes: int) -> str:
     """Return the UTF-8 text of a file. Raises as :func:`open_inside`, and ValueError: it is not UTF-8."""
     data = bytearray()

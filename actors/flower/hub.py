@@ -17,8 +17,7 @@ from typing import Any, Literal
 
 from gradbus.actors.federated.controller.clients import ClientRegistry, ExpectedModel, HelloAnswer
 from gradbus.actors.federated.controller.liveness import BeatClock, DuplicateControllers, claim_job
-from gradbus.actors.federated.controller.on_the_way import OnTheWay
-from gradbus.actors.federated.controller.resend_queue import RESEND_FRAMES, RESEND_TIMES, ResendQueue
+from gradbus.actors.federated.controller.resending import RESEND_FRAMES, RESEND_TIMES, OnTheWay, ResendQueue
 from gradbus.actors.federated.controller.uploads import REPEATED, UNEXPECTED, IncomingUpload, RequestedUpload, Uploads
 from gradbus.actors.flower.protocol import (
     CODEC,

@@ -13,7 +13,7 @@ from pathlib import Path
 from cryptography import x509
 
 from gradbus.runtime.errors import ConfigError
-from gradbus.runtime.file_beginnings import read_beginning
+from gradbus.runtime.foreign_files import read_beginning
 from gradbus.runtime.network.links import LinkConfig
 
 WARNING_DAYS = 30  # before a certificate ends, the doctor warns

@@ -38,7 +38,7 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from gradbus.runtime.errors import ConfigError
-from gradbus.runtime.file_beginnings import read_beginning
+from gradbus.runtime.foreign_files import read_beginning
 from gradbus.runtime.security.envelope import KEY_ID_BYTES
 from gradbus.runtime.security.settings import KEY_FILE_VARIABLE, KEY_VARIABLE, Level
 

@@ -1,7 +1,7 @@
 """Publishing of the global model: in full or as a compressed difference, resent where it is missing.
 
 Clients of this machine that read the controller's memory find it there, once for all of them. Frames are sent only if
-there are other clients, or none yet, and to clients that request them, unless they are on the way (:mod:`.on_the_way`).
+there are other clients, or none yet, and to clients that request them, unless they are on the way (:mod:`.resending`).
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 
 from gradbus.actors.federated.controller.clients import ClientRegistry
-from gradbus.actors.federated.controller.on_the_way import OnTheWay
 from gradbus.actors.federated.controller.report import RoundReport
-from gradbus.actors.federated.controller.resend_queue import RESEND_FRAMES, RESEND_TIMES, ResendQueue
+from gradbus.actors.federated.controller.resending import RESEND_FRAMES, RESEND_TIMES, OnTheWay, ResendQueue
 from gradbus.actors.federated.controller.state import RunContext
 from gradbus.codecs import Codec, NonFiniteError, add_into, residual_step
 from gradbus.codecs.base import l2_norm

@@ -13,8 +13,16 @@ from torch import Tensor, nn
 
 from gradbus.actors.aggregation.merged_buffers import BufferLayout
 from gradbus.actors.federated.model.module_changes import Structure, UnexchangedTensors, misfit, structure_of
-from gradbus.actors.federated.model.sharing import Shape, Sharing, TensorSpec, divide, shape_of, specs_of
-from gradbus.actors.federated.model.state_layout import StateLayout, VectorLayout
+from gradbus.actors.federated.model.sharing import (
+    Shape,
+    Sharing,
+    StateLayout,
+    TensorSpec,
+    VectorLayout,
+    divide,
+    shape_of,
+    specs_of,
+)
 from gradbus.runtime.complex_pairs import as_pairs, from_pairs, restored
 from gradbus.runtime.errors import CheckpointError, ConfigError
 from gradbus.runtime.logs import get_logger
@@ -134,7 +142,7 @@ class FlatModel:
         source = self._rebuild() if is_changed and self._rebuild is not None else self.module
         return _copied(source.state_dict(), names)
 
-    # The arrangement: see :class:`.state_layout.VectorLayout`
+    # The arrangement: see :class:`.sharing.VectorLayout`
 
     @property
     def sharing(self) -> Sharing:

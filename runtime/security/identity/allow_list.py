@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple, get_args
 
 from gradbus.runtime.errors import ConfigError
-from gradbus.runtime.file_beginnings import read_beginning
+from gradbus.runtime.foreign_files import read_beginning
 from gradbus.runtime.names import check_name
 from gradbus.runtime.security.identity.key import parse_public, public_text
 

@@ -24,10 +24,10 @@ from downlink_scene import (
 )
 
 from gradbus import codecs
-from gradbus.actors.federated.controller import on_the_way
 from gradbus.actors.federated.controller import publish as downlink_module
+from gradbus.actors.federated.controller import resending
 from gradbus.actors.federated.controller.publish import RETAIN_BYTES
-from gradbus.actors.federated.controller.resend_queue import ResendQueue
+from gradbus.actors.federated.controller.resending import ResendQueue
 from gradbus.actors.federated.protocol import ON_THE_WAY_S
 from gradbus.runtime.compute import ComputeThread
 from gradbus.runtime.errors import WriteTimeout
@@ -205,7 +205,7 @@ def test_frames_of_a_difference_are_sent_again_as_they_were(name: str) -> None:
 
 def test_frames_on_their_way_to_a_client_are_not_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 100.0
-    for module in (downlink_module, on_the_way):
+    for module in (downlink_module, resending):
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now_s))
 
     async def test(scene: Scene) -> None:

@@ -22,7 +22,7 @@ from identities import Identities
 from patience import eventually
 
 import gradbus
-from gradbus.actors.federated.controller import liveness, on_the_way
+from gradbus.actors.federated.controller import liveness, resending
 from gradbus.actors.flower import hub as hub_module
 from gradbus.actors.flower.hub import Answer, MessageHub
 from gradbus.actors.flower.node import WITHDRAWN_S, MessageNode, NodeSummary
@@ -303,7 +303,7 @@ def test_frames_on_their_way_to_a_node_are_not_sent_again_although_it_requests_t
     def delivered(self: gradbus.Bus, kind: Any) -> bool:
         return has_delivered if kind is ModelBlob else is_delivered(self, kind)
 
-    monkeypatch.setattr(on_the_way, "ON_THE_WAY_S", 1_000.0)
+    monkeypatch.setattr(resending, "ON_THE_WAY_S", 1_000.0)
     monkeypatch.setattr(gradbus.Bus, "publish", published)
     monkeypatch.setattr(gradbus.Bus, "send_model", sends)
     monkeypatch.setattr(gradbus.Bus, "is_delivered", delivered)
