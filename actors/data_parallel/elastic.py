@@ -27,8 +27,6 @@ their number that tells who has the newest state. What none has applied is dropp
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
 import math
 import os
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -40,7 +38,7 @@ from gradbus.actors.data_parallel.callbacks import StopVotes
 from gradbus.actors.data_parallel.elastic_checkpoints import ElasticCheckpoints, elastic_position
 from gradbus.actors.data_parallel.elastic_plan import ElasticPlan
 from gradbus.actors.data_parallel.epoch_plan import EpochPlan
-from gradbus.actors.data_parallel.generation_start import GenerationStart
+from gradbus.actors.data_parallel.generation_start import POSITION_FIELDS, GenerationStart, equal_traits
 from gradbus.actors.data_parallel.joining import BrokenCopy
 from gradbus.actors.data_parallel.replicas import Replicas, describe_layout
 from gradbus.actors.data_parallel.report import EpochReport
@@ -63,14 +61,6 @@ from gradbus.runtime.config.data_parallel import DataParallelConfig
 from gradbus.runtime.config.timeouts import ELASTIC_LEASE_S, log_timeouts, parallel_timeouts
 from gradbus.runtime.errors import ConfigError, ReplicasDiverged
 from gradbus.runtime.misuse import check_instance
-from gradbus.runtime.wire.control import PROTOCOL
-from gradbus.runtime.wire.frames import VERSION
-
-# What ranks of one generation that stand at the same step have in common of a position; the rest is each one's own.
-POSITION_FIELDS = (
-    "step", "epoch", "epoch_step", "epoch_batches", "skipped", "skipped_in_row", "skipped_exchanges",
-    "ended_exchanges", "mean_loss",
-)  # fmt: skip
 
 MAX_RECORDED_BYTES = 1 << 30
 """Of the steps that a rank keeps while its copy of the state is on the way; before there are more, all wait for it."""
@@ -301,14 +291,7 @@ class ElasticWorker(Worker):
         if config.checkpoint.dir is not None and self._place.number == 0 and self._place.founders:
             await self._compute.run(self._checkpoints.find, training)
         self._data = await self._compute.run(training.data_facts)
-        return {
-            "model": _hash(describe_layout(self.model)),
-            "settings": _hash(self._shared_settings()),
-            # What ranks send one another as plain data is of no version of the protocol: a rank of before a field was
-            # added would fail all ranks that look for it.
-            "data": _hash(self._data),
-            "version": _hash([PROTOCOL, VERSION, POSITION_FIELDS]),
-        }
+        return equal_traits(self.model, self._shared_settings(), self._data)
 
     # The beginning of a generation
 
@@ -608,9 +591,3 @@ class ElasticWorker(Worker):
         await self._barrier("worker/saved")
         if self._group.rank != 0:
             checkpoints.leave_to_another()
-
-
-def _hash(value: Any) -> int:
-    """64 bits of plain data."""
-    text = json.dumps(value, sort_keys=True, default=str)
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")

@@ -3,13 +3,24 @@ said of themselves, so equally on all of them. No I/O."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
-from gradbus.actors.data_parallel.replicas import check_equal, check_equal_layouts
-from gradbus.runtime.errors import CollectiveError
+from torch import nn
 
+from gradbus.actors.data_parallel.replicas import check_equal, check_equal_layouts, describe_layout
+from gradbus.runtime.errors import CollectiveError
+from gradbus.runtime.wire.control import PROTOCOL
+from gradbus.runtime.wire.frames import VERSION
+
+# What ranks of one generation that stand at the same step have in common of a position; the rest is each one's own.
+POSITION_FIELDS = (
+    "step", "epoch", "epoch_step", "epoch_batches", "skipped", "skipped_in_row", "skipped_exchanges",
+    "ended_exchanges", "mean_loss",
+)  # fmt: skip
 # Ranks that were lost at the end of an epoch may stand at one step, but in two epochs, with the same state.
 _PLACE = ("synced", "step", "ended_exchanges", "epoch")
 
@@ -96,3 +107,25 @@ def assign_donors(
         order = donors[index % len(donors) :] + donors[: index % len(donors)]
         sends_to.setdefault(min(order, key=lambda donor: broken[rank].count(numbers[donor])), []).append(rank)
     return sends_to
+
+
+def equal_traits(model: nn.Module, settings: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, int]:
+    """Return what must be equal on all members of a group, as hashes.
+
+    Args:
+        settings: those that ranks share. data: facts of the data.
+    """
+    return {
+        "model": _hash(describe_layout(model)),
+        "settings": _hash(settings),
+        # What ranks send one another as plain data is of no version of the protocol: a rank of before a field was
+        # added would fail all ranks that look for it.
+        "data": _hash(data),
+        "version": _hash([PROTOCOL, VERSION, POSITION_FIELDS]),
+    }
+
+
+def _hash(value: Any) -> int:
+    """64 bits of plain data."""
+    text = json.dumps(value, sort_keys=True, default=str)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")

@@ -621,7 +621,7 @@ def test_a_client_that_is_refused_for_an_update_that_counts_is_found(
         shipped = UpdateReceiver.on_request
 
         async def on_request(self: Any, *request: Any) -> None:
-            self._counted.clear()
+            self._answers.counted.clear()
             await shipped(self, *request)
 
         monkeypatch.setattr(UpdateReceiver, "on_request", on_request)

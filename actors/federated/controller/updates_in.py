@@ -27,24 +27,23 @@ from gradbus.actors.aggregation.updates import Facts
 from gradbus.actors.federated.controller.held_updates import HeldUpdates, Settling
 from gradbus.actors.federated.controller.masked_attempt import MaskedAttempt
 from gradbus.actors.federated.controller.packets_in import PacketCollector
-from gradbus.actors.federated.controller.participation import MAX_KNOWN
 from gradbus.actors.federated.controller.report import RoundTiming
 from gradbus.actors.federated.controller.rounds import REPEATED, SURPLUS, Round, RoundTotals
 from gradbus.actors.federated.controller.state import RunContext
 from gradbus.actors.federated.controller.update_admission import Strike, UpdateAdmission, UpdateRefusal
+from gradbus.actors.federated.controller.update_answers import UpdateAnswers
 from gradbus.actors.federated.controller.update_sum import IncomingUpdate, MaskedUpdate, UpdateSum, facts_of, unusable
 from gradbus.actors.federated.controller.uploads import UNEXPECTED, ByClient, RequestedUpload, Uploads
-from gradbus.runtime.errors import BusError, FrameError
+from gradbus.runtime.errors import FrameError
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.shm.segment import SharedMemoryFault, is_here
 from gradbus.runtime.tasks import TaskGroup
 from gradbus.runtime.transport.channels import CHANNELS
-from gradbus.runtime.wire.control import Body, PacketRequest, UploadRequest
+from gradbus.runtime.wire.control import PacketRequest, UploadRequest
 from gradbus.runtime.wire.frames import FrameKey
 from gradbus.runtime.wire.messages import ClientUpdate
 
 UNCOMPARED = "too few updates to compare"  # why none of an attempt counts, where clients may lie
-_NOTED = 100  # refusals of one kind in a round that a journal lists
 
 log = get_logger("controller")
 
@@ -81,7 +80,8 @@ class UpdateReceiver:
         self._is_asynchronous = update_sum.form.bases is not None
         self._on_strike = on_strike
         self._on_change = on_change
-        self._uploads: Uploads[IncomingUpdate] = Uploads(self._send)
+        self._answers = UpdateAnswers(context)
+        self._uploads: Uploads[IncomingUpdate] = Uploads(self._answers.send)
         self._round: Round | None = None
         self._to_begin: tuple[int, Tensor] | None = None  # a round that the strategy has not begun yet, and its base
         # In order of arrival. Of each client those of one update: several only where it comes in packets.
@@ -91,9 +91,6 @@ class UpdateReceiver:
         )
         self._packets: PacketCollector | None = None  # made with the first packet
         self._complete: deque[IncomingUpdate] = deque()
-        self._counted = context.state.counted  # by client
-        # By client: the update that was refused last, which stays so, and why.
-        self._refused: dict[int, tuple[FrameKey, UpdateRefusal]] = {}
         self._unreadable: dict[int, int] = {}  # client -> incarnation whose memory cannot be read from here
         self._folding = asyncio.Lock()
         self._work = asyncio.Event()
@@ -149,8 +146,8 @@ class UpdateReceiver:
     async def on_request(self, client_id: int, incarnation: int, request: UploadRequest) -> None:
         """A client requests an upload."""
         update = RequestedUpload(client_id, incarnation, request)
-        if self._counted.get(client_id) == update.whole_key:  # the receipt was lost
-            await self._send_receipt(update)
+        if self._answers.is_counted(update):  # the receipt was lost
+            await self._answers.send_receipt(update)
             return
         if self.masked is not None and self._is_put_off(self.masked, update):
             return
@@ -158,14 +155,14 @@ class UpdateReceiver:
             self._waiting[client_id, update.is_announced] = update
             return
         refusal = (
-            self._earlier_refusal(update)
+            self._answers.earlier_refusal(update)
             or self._admission.refusal(update, self._round)
             or self._masked_refusal(update)
             or self._packet_refusal(update)
             or self._announcement_refusal(update)
         )
         if refusal is not None:
-            await (self._reject if refusal.is_strike else self._refuse)(update, refusal)
+            await (self._reject if refusal.is_strike else self._answers.refuse)(update, refusal)
             return
         granted = self._transfers.of(client_id)
         if any(transfer.is_complete for transfer in granted):
@@ -181,15 +178,6 @@ class UpdateReceiver:
             self._take_in(update)
             await self._settle()
         await self._grant_more()
-
-    def _earlier_refusal(self, update: RequestedUpload) -> UpdateRefusal | None:
-        """The reason why an update that was refused is refused again, although it might be admitted by now; None: it
-        was not.
-
-        Its client may have repeated the request before the answer came, and have taken the codec's residual back since.
-        """
-        key, refusal = self._refused.get(update.client_id, (None, None))
-        return refusal if key == update.whole_key else None
 
     async def _is_answered(self, packets: PacketCollector, update: RequestedUpload) -> bool:
         """Whether packets that are here leave nothing to do for this request."""
@@ -260,15 +248,15 @@ class UpdateReceiver:
         if partial is None:
             self._masked_updates, self.totals = {}, RoundTotals()
             for held in updates if refusal else ():
-                await self._send_receipt(held.update, refusal)
+                await self._answers.send_receipt(held.update, refusal)
             return
         await self._context.compute.run(self._sum.add_masked, partial, updates)
-        self._counted.update({held.client_id: held.update.key for held in updates})
+        self._answers.counted.update({held.client_id: held.update.key for held in updates})
         self._masked_updates = {}
         if self._keeps_counted:
             self._newly_counted += [facts_of(one.client_id, one.request, one.weight) for one in updates]
         for held in updates:
-            await self._send_receipt(held.update)
+            await self._answers.send_receipt(held.update)
 
     async def _settle(self) -> None:
         """Let held updates be added, once the bounds of the round can be set."""
@@ -358,7 +346,7 @@ class UpdateReceiver:
 
     async def _answer_packet(self, packets: PacketCollector, update: RequestedUpload) -> None:
         """Tell a client that a packet is here, and with the last one which others are not."""
-        await self._send(packets.missing(update) or update.receipt())
+        await self._answers.send(packets.missing(update) or update.receipt())
 
     def forget(self, client_id: int, incarnation: int) -> None:
         """Drop the incomplete update of a client that is gone."""
@@ -490,8 +478,8 @@ class UpdateReceiver:
             if self.masked is not None:
                 self._masked_updates[update.client_id] = MaskedUpdate(update, weight, transfer.crc32, transfer.buffers)
             else:
-                self._counted[update.client_id] = update.whole_key
-                receipts.create_task(self._send_receipt(update), name="receipt")
+                self._answers.counted[update.client_id] = update.whole_key
+                receipts.create_task(self._answers.send_receipt(update), name="receipt")
         finally:
             self._transfers.pop(transfer.key, None)
             if transfer.in_memory and transfer.payload is not None:
@@ -611,7 +599,7 @@ class UpdateReceiver:
         if self._round is not None:
             self._round.fail(client_id, refusal.reason)
             self._on_change()
-        await self._refuse(update, refusal)
+        await self._answers.refuse(update, refusal)
         if refusal.is_strike:
             strike = self._admission.quarantine.strike(client_id, round_id, refusal.reason, refusal.text)
             if strike is not None:
@@ -626,25 +614,3 @@ class UpdateReceiver:
                 self._drop(transfer.key)
         if self._packets is not None:
             self._packets.discard(client_id)
-
-    async def _refuse(self, update: RequestedUpload, refusal: UpdateRefusal) -> None:
-        self._refused.pop(update.client_id, None)
-        self._refused[update.client_id] = update.whole_key, refusal._replace(is_strike=False)
-        if len(self._refused) > MAX_KNOWN:
-            del self._refused[next(iter(self._refused))]
-        self._dropped[refusal.reason] += 1
-        if self._dropped[refusal.reason] <= _NOTED:  # endless requests fill no disk; the count is noted with the round
-            facts = {"client": update.client_id, "incarnation": update.incarnation, "reason": refusal.reason}
-            self._context.history.note("refused", round=update.request.round_id, **facts)
-        await self._send_receipt(update, refusal.text or refusal.reason)
-
-    async def _send_receipt(self, update: RequestedUpload, refusal: str = "") -> None:
-        await self._send(update.receipt(refusal))
-
-    async def _send(self, body: Body) -> None:
-        try:
-            await self._context.publish(body)
-        except BusError as error:  # the client repeats its request
-            if self._context.bus.is_closed:
-                raise
-            log.warning("message not sent", message=type(body).__name__, reason=str(error))

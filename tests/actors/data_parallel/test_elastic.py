@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 import gradbus
 from gradbus.actors import ElasticPlace, ElasticWorker, EpochReport
-from gradbus.actors.data_parallel import elastic, joining, state_copies
+from gradbus.actors.data_parallel import elastic, generation_start, joining, state_copies
 from gradbus.actors.data_parallel.callbacks import StopVotes
 from gradbus.actors.data_parallel.joining import StateTransfer
 from gradbus.actors.data_parallel.parameter_exchange import ParameterExchange
@@ -436,14 +436,14 @@ def test_one_with_other_data_of_equal_size_is_refused_by_name_and_the_run_goes_o
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("VERSION", elastic.VERSION + 1), ("POSITION_FIELDS", elastic.POSITION_FIELDS[:-1])],
+    [("VERSION", generation_start.VERSION + 1), ("POSITION_FIELDS", generation_start.POSITION_FIELDS[:-1])],
     ids=["of the protocol", "what is shared of a position"],
 )
 def test_one_of_another_version_is_refused_by_name_and_the_run_goes_on(
     place: dict[str, Any], monkeypatch: pytest.MonkeyPatch, name: str, value: Any
 ) -> None:
     def newer() -> None:  # the others have told theirs by now
-        monkeypatch.setattr(elastic, name, value)
+        monkeypatch.setattr(generation_start, name, value)
 
     assert "its version differs" in str(refusal_of_one_that_joins(place, make_task(), before=newer))
 

@@ -114,6 +114,7 @@ def _found(source: str, lines: str) -> tuple[str, str] | None:
 
 ROUNDS = "actors.federated.controller.rounds:Round"
 RECEIVER = "actors.federated.controller.updates_in:UpdateReceiver"
+ANSWERS = "actors.federated.controller.update_answers:UpdateAnswers"
 CONTROLLER = "actors.federated.controller.controller:Controller"
 COMMITTER = "actors.federated.controller.round_commit:RoundCommitter"
 SESSION = "actors.federated.client.session:ControllerSession"
@@ -169,7 +170,7 @@ MUTATIONS = (
     ),
     Mutation(
         "what has counted is forgotten", "receipts", f"{RECEIVER}.on_request",
-        "if self._counted.get(client_id) == update.whole_key:  # the receipt was lost",
+        "if self._answers.is_counted(update):  # the receipt was lost",
         "if False:", "I8",
     ),
     Mutation(
@@ -196,15 +197,15 @@ MUTATIONS = (
         "a receipt goes out before the sum", "receipts", f"{RECEIVER}._fold",
         "started_s = time.perf_counter()",
         """
-        receipts.create_task(self._send_receipt(update), name="receipt")
+        receipts.create_task(self._answers.send_receipt(update), name="receipt")
         started_s = time.perf_counter()
         """,
         "I1: a receipt is of an update that counts",
     ),
     Mutation(
-        "a refused update gets the receipt of one that counts", "receipts", f"{RECEIVER}._refuse",
-        "await self._send_receipt(update, refusal.text or refusal.reason)",
-        "await self._send_receipt(update)", "I1: a receipt is of an update that counts",
+        "a refused update gets the receipt of one that counts", "receipts", f"{ANSWERS}.refuse",
+        "await self.send_receipt(update, refusal.text or refusal.reason)",
+        "await self.send_receipt(update)", "I1: a receipt is of an update that counts",
     ),
     Mutation(
         "the residual is kept whatever the answer is", "receipts",
