@@ -5,15 +5,12 @@ Two hosts made of network namespaces, each with its own ``/etc/hosts``, which be
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import late_member
 import pytest
+import warm
 from federation import NOBODY_DIES_S, Federation, Node
 from host_files import add_ipv6_addresses, add_names, name_service
 from patience import PATIENT_S
@@ -23,7 +20,7 @@ from gradbus.runtime.transport.dds.network import discovery_ports
 
 pytestmark = [pytest.mark.slow, pytest.mark.netns, pytest.mark.timeout(180)]
 NAMES = ("robot-a", "robot-b")
-START_S = 60.0  # of a process that loads torch beside others
+START_S = 60.0  # of a process beside others
 
 
 @pytest.fixture
@@ -39,7 +36,7 @@ def resolve(hosts: tuple[Host, Host], *at: Host) -> None:
 
 
 class Pair:
-    """A process on each host: the ranks of a group, or two that meet on the bus, which need no torch for that."""
+    """A process on each host: the ranks of a group, or two that meet on the bus."""
 
     def __init__(self, hosts: tuple[Host, Host], *networks: dict[str, Any], domain: int, is_group: bool) -> None:
         common = {"domain": domain, "wait_s": START_S, "is_group": is_group}
@@ -50,15 +47,9 @@ class Pair:
 
     @staticmethod
     def _start(host: Host, spec: dict[str, Any]) -> Node:
-        spec["network"]["interface"] = host.interface
-        process = subprocess.Popen(
-            [*host.prefix, sys.executable, str(Path(late_member.__file__)), json.dumps(spec)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        assert process.stdout is not None
-        return Node(process, (json.loads(line) for line in process.stdout if line.startswith("{")))
+        spec |= {"host": host.name, "network": {**spec["network"], "interface": host.interface}}
+        process, _, events = warm.fork_that_tells(late_member.run, spec)
+        return Node(process, events)
 
     def __enter__(self) -> list[Node]:
         return self.ranks
@@ -128,8 +119,7 @@ def test_a_federated_run_begins_when_the_name_of_the_other_machine_resolves(name
         {"profile": "network", "interface": host.interface, "peers": list(NAMES), "shared_memory": False}
         for host in nameless
     ]
-    # Not forked: `ip netns exec` mounts the host's own /etc/hosts.
-    here, there = (("env", *host.prefix) for host in nameless)
+    here, there = (host.prefix for host in nameless)
     with Federation(domain=7, silence_s=NOBODY_DIES_S) as federation:
         controller = federation.controller(rounds=2, prefix=here, network=networks[0])
         client = federation.client(0, prefix=there, network=networks[1])

@@ -147,7 +147,7 @@ def test_the_commands_of_the_page_work_with_the_files_that_it_shows(fork, root: 
 
 @pytest.mark.slow
 def test_ranks_of_a_data_parallel_run_meet_through_a_relay(
-    start, files: TlsFiles, relay: LinkConfig, tmp_path: Path
+    fork, files: TlsFiles, relay: LinkConfig, tmp_path: Path
 ) -> None:
     config = write(
         tmp_path / "ranks.json",
@@ -156,7 +156,7 @@ def test_ranks_of_a_data_parallel_run_meet_through_a_relay(
         parallel={"epochs": 1},
         run_dir="run",
     )
-    process = start("run", "-n", 2, "--", config, "--no-live")
+    process = fork("run", "-n", 2, "--", config, "--no-live")
     out, err = process.communicate(timeout=90)
     assert process.returncode == 0, err
     assert "done: 1 epochs" in out
@@ -164,11 +164,11 @@ def test_ranks_of_a_data_parallel_run_meet_through_a_relay(
 
 
 @pytest.mark.slow
-def test_the_doctor_measures_the_way_through_a_relay(start, files: TlsFiles, relay: LinkConfig, tmp_path: Path) -> None:
+def test_the_doctor_measures_the_way_through_a_relay(fork, files: TlsFiles, relay: LinkConfig, tmp_path: Path) -> None:
     key_file = tmp_path / "job.key"
     write_secret_file(key_file, new_job_key().text)
     bus = {"connect": relay.listen, "tls_ca": str(files.ca), "key_file": str(key_file)}
-    process = start("doctor", "--config", write(tmp_path / "client.json", bus))
+    process = fork("doctor", "--config", write(tmp_path / "client.json", bus))
     out, err = process.communicate(timeout=90)
     text = " ".join(out.split())
     for words in ("because bus.connect is set", "Zenoh answers, ", "valid until", f"from {key_file}"):
@@ -289,13 +289,13 @@ def test_the_status_of_a_controller_that_listens_is_asked_for_as_one_that_dials(
 
 @pytest.mark.slow
 def test_the_doctor_of_a_site_tries_the_link_to_the_level_above_as_well(
-    start, files: TlsFiles, relay: LinkConfig, domain: int, tmp_path: Path
+    fork, files: TlsFiles, relay: LinkConfig, domain: int, tmp_path: Path
 ) -> None:
     def doctor(port: str, ca: Path) -> tuple[int, str]:
         outside = {"job": "centre", "connect": [port], "tls_ca": str(ca)}
         inside = {"domain": domain}
         config = write(tmp_path / "site.json", inside, upstream={"site": 0, "bus": outside})
-        process = start("doctor", "--config", config)
+        process = fork("doctor", "--config", config)
         out, _ = process.communicate(timeout=90)
         return process.returncode, " ".join(out.split())
 

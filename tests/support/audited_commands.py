@@ -24,6 +24,8 @@ from types import CodeType, FrameType
 from typing import Any
 from urllib.parse import urlsplit
 
+from gradbus.commands.report import page
+
 ROOT = Path(__file__).resolve().parents[2]
 _OURS = tuple(str(ROOT / name) + os.sep for name in ("actors", "codecs", "commands", "models", "runtime"))
 _LIBRARIES = tuple(
@@ -163,6 +165,7 @@ def _fetch_all(folder: Path) -> int:
 
 
 def main() -> None:
+    page.THEMES = ("light",)  # the other one has other colours alone, and figures take most of the time here
     audit = Audit()
     sys.addaudithook(audit.hook)
     sys.meta_path.insert(0, audit)  # type: ignore[arg-type]

@@ -22,9 +22,8 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
+from host_files import enter_host
 from memory_maps import left_over
-
-from gradbus.commands.lab.namespaces import enter_namespace
 
 if __name__ == "__main__":  # this folder is for the import of helpers only
     sys.path.remove(str(Path(__file__).parent))
@@ -345,7 +344,7 @@ def run(spec: dict[str, Any], say: Say) -> int:
     os.environ[failpoints.ENVIRONMENT] = spec.get("fail_at") or ""
     torch.set_num_threads(1)
     if "namespace" in spec:
-        enter_namespace(spec["namespace"])
+        enter_host(spec["namespace"])
     _tell_what_is_said(say, dies=spec.get("die_after_offer", False))
     _tell_who_takes_part(say)
     _tell_warnings(say)

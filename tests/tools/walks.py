@@ -190,7 +190,7 @@ def _preceded(method: Callable[..., Any], call: Callable[..., object]) -> Callab
 @contextlib.contextmanager
 def _beside(function: Callable[..., None], *arguments: Any) -> Iterator[None]:
     """Run a function in a process of its own until it returns, beside the block."""
-    other = multiprocessing.get_context("spawn").Process(target=_quietly, args=(function, *arguments), daemon=True)
+    other = multiprocessing.get_context("forkserver").Process(target=_quietly, args=(function, *arguments), daemon=True)
     other.start()
     try:
         yield
