@@ -88,8 +88,12 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with slow tests come first: with two workers, the quick ones that are left fill the last minute of both."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Files with slow tests come first: with two workers, the quick ones that are left fill the last minute of both.
+    Nightly tests are left out, unless they are asked for by their marker or by name."""
+    if "nightly" not in config.getoption("markexpr") and not any("::" in argument for argument in config.args):
+        config.hook.pytest_deselected(items=[item for item in items if "nightly" in item.keywords])
+        items[:] = [item for item in items if "nightly" not in item.keywords]
     slow = {item.path for item in items if "slow" in item.keywords}
     items.sort(key=lambda item: item.path not in slow)
 
@@ -110,6 +114,21 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.collect()
     gc.freeze()
     atexit.register(gc.unfreeze)  # else libraries complain at the end of what was never freed
+
+
+MANY_OBJECTS = 200_000  # of those that a file of tests has left; to walk over them takes 0.2 s each time
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, None, None]:
+    """Leave out of the collection of garbage what the tests of a file have loaded: it stays, as the tests do.
+
+    A module such as ``torch._dynamo`` brings a million objects. A test that collects garbage then took 2 s each time.
+    """
+    yield
+    if nextitem is not None and nextitem.path != item.path and len(gc.get_objects()) > MANY_OBJECTS:
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.fixture(autouse=True)

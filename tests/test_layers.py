@@ -2,6 +2,7 @@
 
 import ast
 import codecs
+import functools
 import io
 import re
 import tokenize
@@ -9,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 
 import pytest
-from source_imports import MAPPED, called, calls, important, imports, layer_of
+from source_imports import MAPPED, called, calls, important, imports, layer_of, tree_of
 
 ROOT = Path(__file__).resolve().parents[1]
 ALL = {"codecs", "runtime", "models", "actors", "commands", "experiments", "torch", "front"}
@@ -177,11 +178,12 @@ def who_is_not_of_the_transport_knows_it_by_its_protocols(path: PurePosixPath, s
     return imports_of_the_transport_on_dds(path, source)
 
 
+@functools.cache
 def names_with_dds_words(source: str) -> list[str]:
     """Names that a file defines or uses, of which a part is a word of DDS. Texts and modules do not count."""
     if not MAY_HOLD_DDS_WORDS.search(source):
         return []
-    return sorted({name for node in ast.walk(ast.parse(source)) for name in names_of(node) if has_dds_word(name)})
+    return sorted({name for node in ast.walk(tree_of(source)) for name in names_of(node) if has_dds_word(name)})
 
 
 def names_of(node: ast.AST) -> tuple[str, ...]:
@@ -217,12 +219,13 @@ def how_far_a_bus_reaches_is_asked(path: PurePosixPath, source: str) -> list[str
     return uses_of_interface_names(path, source)
 
 
+@functools.cache
 def uses_of_interface_names(path: PurePosixPath, source: str) -> list[str]:
     """Return where a file takes the name of the loopback interface, or compares the name of any."""
     cure = "ask the transport: reach_of(settings).leaves_machine or .is_exposed"
     found = [line for line, name, _ in imports(path, source) if name == "gradbus.runtime.fast_paths.LOOPBACK"]
     if MAY_NAME_INTERFACES.search(source):
-        nodes = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.expr))
+        nodes = (node for node in ast.walk(tree_of(source)) if isinstance(node, ast.expr))
         found += [node.lineno for node in nodes if names_an_interface(node)]
     return [f"line {line}: {cure}" for line in sorted(set(found))]
 
@@ -356,7 +359,7 @@ def the_formatter_leaves_tables_alone_and_nothing_else(_: PurePosixPath, source:
         return []
     tables = {
         node.end_lineno
-        for node in ast.walk(ast.parse(source))
+        for node in ast.walk(tree_of(source))
         if isinstance(node, ast.Assign | ast.AnnAssign)
         and isinstance(node.value, ast.Dict | ast.List | ast.Tuple | ast.Set)
     }
@@ -378,23 +381,27 @@ def parts_are_not_changed_from_outside(path: PurePosixPath, source: str) -> list
         return []
     return [
         f"line {one.lineno}: {ast.unparse(one)} is set from outside"
-        for one in set_from_outside(ast.parse(source))
+        for one in set_from_outside(source)
         if last_name(one.value) not in CHANGED_FROM_OUTSIDE
     ]
 
 
-def set_from_outside(tree: ast.Module) -> Iterator[ast.Attribute]:
+@functools.cache
+def set_from_outside(source: str) -> tuple[ast.Attribute, ...]:
     """The fields that are set on anything but ``self``, where no other class of this file has a field of that name."""
+    tree = tree_of(source)
     fields = {kind: fields_of(kind) for kind in ast.walk(tree) if isinstance(kind, ast.ClassDef)}
     waiting: list[tuple[ast.AST, ast.ClassDef | None]] = [(tree, None)]
+    found = []
     while waiting:
         node, inside = waiting.pop()
-        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) != "self":
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and called(node.value) != "self":
             of_others = set().union(*(own for kind, own in fields.items() if kind is not inside))
             if node.attr not in of_others | OF_TENSORS:
-                yield node
+                found.append(node)
         inside = node if isinstance(node, ast.ClassDef) else inside
         waiting += [(child, inside) for child in ast.iter_child_nodes(node)]
+    return tuple(found)
 
 
 def fields_of(kind: ast.ClassDef) -> set[str]:
@@ -402,7 +409,7 @@ def fields_of(kind: ast.ClassDef) -> set[str]:
     annotated = [line.target for line in kind.body if isinstance(line, ast.AnnAssign)]
     stored = [one for one in ast.walk(kind) if isinstance(one, ast.Attribute) and isinstance(one.ctx, ast.Store)]
     names = {one.id for one in annotated if isinstance(one, ast.Name)}
-    return names | {one.attr for one in stored if ast.unparse(one.value) == "self"}
+    return names | {one.attr for one in stored if called(one.value) == "self"}
 
 
 def last_name(value: ast.expr) -> str:
@@ -449,7 +456,7 @@ def test_every_file_keeps_the_rules() -> None:
 
 def test_the_list_of_what_is_changed_from_outside_has_nothing_that_is_not() -> None:
     files = [source for folder in SEALED_FOLDERS for _, source in sources(folder)]
-    found = {last_name(one.value) for source in files for one in set_from_outside(ast.parse(source))}
+    found = {last_name(one.value) for source in files for one in set_from_outside(source)}
     assert found == CHANGED_FROM_OUTSIDE.keys(), "take what is no longer changed from outside off CHANGED_FROM_OUTSIDE"
 
 

@@ -30,6 +30,12 @@ def package_of(path: PurePosixPath) -> list[str]:
     return ["gradbus", *path.parts[:-1]]
 
 
+@functools.lru_cache(maxsize=1)  # one file after the other is read by all rules; the trees of all would fill the memory
+def tree_of(source: str) -> ast.Module:
+    """Return the syntax tree of a file, which is not to be changed."""
+    return ast.parse(source)
+
+
 _IMPORTANT = (ast.Import, ast.ImportFrom, ast.Call, ast.ClassDef)
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 _LEAVES = (ast.Constant, ast.Name, ast.expr_context, ast.operator, ast.unaryop, ast.cmpop, ast.boolop)
@@ -39,7 +45,7 @@ _LEAVES = (ast.Constant, ast.Name, ast.expr_context, ast.operator, ast.unaryop, 
 def important(source: str) -> tuple[tuple[ast.AST, bool], ...]:
     """Imports, calls and classes, and whether importing the file does not run them."""
     found: list[tuple[ast.AST, bool]] = []
-    waiting: list[tuple[ast.AST, bool]] = [(ast.parse(source), False)]
+    waiting: list[tuple[ast.AST, bool]] = [(tree_of(source), False)]
     while waiting:
         node, lazy = waiting.pop()
         if isinstance(node, _IMPORTANT):
