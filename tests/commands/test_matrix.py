@@ -36,6 +36,7 @@ from gradbus.runtime.errors import ConfigError
 
 RUNS = 180  # at most, for all pairs that work: when this was written 170 configurations had all 1,099
 AT_ONCE = 10  # of them, on one loop
+NIGHTLY_FROM = 80  # the runs before have six of seven pairs, and each choice at least twice
 SITES, CLIENTS_OF_A_SITE = 2, 2
 
 
@@ -230,7 +231,13 @@ async def site(above: gradbus.Bus, job: str, domain: int, task: models.Task, num
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", range(0, RUNS, AT_ONCE))
+@pytest.mark.parametrize(
+    "first",
+    [
+        pytest.param(first, marks=[pytest.mark.nightly] if first >= NIGHTLY_FROM else [])
+        for first in range(0, RUNS, AT_ONCE)
+    ],
+)
 def test_every_pair_that_works_runs(first: int) -> None:
     """The runs are made where the test begins, and not where it is collected, which every call of pytest would do."""
 

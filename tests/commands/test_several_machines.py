@@ -19,7 +19,7 @@ from fresh_shells import Clone, command_lines, write_mnist
 
 from gradbus.commands.lab.namespaces import Host
 
-pytestmark = [pytest.mark.slow, pytest.mark.netns, pytest.mark.timeout(300)]  # a dozen processes that load torch
+pytestmark = [pytest.mark.slow, pytest.mark.netns, pytest.mark.timeout(300)]
 ADDRESSES = ("192.0.2.10", "192.0.2.11")
 SCP = """#!/bin/sh
 case "$1 $3" in "-p 192.0.2.11:gradbus/") exec cp -p "$2" {folder}/;; *) echo "scp $*?"; exit 1;; esac
@@ -108,6 +108,7 @@ def test_a_key_doctors_and_a_federated_run_on_two_machines(clones: tuple[Clone, 
     assert json.loads(report)["clients"] == [0, 1]
 
 
+@pytest.mark.nightly  # a dozen processes that load torch
 def test_ranks_of_a_worker_and_of_torchrun_on_two_machines(clones: tuple[Clone, Clone], root: Path) -> None:
     before, (copy, *ranks) = readme(root)
     have_a_key(clones, [*(line for line in before if "job.key" in line and "doctor" not in line), copy])

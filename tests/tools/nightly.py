@@ -93,6 +93,10 @@ PARTS = (
         "RELAY_KILLS=50 LINK_DOWN_S=30 make test ARGS=tests/faults/test_relays.py", 20 * 60,
     ),
     Part(
+        "long-tests", "what `make test` leaves out: benchmarks, all pairs of choices, robots, ranks on two machines",
+        "make test ARGS='-m nightly'", 30 * 60,
+    ),
+    Part(
         "conformance", "PyTorch's own tests of torch.distributed: dds passes what gloo passes", "make conformance",
         60 * 60,
     ),

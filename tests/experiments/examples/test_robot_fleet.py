@@ -34,7 +34,7 @@ def run(*command: str, cwd: Path) -> str:
     return done.stderr
 
 
-@pytest.mark.parametrize("over_relay", [False, True])
+@pytest.mark.parametrize("over_relay", [False, pytest.param(True, marks=pytest.mark.nightly)])
 def test_robots_on_dds_at_two_sites_learn_one_model_through_one_tls_port(over_relay: bool, tmp_path: Path) -> None:
     folder, domains = tmp_path / "fleet", [str(new_domain()) for _ in range(2)]
     done = subprocess.run(
@@ -88,6 +88,7 @@ def test_a_folder_that_is_there_already_is_left_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.netns
+@pytest.mark.nightly
 @pytest.mark.timeout(300)
 def test_each_site_of_robots_on_a_host_of_its_own_dials_out_to_one_port_and_needs_no_other(tmp_path: Path) -> None:
     """The command of docs/trees.md. The sites reach no other port, and nothing reaches them."""
