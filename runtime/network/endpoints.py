@@ -49,12 +49,6 @@ class LinkEndpoint:
         address = ip_address_of(self.host)
         return self.host == "localhost" if address is None else address.is_loopback
 
-    @property
-    def is_any(self) -> bool:
-        """Return whether the host stands for all addresses of this machine."""
-        address = ip_address_of(self.host)
-        return address is not None and address.is_unspecified
-
 
 def parse_endpoint(text: object, where: str, *, listens: bool = False) -> LinkEndpoint:
     """Return the endpoint that a setting names.
