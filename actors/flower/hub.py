@@ -34,6 +34,7 @@ from gradbus.actors.flower.protocol import (
     partitions_of,
     reply_key,
 )
+from gradbus.actors.flower.request_batch import RequestBatch
 from gradbus.runtime.bus.bus import Bus, Subscription
 from gradbus.runtime.compute import ComputeThread
 from gradbus.runtime.errors import BarrierTimeout, BusClosed, BusError, ConfigError, FrameError
@@ -98,8 +99,8 @@ class Answer:
 @dataclass(slots=True, eq=False)
 class _Open:
     """An instruction that some nodes have not answered. ``awaited``: these, with the incarnation it was sent to.
-    ``given_up``: the reply of some other node is no longer awaited. ``fetching``: nodes that have requested it, with
-    their incarnations."""
+    ``given_up``: the reply of some other node is no longer awaited. ``fetching``: nodes that have requested it.
+    ``requested``: set when one does."""
 
     number: int
     payload: Payload
@@ -109,7 +110,8 @@ class _Open:
     signature: str = ""
     given_up: bool = False
     queue: ResendQueue = field(default_factory=ResendQueue)
-    fetching: dict[int, int] = field(default_factory=dict)
+    fetching: RequestBatch = field(default_factory=RequestBatch)
+    requested: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class MessageHub:
@@ -243,7 +245,7 @@ class MessageHub:
             # ToClients: of another controller. Control: of peers of PROTOCOL 3 and older, which are refused there.
             with bus.subscribe(ToController, ToClients, Control, ClientUpdate) as inbox:
                 bus.open_writer(Control)
-                bus.open_writer(ModelBlob)
+                bus.open_writer(ModelBlob, retained_samples=0)  # a node that begins to listen requests what it lacks
                 bus.open_writer(TrainCmd)  # nothing is sent there: by it, others see that the job has a controller
                 async with TaskGroup() as group:
                     group.create_task(self._listen(inbox, group), name="hub-listen")
@@ -637,7 +639,8 @@ class MessageHub:
         incarnation = instruction.awaited[node]
         if instruction.on_the_way.is_on_the_way_to(node, incarnation):
             return
-        instruction.fetching[node] = incarnation
+        instruction.fetching.note_request(node, incarnation, time.monotonic())
+        instruction.requested.set()
         frames = chunk_count(len(instruction.payload.data))
         wanted = [seq for seq in need.seqs if seq < frames] if need.seqs else range(frames)
         quota = max(RESEND_TIMES * frames, RESEND_FRAMES)
@@ -650,17 +653,27 @@ class MessageHub:
 
     async def _resend(self) -> None:
         while (instruction := next((one for one in self._open.values() if one.queue), None)) is not None:
+            await self._gather_requests(instruction)
             _, seqs = instruction.queue.begin()
+            instruction.fetching.note_sent()
             key = instruction_key(self.run_id, instruction.number, self._identity.incarnation, instruction.signature)
             with contextlib.suppress(BarrierTimeout):  # who asks has just opened its reader
                 await self._bus.matched(lambda: self._bus.matched_readers(ModelBlob) > 0, timeout_s=MATCHED_S)
             try:
-                with instruction.on_the_way.sending(instruction.fetching):
+                with instruction.on_the_way.sending(instruction.fetching.nodes):
                     await self._bus.send_model(key, instruction.payload.data, only=sorted(seqs))
             except BusError as error:  # who misses it requests it again
                 log.warning("message not sent", number=instruction.number, reason=str(error))
             finally:
                 instruction.queue.done()
+
+    async def _gather_requests(self, instruction: _Open) -> None:
+        """Wait for further nodes that request an instruction, for :data:`.request_batch.MOST_S` at most."""
+        while (due_in_s := instruction.fetching.due_in_s(instruction.awaited, time.monotonic())) > 0:
+            instruction.requested.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(due_in_s):
+                    await instruction.requested.wait()
 
     async def _publish(self, body: Body) -> None:
         with contextlib.suppress(BusError):  # everything is repeated, by this side or the other

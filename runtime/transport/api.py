@@ -350,7 +350,11 @@ class Transport(Protocol):
         """Make what waits for the endpoints of this transport. Raises BusError: there is none."""
 
     def outlet(self, channel: Channel, *, retained_samples: int = 1) -> Outlet:
-        """Open an outlet. ``retained_samples``: how many of the newest a retained channel keeps for late inlets.
+        """Open an outlet.
+
+        Args:
+            retained_samples: how many of the newest a retained channel keeps for late inlets. 0: they can ask for what
+                they lack; DDS keeps one all the same.
 
         Raises:
             ConfigError: this process may not use the channel. BusError: there is none, and nothing is left of it.

@@ -201,6 +201,18 @@ def a_late_inlet_of_a_retained_channel_gets_the_newest_samples(scene: Scene) -> 
 
 
 @clause()
+def an_outlet_that_retains_nothing_still_reaches_late_inlets(scene: Scene) -> None:
+    outlet = scene.open().outlet(RETAINED.opened(), retained_samples=0)
+    assert all(write(outlet, *range(10)))
+    inlet = scene.open().inlet(RETAINED.opened())
+    matched(scene, outlet, inlet)
+    assert write(outlet, 10) == [True]
+    found: list[int] = []
+    scene.until(lambda: found.extend(take(inlet)) or 10 in found, "what is written later arrives")
+    assert set(found) <= {9, 10}  # DDS keeps one
+
+
+@clause()
 def a_late_inlet_of_a_volatile_channel_gets_what_is_written_from_then_on(scene: Scene) -> None:
     outlet = scene.open().outlet(VOLATILE.opened(), retained_samples=3)
     assert all(write(outlet, *range(10)))

@@ -152,6 +152,16 @@ def all_channels_retain(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(MemoryOutlet, "__init__", retaining)
 
 
+@breaks("an_outlet_that_retains_nothing_still_reaches_late_inlets")
+def what_is_not_retained_is(patch: pytest.MonkeyPatch) -> None:
+    made = MemoryOutlet.__init__
+
+    def retaining(self: MemoryOutlet, place: MemoryPlace, channel: Channel, retained_samples: int) -> None:
+        made(self, place, channel, retained_samples or 3)
+
+    patch.setattr(MemoryOutlet, "__init__", retaining)
+
+
 def _opens(patch: pytest.MonkeyPatch, **changes: Any) -> None:
     """Open inlets with a channel that is another one in these attributes."""
     inlet = MemoryTransport.inlet

@@ -416,7 +416,7 @@ class Participant:
             policies.append(
                 Policy.DurabilityService(
                     cleanup_delay=0,
-                    history=Policy.History.KeepLast(retained_samples),
+                    history=Policy.History.KeepLast(max(1, retained_samples)),  # DDS has no retained topic without
                     max_samples=-1,
                     max_instances=-1,
                     max_samples_per_instance=-1,

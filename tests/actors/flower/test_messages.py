@@ -24,6 +24,7 @@ from patience import eventually
 import gradbus
 from gradbus.actors.federated.controller import liveness, resending
 from gradbus.actors.flower import hub as hub_module
+from gradbus.actors.flower import request_batch
 from gradbus.actors.flower.hub import Answer, MessageHub
 from gradbus.actors.flower.node import WITHDRAWN_S, MessageNode, NodeSummary
 from gradbus.actors.flower.protocol import (
@@ -35,6 +36,7 @@ from gradbus.actors.flower.protocol import (
     make_payload,
     partitions_of,
 )
+from gradbus.actors.flower.request_batch import RequestBatch
 from gradbus.runtime.errors import ConfigError, JoinRefused, TrainingFailed
 from gradbus.runtime.fast_paths import has_memfd
 from gradbus.runtime.security import Security
@@ -319,6 +321,46 @@ def test_frames_on_their_way_to_a_node_are_not_sent_again_although_it_requests_t
             assert sent == 1
             has_delivered = True
             assert bytes((await answers(hub, number, 0))[0].payload or b"") == b"noitcurtsni"
+
+    asyncio.run(run())
+
+
+def test_an_instruction_is_sent_once_to_nodes_that_request_it_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    publish, send_model = gradbus.Bus.publish, gradbus.Bus.send_model
+    first_is_here = asyncio.Event()
+    sent = 0
+
+    async def published(self: gradbus.Bus, sender: Identity, body: Any, **options: Any) -> None:
+        if isinstance(body, ModelRequest) and sender.sender == 1:
+            await first_is_here.wait()
+        await publish(self, sender, body, **options)
+
+    async def sends(self: gradbus.Bus, *arguments: Any, **options: Any) -> int:
+        nonlocal sent
+        sent += 1
+        return await send_model(self, *arguments, **options)
+
+    def noted(self: RequestBatch, node: int, incarnation: int, now_s: float) -> None:
+        note_request(self, node, incarnation, now_s)
+        first_is_here.set()
+
+    note_request = RequestBatch.note_request
+    monkeypatch.setattr(request_batch, "SETTLE_S", 1_000.0)
+    monkeypatch.setattr(request_batch, "MOST_S", 1_000.0)
+    monkeypatch.setattr(RequestBatch, "note_request", noted)
+    monkeypatch.setattr(gradbus.Bus, "publish", published)
+    monkeypatch.setattr(gradbus.Bus, "send_model", sends)
+
+    async def run() -> None:
+        scene = Scene(shared_memory=False)
+        async with scene.hub() as hub:
+            for node in range(2):
+                scene.start(node, Reversing())
+            await ready(hub, 0, 1)
+            number = await push(hub, [0, 1], b"instruction")
+            found = await answers(hub, number, 0, 1)
+            assert [bytes(one.payload or b"") for one in found.values()] == [b"noitcurtsni"] * 2
+            assert sent == 1
 
     asyncio.run(run())
 
