@@ -5,6 +5,11 @@ the challenges that it has received from others, and when. The announcements are
 can make one, and one that answers this process's challenge is no recording: it is no older than this process. They are
 state: the newest is retained for late readers, and each repeats all that is still valid.
 
+A process need prove nothing to one that it shares no channel with. A transport that can tell, as one over a relay can,
+does not carry the announcements of one to the other (:attr:`.Channel.for_partners`): with two hundred clients of one
+controller, two hundred pairs prove to each other that they are alive, not twenty thousand. Nothing is accepted for it:
+samples of a session that has not answered are held, whatever channel they come by.
+
 In a crowd, each announcement is work for all others. So there a process pauses after one, and the next answers all who
 have come meanwhile; and it hurries only for those that receive what it sends: clients of one controller have nothing to
 prove to each other.
@@ -148,7 +153,18 @@ def _none(sample: Any) -> Message | Frame:
     raise FrameError("greeting", "challenges are not messages")
 
 
-SESSION_TOPIC = Channel(CHALLENGE_TOPIC, "Frame", True, False, 4096, 0, 0.01, False, _none)
+SESSION_TOPIC = Channel(
+    CHALLENGE_TOPIC,
+    "Frame",
+    retained=True,
+    keep_last=False,
+    reader_samples=4096,
+    inbox=0,
+    block_s=0.01,
+    may_drop=False,
+    to_message=_none,
+    for_partners=True,
+)
 
 
 class LivenessChallenge:

@@ -45,6 +45,9 @@ class Channel:
         reliable: outlets send again what an inlet misses, and wait for it.
         lasts_to_all: the inlets of an outlet that keeps the last sample keep all: they wait for one that they miss, and
             must be told that it was replaced.
+        for_partners: it is for transports that share another channel as well, and a transport that can tell does not
+            match it with others. For what all processes of a job write, so that clients of one controller, which have
+            nothing to say to each other, do not receive it from each other.
 
     Raises (to_message):
         FrameError: the bytes are not a message of this channel.
@@ -63,6 +66,7 @@ class Channel:
     reliable: bool = True
     overwrites: bool = False
     lasts_to_all: bool = False
+    for_partners: bool = False
 
 
 def _train_cmd(sample: Any) -> TrainCmd:

@@ -377,7 +377,7 @@ class ZenohOutlet(ZenohEndpoint):
         if not ready and all(inlet.sent < one.number for inlet in peers):
             return False
         if ready:
-            to_all = len(ready) > 1 or len(self._inlets) == 1
+            to_all = len(ready) > 1 or (len(self._inlets) == 1 and not self._strangers)
             key = self._to_all if to_all else self.keys.to_one(ready[0].id, self.id)
             if not self._publish(key, one.sample):
                 ready = [inlet for inlet in ready if not inlet.is_reliable]  # for them it is lost

@@ -8,6 +8,9 @@ lost at once. When our own link breaks, all tokens go, which says nothing about 
 within the lease have not been lost at all. The order of the two reports is not defined, so a token is missed for
 :data:`GRACE_S` before its endpoint is lost.
 
+Every process of a job shows tokens on a channel for partners (:attr:`.Channel.for_partners`). There an endpoint finds
+those of a transport once some endpoint of this place has found one of it on another channel, which both sides do.
+
 A relay may report that the host of a transport has closed its connection (:mod:`.disconnections`). Any process could
 send such a report where a relay does not prevent it, but only the relay can take tokens away: so a report counts for
 endpoints whose tokens are gone, and for no others. They are lost at once, and inlets tell of it
@@ -65,6 +68,7 @@ class ZenohPlace:
         self.rejected: Counter[str] = Counter()
         self.endpoints: dict[str, ZenohEndpoint] = {}
         self.waiters: list[FlagWaiter] = []
+        self._partners: dict[PeerId, None] = {}  # the newest last
         self._numbers = itertools.count(1)
         self._posted: deque[tuple[int, Callable[..., None], tuple[Any, ...]]] = deque()
         self._posted_bytes = 0
@@ -129,6 +133,21 @@ class ZenohPlace:
     def is_foreign(self, owner: PeerId) -> bool:
         """Return whether a transport is known not to belong to the job, or has not said so yet."""
         return self.members is not None and owner != self.own and owner not in self.members
+
+    def is_partner(self, owner: PeerId) -> bool:
+        """Return whether an endpoint of this place has found one of this transport."""
+        return owner in self._partners
+
+    def note_partner(self, owner: PeerId) -> None:
+        """Take note that an endpoint of this place has found one of a transport, on a channel that is not for partners.
+        Those that are for partners find theirs now."""
+        if owner in self._partners or owner == self.own:
+            return
+        self._partners[owner] = None
+        if len(self._partners) > MAX_PEERS:  # anybody can show tokens
+            del self._partners[next(iter(self._partners))]
+        for endpoint in list(self.endpoints.values()):
+            endpoint.find_partner(owner)
 
     def link_broke_since(self, when_s: float) -> bool:
         """Return whether the link of this transport has broken since then, or is broken."""
@@ -196,6 +215,7 @@ class ZenohEndpoint(ABC):
         self._declared: list[Declaration] = []
         self._missed: dict[str, float] = {}  # tokens that have gone, and when
         self._refused: dict[str, PeerId] = {}  # tokens that there was no room for, the newest last
+        self._strangers: dict[str, PeerId] = {}  # tokens of transports that are no partners yet, the newest last
 
     @abstractmethod
     def subscriptions(self) -> list[tuple[str, Callable[[str, bytes], None]]]:
@@ -295,12 +315,18 @@ class ZenohEndpoint(ABC):
         if owner is None:
             raise BadMessage("token of no endpoint")
         is_own = owner == self.place.own
-        if self.id not in self.place.endpoints or (is_own and self.channel.ignore_local):
+        if self.id not in self.place.endpoints or (is_own and (self.channel.ignore_local or self.channel.for_partners)):
             return
         if is_there:
             self._missed.pop(peer, None)
-            self._find(peer, owner)
-        elif self._refused.pop(peer, None) is not None:
+            if not self.channel.for_partners:
+                self._find(peer, owner)
+                self.place.note_partner(owner)
+            elif self.place.is_partner(owner):
+                self._find(peer, owner)
+            else:
+                _keep_token(self._strangers, peer, owner)
+        elif self._refused.pop(peer, None) is not None or self._strangers.pop(peer, None) is not None:
             return
         elif not (is_own and peer in self.place.endpoints):  # else our link broke, which it does not need
             now_s = self._missed[peer] = self.schedule.now_s()
@@ -311,10 +337,17 @@ class ZenohEndpoint(ABC):
         try:
             self.find_peer(peer, owner)
         except BadMessage:
-            if len(self._refused) >= MAX_PEERS:
-                del self._refused[next(iter(self._refused))]
-            self._refused[peer] = owner
+            _keep_token(self._refused, peer, owner)
             raise
+
+    def find_partner(self, owner: PeerId) -> None:
+        """Find the endpoints of a transport that has become a partner."""
+        for peer in [one for one, whose in self._strangers.items() if whose == owner]:
+            del self._strangers[peer]
+            try:
+                self._find(peer, owner)
+            except BadMessage as error:
+                self.place.rejected[str(error)] += 1
 
     def _forget_counted(self, peer: str) -> None:
         self.place.post(self._forget, peer)  # which may be refused again
@@ -342,3 +375,10 @@ class ZenohEndpoint(ABC):
             del self._missed[peer]
             self.lose_peer(peer)
             self.place.after(self.place.lease_s, self._forget_counted, peer)
+
+
+def _keep_token(tokens: dict[str, PeerId], peer: str, owner: PeerId) -> None:
+    """Keep a token, which is reported once. Where there are too many, the oldest goes."""
+    if len(tokens) >= MAX_PEERS:
+        del tokens[next(iter(tokens))]
+    tokens[peer] = owner
