@@ -140,8 +140,9 @@ class InletState:
 
     @property
     def least_patience_s(self) -> float:
-        """Return the time after which an answer is overdue."""
-        return max(PROBE_S, 2 * self.round_trip_s)
+        """Return the time after which an answer is overdue. Where many share a busy link or machine, answers take
+        longer than the first one has; to ask all of them again and again would make them take longer still."""
+        return max(PROBE_S, 2 * self.round_trip_s, min(2 * self.delivery_s, PROBE_MAX_S))
 
     @property
     def repeat_interval_s(self) -> float:
@@ -320,12 +321,18 @@ class ZenohOutlet(ZenohEndpoint):
                 inlet.patience_s = inlet.least_patience_s  # it answers; what is lost again is to be found soon
                 inlet.probe_s = min(inlet.probe_s, now_s + inlet.patience_s)
                 self._send_again(inlet, ack)
-        self._send_due()
+        if self._sent < self._kept.last:
+            self._send_due()
+        else:  # an answer makes room for this inlet alone; a look at all others for each would take too long
+            self._send_due_to(inlet)
+            self._probe_later(inlet)
         self._forget_acknowledged()
         self.schedule.notify()
 
     def _forget_acknowledged(self) -> None:
         """Forget the samples that no inlet lacks."""
+        if not self._kept.num_bytes:
+            return
         lacking = [one.acknowledged for one in self._inlets.values() if one.is_reliable and not one.has_missed]
         self._kept.acknowledge(min(lacking, default=self._kept.last))
 
@@ -356,8 +363,7 @@ class ZenohOutlet(ZenohEndpoint):
         """Send what was written to all that keep pace, together, and to others what they lack."""
         peers = [one for one in self._inlets.values() if one.is_peer]
         for inlet in peers:
-            if inlet.sent < self._sent or self._has_replaced_next(inlet):
-                self._send_lacking(inlet)
+            self._send_due_to(inlet)
         awaited = {one for one in self._awaited() if not self.place.is_foreign(one.owner)}  # others get theirs alone
         for one in self._kept.since(self._sent + 1) if peers else ():
             if not self._send_together(peers, awaited, one):
@@ -365,6 +371,11 @@ class ZenohOutlet(ZenohEndpoint):
         if not peers:
             self._sent = self._kept.last
         self._probe_later()
+
+    def _send_due_to(self, inlet: InletState) -> None:
+        """Send what others were sent to one that lacks it."""
+        if inlet.is_peer and (inlet.sent < self._sent or self._has_replaced_next(inlet)):
+            self._send_lacking(inlet)
 
     def _send_together(self, peers: Sequence[InletState], awaited: Set[InletState], one: NumberedSample) -> bool:
         """Send a sample to those that have had all before it. Returns False: later, as they have no room yet."""
@@ -389,10 +400,13 @@ class ZenohOutlet(ZenohEndpoint):
         return True
 
     def _send_lacking(self, inlet: InletState) -> None:
-        """Send what an inlet lacks of what others were sent, as far as it has room."""
+        """Send what an inlet lacks of what others were sent, as far as it has room, and the link: what waits there for
+        one inlet holds up what is for all."""
         for one in self._in_reach(inlet, inlet.sent + 1):
             is_due = one.number <= self._sent or self.channel.keep_last
-            if not (is_due and inlet.has_room_for(one) and self._publish_to(inlet, one.sample)):
+            if not is_due or not inlet.has_room_for(one) or self.place.session.is_congested(urgent=self._urgent):
+                break
+            if not self._publish_to(inlet, one.sample):
                 break
             inlet.note_sent(one, self.schedule.now_s())
         if not inlet.is_reliable:  # what was sent while it was away, and is not there any more, is lost for it
@@ -445,9 +459,9 @@ class ZenohOutlet(ZenohEndpoint):
         knows_all = inlet.is_matched and inlet.is_heard and inlet.acknowledged >= self._kept.last
         return inlet.is_silent or (inlet.is_there and not knows_all)
 
-    def _probe_later(self) -> None:
-        """Look again when the first of those that lack something runs out of patience."""
-        due_s = min((one.probe_s for one in self._inlets.values() if self._lacks(one)), default=math.inf)
+    def _probe_later(self, *only: InletState) -> None:
+        """Look again when the first of those that lack something runs out of patience. ``only``: among these."""
+        due_s = min((one.probe_s for one in only or self._inlets.values() if self._lacks(one)), default=math.inf)
         if due_s < (self._looks[-1] if self._looks else math.inf):
             self._looks.append(due_s)
             self.schedule.at(max(due_s, self.schedule.now_s()), self._look_at_progress)

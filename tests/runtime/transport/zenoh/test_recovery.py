@@ -151,3 +151,33 @@ def test_what_was_sent_again_is_not_sent_once_more_before_it_can_have_arrived() 
     inlet.note_sent(NumberedSample(4, 1 << 20, b""), 30.0)
     inlet.note_arrival(4, 90.0)
     assert inlet.repeat_interval_s == PROBE_MAX_S
+
+
+def test_an_answer_is_not_asked_for_again_before_it_can_have_come() -> None:
+    inlet = InletState("an inlet", b"its process")
+    inlet.note_sent(NumberedSample(1, 100, b""), 10.0)
+    inlet.note_arrival(1, 11.0)  # many share a busy relay
+    assert inlet.patience_s == 2.0
+    inlet.note_sent(NumberedSample(2, 100, b""), 20.0)
+    inlet.note_arrival(2, 20.01)
+    assert inlet.patience_s == PROBE_S
+    inlet.note_sent(NumberedSample(3, 100, b""), 30.0)
+    inlet.note_arrival(3, 90.0)
+    assert inlet.patience_s == PROBE_MAX_S
+
+
+def test_what_one_inlet_lacks_waits_while_the_link_is_congested(scene: SteppedZenohScene) -> None:
+    """Else it would fill the lane with copies, and hold up what is for all."""
+    joined = Joined(scene, replace(VOLATILE, name="retained", retained=True))
+    assert write(joined.outlet, 1) == [True]
+    assert joined.arrive(1) == [1]
+    joined.source.session.congested.add(False)
+    late = scene.join("one", LEASE_S)
+    inlet = late.transport.inlet(joined.inlet.channel)
+    scene.until(lambda: len(joined.outlet.peers()) == 2, "it matches")
+    scene.pass_time(LEASE_S / 2)
+    assert take(inlet) == []
+    joined.source.session.congested.clear()
+    found: list[int] = []
+    scene.until(lambda: found.extend(take(inlet)) or found, "it gets what is retained")
+    assert found == [1]
