@@ -11,6 +11,7 @@ from patience import until
 from tcp_proxy import TcpProxy
 from zenoh_node import Relay, session_config
 
+from gradbus.runtime.transport.zenoh import zenoh_session
 from gradbus.runtime.transport.zenoh.zenoh_session import ZenohSession
 
 BURST = 2000
@@ -88,3 +89,37 @@ def test_a_link_that_ends_while_what_is_published_waits_for_room_is_closed_and_c
         finally:
             sender.close()
             receiver.close()
+
+
+@pytest.mark.parametrize("most", [2, 1_000])
+def test_messages_of_keys_that_are_used_again_arrive_in_order(
+    relay: Relay, session: ZenohSession, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such keys are declared to the relay; of too many, those that were used longest ago are declared no more."""
+    monkeypatch.setattr(zenoh_session, "MAX_DECLARED", most)
+    found: list[tuple[str, bytes]] = []
+    all_are_here = threading.Event()
+    keys = [f"{KEY}/{number}" for number in range(5)]
+    order = [keys[number] for number in (0, 0, 0, 1, 1, 1, 0, 2, 2, 3, 3, 4, 4, 0, 0)]
+
+    def note(key: str, message: bytes) -> None:
+        if message != b"unseen":
+            found.append((key, message))
+            if len(found) == len(order):
+                all_are_here.set()
+
+    for key in keys:  # nobody has subscribed yet
+        for _ in range(3):
+            assert session.publish(key, b"unseen", urgent=True)
+    receiver = ZenohSession(zenoh.open(session_config("client", relay.port)))
+    try:
+        is_subscribed = threading.Event()
+        receiver.subscribe(f"{KEY}/*", note)
+        receiver.subscribe("gradbus/1/a-job/ready", lambda *_: is_subscribed.set())
+        until(lambda: session.publish("gradbus/1/a-job/ready", b"", urgent=True) and is_subscribed.wait(0.05))
+        for number, key in enumerate(order):
+            assert session.publish(key, bytes([number]), urgent=True)
+        assert all_are_here.wait(WITHIN_S), f"{len(found)} of {len(order)}"
+    finally:
+        receiver.close()
+    assert found == [(key, bytes([number])) for number, key in enumerate(order)]
