@@ -69,6 +69,7 @@ class InletState:
         is_reliable: it is sent again what it lacks. has_missed: something that it lacks is not there any more.
         progressed_s: when it has last acknowledged something new, or came to lack something. interval_s: between two
             such times, on average. probe_s: when the next PROBE is due, ``patience_s`` after the last one.
+            longest_patience_s: for deliveries that take long.
         delivery_s: what a sample has taken lately until it was acknowledged, with what was queued before it. timed: a
             sample that is on its way, and when it was sent, from which that is measured.
         delayed_s: how long it was waited for. flight: what is on its way to it. repeats: what it has had again.
@@ -94,6 +95,7 @@ class InletState:
     interval_s: float = 0.0
     probe_s: float = 0.0
     patience_s: float = PROBE_S
+    longest_patience_s: float = PROBE_MAX_S
     round_trip_s: float = 0.0
     delivery_s: float = 0.0
     timed: tuple[int, float] | None = None
@@ -142,7 +144,7 @@ class InletState:
     def least_patience_s(self) -> float:
         """Return the time after which an answer is overdue. Where many share a busy link or machine, answers take
         longer than the first one has; to ask all of them again and again would make them take longer still."""
-        return max(PROBE_S, 2 * self.round_trip_s, min(2 * self.delivery_s, PROBE_MAX_S))
+        return max(PROBE_S, 2 * self.round_trip_s, min(2 * self.delivery_s, self.longest_patience_s))
 
     @property
     def repeat_interval_s(self) -> float:
@@ -196,7 +198,8 @@ class ZenohOutlet(ZenohEndpoint):
         if inlet is None:
             if len(self._inlets) >= MAX_PEERS:
                 raise BadMessage("too many tokens")
-            inlet = self._inlets[peer] = InletState(peer, owner)
+            patience_s = min(PROBE_MAX_S, self.place.lease_s / 4)  # an inlet is asked several times in a lease
+            inlet = self._inlets[peer] = InletState(peer, owner, longest_patience_s=patience_s)
             self._begin(inlet, self._kept.first_retained)
             return
         if not inlet.is_there:
@@ -276,6 +279,7 @@ class ZenohOutlet(ZenohEndpoint):
         if inlet.is_matched:
             if not inlet.repeats.begins_again(now_s):
                 inlet.is_heard = False  # so it is asked again
+                self._probe_later(inlet)
                 return
             lacks = min(inlet.acknowledged, self._kept.last) + 1
             self._begin(inlet, min(lacks, self._kept.first_retained) if not inlet.has_missed else lacks)

@@ -319,13 +319,10 @@ class ZenohEndpoint(ABC):
             return
         if is_there:
             self._missed.pop(peer, None)
-            if not self.channel.for_partners:
-                self._find(peer, owner)
-                self.place.note_partner(owner)
-            elif self.place.is_partner(owner):
-                self._find(peer, owner)
-            else:
+            if self.channel.for_partners and not self.place.is_partner(owner):
                 _keep_token(self._strangers, peer, owner)
+            else:
+                self._find(peer, owner)
         elif self._refused.pop(peer, None) is not None or self._strangers.pop(peer, None) is not None:
             return
         elif not (is_own and peer in self.place.endpoints):  # else our link broke, which it does not need
@@ -339,6 +336,8 @@ class ZenohEndpoint(ABC):
         except BadMessage:
             _keep_token(self._refused, peer, owner)
             raise
+        if not self.channel.for_partners:
+            self.place.note_partner(owner)
 
     def find_partner(self, owner: PeerId) -> None:
         """Find the endpoints of a transport that has become a partner."""

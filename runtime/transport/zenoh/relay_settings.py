@@ -1,9 +1,10 @@
 """Settings of Zenoh's queues: how long a message waits for room there before it is dropped, and sent again.
 
-**Of a session that dials.** Zenoh has a mode in which a put waits until there is room (BLOCK). Nothing is put so. While
-it waits, it holds a lock of the queue that Zenoh needs to close the link, on the one thread that sends for all sessions
-of a process: a link that ended in the middle of an upload left that process without any for as long as the put would
-wait. So a put waits for :func:`queue_settings` at most, and a link that has ended is closed after that time.
+**Of a session that dials.** Zenoh has a mode in which a put waits until there is room (BLOCK). Nothing is put so; only
+declarations wait so, which are few and have a queue of their own. While one waits, it holds a lock of the queue that
+Zenoh needs to close the link, on the one thread that sends for all sessions of a process: a link that ended in the
+middle of an upload left that process without any for as long as the put would wait. So a put waits for
+:func:`queue_settings` at most, and a link that has ended is closed after that time.
 
 **Of a session that forwards**, so that a peer that reads slowly, or not at all, holds up no other.
 

@@ -7,8 +7,10 @@ for urgent messages and one for others, make all puts, and outlets stop when too
 burst would be dropped. A single one leaves as soon without.
 
 A relay looks up who is to have a message, among all that are there for each message: with two hundred sessions that is
-most of its work. It remembers that for keys that are declared to it, so a key that is used again is (measured with 400
-subscribers: 1 us of its processor a message rather than 75, for 70 us once).
+most of its work. It remembers that for keys that are declared to it (measured with 400 subscribers: 1 us of its
+processor a message rather than 75, for 70 us once). What a declaration leaves behind is not freed when it is taken
+back: each further one takes longer, and numbers of keys have 16 bits, after which one stands for two keys. So only keys
+that are used often are declared, a bounded number in the life of a session, and none once it has declared much.
 
 Zenoh calls back on threads of its own, which hold up the link as long as they are away.
 """
@@ -35,7 +37,10 @@ from gradbus.runtime.transport.zenoh.session_api import Declaration
 CONGESTED_BYTES = WINDOW_BYTES // 4  # of one urgency wait to be put: outlets stop
 MAX_WAITING_BYTES = 2 * WINDOW_BYTES  # of one urgency
 CLOSE_S = 1.0  # for what waits, and for a put that does not end
-MAX_DECLARED = 1024  # keys of one urgency that are declared to the relay, which remembers each: those used last
+DECLARED_AT = 16  # uses of a key: those of one round, as of a model, are used less
+MAX_DECLARED = 1024  # keys of one urgency, in the life of a session
+MAX_COUNTED = 4096  # keys of one urgency whose uses are counted: those used last
+MAX_NUMBERED = 30_000  # declarations of any kind, of 65,536 numbers, up to which declared keys are used
 _MESSAGE_BYTES = 256  # of a message beside its content, so that small ones take a bounded memory, too
 
 _URGENT, _DATA = zenoh.Priority.INTERACTIVE_HIGH, zenoh.Priority.DATA
@@ -57,6 +62,7 @@ class ZenohSession:
         self._lock = threading.Lock()
         self._lanes = {urgent: _Lane(self._lock) for urgent in (True, False)}
         self._is_closed = False
+        self._numbered = 0  # declarations so far, of which each may take a number of a key
         self._listener: Declaration | None = None
         self._presence: Declaration | None = None
 
@@ -115,19 +121,15 @@ class ZenohSession:
             "congestion_control": zenoh.CongestionControl.DROP,
             "priority": _URGENT if urgent else _DATA,
         }
-        declared = self._lanes[urgent].declared
+        keys = self._lanes[urgent].keys
         try:
-            if key not in declared:
-                declared[key] = None
+            if keys.is_due(key):
+                keys.declared[key] = self._session.declare_publisher(key, **options)
+            publisher = keys.declared.get(key) if self._numbered < MAX_NUMBERED else None
+            if publisher is None:
                 self._session.put(key, message, **options)
             else:
-                publisher = declared[key] = declared[key] or self._session.declare_publisher(key, **options)
                 publisher.put(message)
-            declared.move_to_end(key)
-            while len(declared) > MAX_DECLARED:
-                _, oldest = declared.popitem(last=False)
-                if oldest is not None:
-                    oldest.undeclare()
         except zenoh.ZError as error:
             if not self._is_closed:
                 log.error("message not sent", key=key, reason=str(error))
@@ -158,11 +160,13 @@ class ZenohSession:
         def note(sample: Any) -> None:
             received(str(sample.key_expr), sample.payload.to_bytes())
 
+        self._numbered += 1
         declare = partial(self._session.declare_subscriber, expression, Callback(note, indirect=False))
         return _Declared(expression, declare)
 
     def declare_token(self, key: str) -> Declaration:
         """See :meth:`.LinkSession.declare_token`."""
+        self._numbered += 1
         return _Declared(key, partial(self._session.liveliness().declare_token, key))
 
     def watch_tokens(self, expression: str, changed: Callable[[str, bool], None]) -> Declaration:
@@ -171,6 +175,7 @@ class ZenohSession:
         def note(sample: Any) -> None:
             changed(str(sample.key_expr), sample.kind == zenoh.SampleKind.PUT)
 
+        self._numbered += 1
         watch = self._session.liveliness().declare_subscriber
         return _Declared(expression, partial(watch, expression, Callback(note, indirect=False), history=True))
 
@@ -201,7 +206,7 @@ class _Lane:
     Attributes:
         changed: wakes its thread. waiting_bytes: of messages that wait, and of the one in a put.
             is_congested: outlets stop until half of them have left.
-        declared: the keys that were used last; None: once, so it is not declared. Only the thread uses it.
+        keys: that are declared. Only the thread uses them.
     """
 
     def __init__(self, lock: threading.Lock) -> None:
@@ -209,8 +214,32 @@ class _Lane:
         self.waiting: deque[tuple[str, bytes | bytearray]] = deque()
         self.waiting_bytes = 0
         self.is_congested = False
-        self.declared: OrderedDict[str, Any] = OrderedDict()
+        self.keys = DeclaredKeys()
         self.thread: threading.Thread | None = None
+
+
+class DeclaredKeys:
+    """Which keys are declared to the relay, and how often others were used.
+
+    Attributes:
+        declared: their publishers, by key.
+    """
+
+    def __init__(self) -> None:
+        self.declared: dict[str, Any] = {}
+        self._uses: OrderedDict[str, int] = OrderedDict()  # the newest last
+
+    def is_due(self, key: str) -> bool:
+        """Count a use of a key. Returns whether it should be declared now."""
+        if key in self.declared or len(self.declared) >= MAX_DECLARED:
+            return False
+        uses = self._uses.pop(key, 0) + 1
+        if uses >= DECLARED_AT:
+            return True
+        self._uses[key] = uses
+        if len(self._uses) > MAX_COUNTED:
+            self._uses.popitem(last=False)
+        return False
 
 
 class _Declared:

@@ -12,6 +12,8 @@ from channel_node import Channel
 from joined_endpoints import LEASE_S
 from transport_scenes import SteppedZenohScene, take, write
 
+from gradbus.runtime.transport.zenoh import inlet, outlet
+
 SHARED = Channel("shared").opened()
 PARTNERS = replace(Channel("partners", retained=True).opened(), for_partners=True)
 QUIET_S = 2.0
@@ -95,3 +97,23 @@ def test_what_a_client_announces_to_its_controller_reaches_no_other_client(scene
         heard: list[int] = []
         scene.until(lambda one=one, heard=heard: heard.extend(take(one.inlet)) or 20 in heard, "so does an answer")
         assert not any(client.outlet.id in key for client in clients if client is not one for key in one.keys)
+
+
+def test_a_transport_that_there_was_no_room_for_becomes_a_partner_when_there_is(
+    scene: SteppedZenohScene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (outlet, inlet):
+        monkeypatch.setattr(module, "MAX_PEERS", 2)
+    one = Process(scene, 0)
+    shared = one.transport.outlet(SHARED)
+    others = [scene.join("one", LEASE_S) for _ in range(2)]
+    inlets = [other.transport.inlet(SHARED) for other in others]
+    scene.until(lambda: len(shared.peers()) == 2, "there is no room for a third")
+    late = Process(scene, 1)
+    late.transport.inlet(SHARED)
+    scene.pass_time(QUIET_S)
+    assert not one.outlet.peers()
+    for left in inlets:
+        left.close()
+    scene.pass_time(4 * LEASE_S)
+    assert len(one.outlet.peers()) == len(late.outlet.peers()) == 1

@@ -166,6 +166,13 @@ def test_an_answer_is_not_asked_for_again_before_it_can_have_come() -> None:
     assert inlet.patience_s == PROBE_MAX_S
 
 
+def test_however_long_deliveries_take_an_inlet_is_asked_several_times_in_a_lease() -> None:
+    inlet = InletState("an inlet", b"its process", longest_patience_s=LEASE_S / 4)
+    inlet.note_sent(NumberedSample(1, 100, b""), 10.0)
+    inlet.note_arrival(1, 90.0)
+    assert inlet.patience_s == LEASE_S / 4
+
+
 def test_what_one_inlet_lacks_waits_while_the_link_is_congested(scene: SteppedZenohScene) -> None:
     """Else it would fill the lane with copies, and hold up what is for all."""
     joined = Joined(scene, replace(VOLATILE, name="retained", retained=True))

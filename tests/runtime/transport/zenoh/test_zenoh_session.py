@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 from collections.abc import Iterator
 
@@ -91,12 +92,49 @@ def test_a_link_that_ends_while_what_is_published_waits_for_room_is_closed_and_c
             receiver.close()
 
 
+def test_only_keys_that_are_used_often_are_declared_and_a_bounded_number_in_the_life_of_a_session(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What is declared is never freed at the relay, and a number of a key that comes again would stand for two keys."""
+    monkeypatch.setattr(zenoh_session, "MAX_DECLARED", 3)
+    monkeypatch.setattr(zenoh_session, "MAX_COUNTED", 5)
+    keys = zenoh_session.DeclaredKeys()
+    for round_id in range(100):  # each has a key of its own, as for a model
+        for _ in range(zenoh_session.DECLARED_AT - 1):
+            assert not keys.is_due(f"round {round_id}")
+    for key in ("a", "b", "c", "d"):
+        uses = [keys.is_due(key) for _ in range(zenoh_session.DECLARED_AT)]
+        assert uses == [False] * (zenoh_session.DECLARED_AT - 1) + [key != "d"]
+        if uses[-1]:
+            keys.declared[key] = object()
+        assert not keys.is_due(key)
+
+
+def test_a_session_that_has_declared_much_uses_no_declared_keys(
+    relay: Relay, session: ZenohSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(zenoh_session, "DECLARED_AT", 2)
+    monkeypatch.setattr(zenoh_session, "MAX_NUMBERED", 3)
+    receiver = ZenohSession(zenoh.open(session_config("client", relay.port)))
+    found: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    try:
+        receiver.subscribe(f"{KEY}/*", lambda _, message: found.put(message))
+        for number in range(6):
+            until(lambda: session.publish(f"{KEY}/1", b"unseen", urgent=True) and not found.empty())
+            while found.get(timeout=WITHIN_S) != bytes([number]):
+                assert session.publish(f"{KEY}/1", bytes([number]), urgent=True)
+            session.declare_token(f"{KEY}/token/{number}")
+    finally:
+        receiver.close()
+
+
 @pytest.mark.parametrize("most", [2, 1_000])
 def test_messages_of_keys_that_are_used_again_arrive_in_order(
     relay: Relay, session: ZenohSession, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Such keys are declared to the relay; of too many, those that were used longest ago are declared no more."""
+    """Such keys are declared to the relay, as many as a session may declare."""
     monkeypatch.setattr(zenoh_session, "MAX_DECLARED", most)
+    monkeypatch.setattr(zenoh_session, "DECLARED_AT", 4)
     found: list[tuple[str, bytes]] = []
     all_are_here = threading.Event()
     keys = [f"{KEY}/{number}" for number in range(5)]
