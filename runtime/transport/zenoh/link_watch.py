@@ -13,34 +13,17 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.network.tcp_connections import Connection, canonical, most_second_descriptors
 from gradbus.runtime.transport.zenoh.disconnections import TURN_S, Disconnections
-from gradbus.runtime.transport.zenoh.router import LinkChange
+from gradbus.runtime.transport.zenoh.router import LinkChange, Router
 
 MAX_CHANGES = 4_096  # that wait; the ends of those beyond are found by looking, and left to the lease
 FIND_S = 0.02  # after a link has opened: connections of those that come together are looked for once
 CLOSE_S = 2.0  # for a last announcement
 
 log = get_logger("bus")
-
-
-class WatchedRouter(Protocol):
-    """The part of :class:`~gradbus.runtime.transport.zenoh.router.Router` that is used here."""
-
-    def watch_links(self, report: Callable[[LinkChange], None]) -> None:
-        """See there."""
-
-    def watch_members(self) -> None:
-        """See there."""
-
-    def addresses(self) -> set[str]:
-        """See there."""
-
-    def announce_disconnected(self, peer: str) -> int:
-        """See there."""
 
 
 @dataclass(slots=True)
@@ -54,7 +37,7 @@ class LinkWatch:
 
     def __init__(
         self,
-        router: WatchedRouter,
+        router: Router,
         lease_s: float,
         find: Callable[[Iterable[str]], Mapping[str, Connection]],
         most: int | None = None,

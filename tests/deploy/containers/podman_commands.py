@@ -39,7 +39,8 @@ def await_healthy(name: str) -> None:
 
 
 def await_line(name: str, *words: str, nth: int = 1, deadline_s: float = DEADLINE_S) -> str:
-    """Return the nth line of a container's log with all these words. Raises AssertionError: none in time."""
+    """Return the nth line of a container's log with all these words; of ``one|other`` either. Raises AssertionError:
+    none in time."""
     command = ["podman", "logs", "--follow", name]
     lines: list[str] = []
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as log:
@@ -48,7 +49,7 @@ def await_line(name: str, *words: str, nth: int = 1, deadline_s: float = DEADLIN
         try:
             for line in log.stdout or ():
                 lines.append(line)
-                nth -= all(word in line for word in words)
+                nth -= all(any(one in line for one in word.split("|")) for word in words)
                 if not nth:
                     return line
         finally:
