@@ -1,4 +1,4 @@
-"""The links of a member that listens: the others of its job are told whose host has closed one, as a relay tells them.
+"""Watches the links of a member that listens. If a host closes one, it tells the other members, as a relay does.
 
 A relay does so on its event loop, beside its access log. A member has no loop that always turns: its host's may be at
 work for seconds. So this is a thread, which does what the router reports.

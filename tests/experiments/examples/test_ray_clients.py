@@ -47,7 +47,7 @@ def test_a_process_may_start_a_second_cluster_after_its_first() -> None:
         cluster = RayCluster(LOCAL, cpus=1, model_bytes=0)
         assert cluster.ray.is_initialized()
         cluster.close()
-    gc.collect()  # what is left of them, while what Python says of it is not heard
+    gc.collect()  # so that Python's warning about their processes comes here, where it is ignored
 
 
 def test_clients_train_as_tasks_of_ray_and_one_whose_process_dies_comes_back_by_its_name(ray: Any, domain: int) -> None:
