@@ -14,10 +14,10 @@ from typing import Protocol
 from gradbus.commands.relay import metrics
 from gradbus.commands.relay.sessions import RelaySession, Sessions
 from gradbus.runtime.logs import get_logger
+from gradbus.runtime.network.disconnections import TURN_S, Disconnections
 from gradbus.runtime.network.tcp_connections import canonical, find_connections
 from gradbus.runtime.tasks import TaskGroup
 from gradbus.runtime.token_buckets import TokenBucket
-from gradbus.runtime.transport.zenoh.disconnections import TURN_S, Disconnections
 from gradbus.runtime.transport.zenoh.router import JobMember, LinkChange
 
 FIND_S = 0.02  # after a session has opened: connections of those that come together are looked for once

@@ -11,7 +11,7 @@ All begin with ``gradbus/<version>/<job>/<channel>/``, then:
 
 Beside them stands ``gradbus/<version>/<job>/session/<session>/<transport>``, a token by which a relay knows which of
 its sessions take part in which job. A message under the same key is the relay's own: the host of that session has
-closed its connection (:mod:`~gradbus.runtime.transport.zenoh.disconnections`).
+closed its connection (:mod:`~gradbus.runtime.network.disconnections`).
 
 An endpoint is named after its transport, so others know whose it is: the name of the transport
 (:data:`~gradbus.runtime.transport.peer_id.PeerId`) in hexadecimal digits, a dot, and a number.

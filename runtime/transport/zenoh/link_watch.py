@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from gradbus.runtime.logs import get_logger
+from gradbus.runtime.network.disconnections import TURN_S, Disconnections
 from gradbus.runtime.network.tcp_connections import Connection, canonical, most_second_descriptors
-from gradbus.runtime.transport.zenoh.disconnections import TURN_S, Disconnections
 from gradbus.runtime.transport.zenoh.router import LinkChange, Router
 
 MAX_CHANGES = 4_096  # that wait; the ends of those beyond are found by looking, and left to the lease

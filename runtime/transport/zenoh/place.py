@@ -11,10 +11,10 @@ within the lease have not been lost at all. The order of the two reports is not 
 Every process of a job shows tokens on a channel for partners (:attr:`.Channel.for_partners`). There an endpoint finds
 those of a transport once some endpoint of this place has found one of it on another channel, which both sides do.
 
-A relay may report that the host of a transport has closed its connection (:mod:`.disconnections`). Any process could
-send such a report where a relay does not prevent it, but only the relay can take tokens away: so a report counts for
-endpoints whose tokens are gone, and for no others. They are lost at once, and inlets tell of it
-(:meth:`.api.Inlet.take_disconnected`).
+A relay may report that the host of a transport has closed its connection
+(:mod:`~gradbus.runtime.network.disconnections`). Any process could send such a report where a relay does not prevent
+it, but only the relay can take tokens away: so a report counts for endpoints whose tokens are gone, and for no others.
+They are lost at once, and inlets tell of it (:meth:`.api.Inlet.take_disconnected`).
 """
 
 from __future__ import annotations

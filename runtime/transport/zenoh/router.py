@@ -14,9 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from gradbus.runtime.network.disconnections import DISCONNECTED
 from gradbus.runtime.network.links import LinkConfig
 from gradbus.runtime.transport.peer_id import PEER_ID_BYTES
-from gradbus.runtime.transport.zenoh.disconnections import DISCONNECTED
 from gradbus.runtime.transport.zenoh.keys import escape, unescape
 from gradbus.runtime.transport.zenoh.session import OPEN_S, open_checked_session
 
@@ -213,7 +213,7 @@ class Router:
 
     def announce_disconnected(self, peer: str) -> int:
         """Tell the members of its jobs that the host of a session has closed its connection
-        (:mod:`~gradbus.runtime.transport.zenoh.disconnections`). May wait for a full queue; not for the event loop.
+        (:mod:`~gradbus.runtime.network.disconnections`). May wait for a full queue; not for the event loop.
         Returns the number of jobs that it has said to take part in, which a session may make up."""
         import zenoh
 

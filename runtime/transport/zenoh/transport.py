@@ -9,12 +9,12 @@ from typing import Any
 
 from gradbus.runtime import forks
 from gradbus.runtime.errors import BusClosed
+from gradbus.runtime.network.disconnections import DISCONNECTED
 from gradbus.runtime.transport.access_policy import AccessPolicy
 from gradbus.runtime.transport.api import PEER_ID_BYTES, IoThread, JobMembers, Reachable, Traits
 from gradbus.runtime.transport.channels import Channel
 from gradbus.runtime.transport.flags import FlagWaiter
 from gradbus.runtime.transport.schedule import NetworkSchedule, ThreadSchedule
-from gradbus.runtime.transport.zenoh.disconnections import DISCONNECTED
 from gradbus.runtime.transport.zenoh.inlet import ZenohInlet
 from gradbus.runtime.transport.zenoh.keys import owner_in, session_tokens
 from gradbus.runtime.transport.zenoh.outlet import ZenohOutlet

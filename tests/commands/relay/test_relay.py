@@ -25,7 +25,7 @@ from tls_scene import TlsFiles
 from zenoh import CongestionControl
 
 from gradbus.runtime.errors import BusError
-from gradbus.runtime.transport.zenoh.disconnections import DISCONNECTED
+from gradbus.runtime.network.disconnections import DISCONNECTED
 from gradbus.runtime.transport.zenoh.keys import session_token, session_tokens
 from gradbus.runtime.transport.zenoh.relay_settings import DROP_LARGE_AFTER_S
 

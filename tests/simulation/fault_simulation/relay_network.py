@@ -30,10 +30,10 @@ from fault_simulation.trace import Trace
 from fault_simulation.virtual_loop import VirtualLoop
 from fault_simulation.virtual_schedule import VirtualSchedule, sleep_until
 from gradbus.runtime.errors import NotReachable
+from gradbus.runtime.network.disconnections import DISCONNECTED, redial_s
 from gradbus.runtime.transport.api import Traits
 from gradbus.runtime.transport.channels import Channel, is_control_name
 from gradbus.runtime.transport.memory.transport import MemoryReach
-from gradbus.runtime.transport.zenoh.disconnections import DISCONNECTED, redial_s
 from gradbus.runtime.transport.zenoh.inlet import LEAST_CREDIT, OutletState, ZenohInlet
 from gradbus.runtime.transport.zenoh.keys import session_token, unescape
 from gradbus.runtime.transport.zenoh.messages import SAMPLE, number_of

@@ -18,10 +18,10 @@ from ports import free_port
 from tls_scene import HOST
 from zenoh import CongestionControl
 
+from gradbus.runtime.network.disconnections import DISCONNECTED
 from gradbus.runtime.network.links import LinkConfig
 from gradbus.runtime.network.network_config import NetworkConfig
 from gradbus.runtime.transport.api import PeerId
-from gradbus.runtime.transport.zenoh.disconnections import DISCONNECTED
 from gradbus.runtime.transport.zenoh.keys import session_tokens
 from gradbus.runtime.transport.zenoh.opening import open_on_links
 from gradbus.runtime.transport.zenoh.place import ZenohPlace

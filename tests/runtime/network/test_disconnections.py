@@ -9,7 +9,7 @@ from joined_endpoints import LEASE_S, VOLATILE, Joined, Stranger
 from played_router import PlayedConnection
 from transport_scenes import SteppedZenohScene, write
 
-from gradbus.runtime.transport.zenoh.disconnections import (
+from gradbus.runtime.network.disconnections import (
     DISCONNECTED,
     REDIAL_S,
     TURN_S,

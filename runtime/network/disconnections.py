@@ -1,11 +1,12 @@
 """Which sessions of a router have been closed by their hosts and have not come back: plain decisions, without a clock.
 
-The router is a relay, or a member that listens (:mod:`.link_watch`); "relay" here means both.
+The router is a relay, or a member that listens
+(:mod:`~gradbus.runtime.transport.zenoh.link_watch`); "relay" here means both.
 
 **Theory of operation.** When a process ends, however it ends, its kernel closes its connections, and the relay knows it
 within milliseconds (FIN, or RST where data was waiting). A cable that is pulled, a machine without power, a router
 that forgets a connection at one end close nothing: the relay breaks such a link itself, after the lease. The state of
-the connection at the relay tells these two apart (:mod:`gradbus.runtime.network.tcp_connections`). Only the first is
+the connection at the relay tells these two apart (:mod:`.tcp_connections`). Only the first is
 passed on: the relay publishes it under the token of the session.
 
 Four things look the same and are not the end of a process:
