@@ -22,9 +22,10 @@ from gradbus.runtime.network.certificates import (
 )
 from gradbus.runtime.network.endpoints import LinkEndpoint
 from gradbus.runtime.network.links import LinkConfig
+from gradbus.runtime.network.port_probe import why_not_listening
 from gradbus.runtime.network.tls_probe import certificate_at
 from gradbus.runtime.transport.examination import LinkReport
-from gradbus.runtime.transport.zenoh.link_probe import find_fault, why_not_listening
+from gradbus.runtime.transport.zenoh.link_probe import find_fault
 from gradbus.runtime.transport.zenoh.session import open_session
 
 _NEW_AUTHORITY = "an authority: make a new one ('gradbus keys tls HOST --out DIR'), and copy its ca.pem to all"

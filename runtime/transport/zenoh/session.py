@@ -134,7 +134,8 @@ def open_checked_session(
 
 def _explained(links: LinkConfig, mode: Mode, reason: str) -> BusError:
     """Return the error for a session that was not opened. ``reason``: the text of Zenoh."""
-    from gradbus.runtime.transport.zenoh.link_probe import find_fault, why_not_listening
+    from gradbus.runtime.network.port_probe import why_not_listening
+    from gradbus.runtime.transport.zenoh.link_probe import find_fault
 
     reason = _SOURCE.sub("", reason).strip()
     if mode == "router":
