@@ -48,6 +48,8 @@ class Channel:
         for_partners: it is for transports that share another channel as well, and a transport that can tell does not
             match it with others. For what all processes of a job write, so that clients of one controller, which have
             nothing to say to each other, do not receive it from each other.
+        side_links: its samples are large, and may come over so many connections of their own at most, beside the one
+            for control messages. More than one where many write to one inlet at the same time.
 
     Raises (to_message):
         FrameError: the bytes are not a message of this channel.
@@ -67,6 +69,7 @@ class Channel:
     overwrites: bool = False
     lasts_to_all: bool = False
     for_partners: bool = False
+    side_links: int = 0
 
 
 def _train_cmd(sample: Any) -> TrainCmd:
@@ -145,8 +148,10 @@ _GROUPS = Channel(
 CHANNELS: dict[type[Any], Channel] = {
     # A late or restarted client still reads the command of the open round: state, not event.
     TrainCmd: Channel("train/train_cmd", "TrainCmd", True, True, 0, 64, 0.01, False, _train_cmd),
-    ClientUpdate: Channel("train/client_update", "ClientUpdate", False, False, 16, 16, 0.1, False, _client_update),
-    ModelBlob: Channel("train/model_blob", "ModelBlob", True, False, 16, 64, 0.1, True, _model_blob),
+    ClientUpdate: Channel(
+        "train/client_update", "ClientUpdate", False, False, 16, 16, 0.1, False, _client_update, side_links=4
+    ),
+    ModelBlob: Channel("train/model_blob", "ModelBlob", True, False, 16, 64, 0.1, True, _model_blob, side_links=1),
     # Up to PROTOCOL 3 clients and controllers used this one, too, and all of them received everything.
     Control: _GROUPS,
     ToController: replace(_GROUPS, name="train/control/controller"),

@@ -143,12 +143,12 @@ class LossySession:
     def publish(self, key: str, message: bytes, *, urgent: bool) -> bool:
         return self._sent.random() < self._loss or self._below.publish(key, message, urgent=urgent)
 
-    def subscribe(self, expression: str, received: Callable[[str, bytes], None]) -> Any:
+    def subscribe(self, expression: str, received: Callable[[str, bytes], None], *, link: int = 0) -> Any:
         def some(key: str, message: bytes) -> None:
             if self._got.random() >= self._loss:
                 received(key, message)
 
-        return self._below.subscribe(expression, some)
+        return self._below.subscribe(expression, some, link=link)
 
 
 class ZenohNode(ChannelNode):

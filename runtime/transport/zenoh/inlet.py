@@ -12,7 +12,7 @@ sample, and one that is not reliable, waits for no gap.
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -51,6 +51,7 @@ class OutletState:
     """Holds what an inlet knows of one outlet.
 
     Attributes:
+        link: of the session, by which its samples should come.
         handle: by which others know it while the match lasts.
         epoch: of its last START; 0: there was none. wanted: the first sample that is lacking. began, before: what
             that was after the last START, and before it.
@@ -61,6 +62,7 @@ class OutletState:
 
     id: str
     owner: PeerId
+    link: int = 0
     handle: int = 0
     epoch: int = 0
     wanted: int = 1
@@ -111,13 +113,19 @@ class ZenohInlet(ZenohEndpoint):
         self._outlets: dict[str, OutletState] = {}
         self._disconnected: list[OutletState] = []  # reported once
         self._peers = 0
+        self._side_links = min(channel.side_links, place.session.side_links)
         # An inlet knows its own channel only: see lasts_to_all for outlets that keep less.
         self._skips_gaps = channel.keep_last or not channel.reliable
         self._gives_credit = bool(channel.reader_samples) and not (channel.overwrites or self._skips_gaps)
 
-    def subscriptions(self) -> list[tuple[str, Callable[[str, bytes], None]]]:
+    def subscriptions(self) -> list[tuple[str, int, Callable[[str, bytes], None]]]:
         """Messages of outlets."""
-        return [(self.keys.to_all(), self._receive), (self.keys.to_one(self.id), self._receive)]
+        first, links = min(1, self._side_links), range(1, 1 + self._side_links)
+        return [
+            (self.keys.to_all(), first, self._receive),
+            (self.keys.to_one(self.id), first, self._receive_apart),
+            *((self.keys.to_one(self.id, link=link), link, self._receive) for link in links),
+        ]
 
     # Who is there
 
@@ -154,8 +162,16 @@ class ZenohInlet(ZenohEndpoint):
         if outlet is None:
             if len(self._outlets) >= MAX_PEERS:
                 raise BadMessage("too many tokens")
-            outlet = self._outlets[peer] = OutletState(peer, owner)
+            outlet = self._outlets[peer] = OutletState(peer, owner, self._least_used_link())
         return outlet
+
+    def _least_used_link(self) -> int:
+        if not self._side_links:
+            return 0
+        used = Counter(one.link for one in self._outlets.values())
+        link = min(range(1, 1 + self._side_links), key=used.__getitem__)
+        self.place.session.open_side_link(link)
+        return link
 
     def find_peer(self, peer: str, owner: PeerId) -> None:
         """Go on with a match whose outlet has come back; one that is new says START."""
@@ -186,6 +202,13 @@ class ZenohInlet(ZenohEndpoint):
         """Do nothing: answers do not wait."""
 
     # Messages of outlets, with the lock
+
+    def _receive_apart(self, peer: str, message: bytes) -> None:
+        """Receive what has not come over the link that the outlet was told."""
+        outlet = self._outlets.get(peer)
+        if outlet is not None and kind_of(message) == PROBE:
+            outlet.link = 0  # that link brings nothing
+        self._receive(peer, message)
 
     def _receive(self, peer: str, message: bytes) -> None:
         kind = kind_of(message)
@@ -335,8 +358,10 @@ class ZenohInlet(ZenohEndpoint):
                 here |= (number in outlet.early) << (number - ask_first)
         else:
             ask_first = ask_last = 0
-        answer = Ack(outlet.epoch, outlet.wanted, outlet.granted, ask_first, ask_last, here, self.channel.reliable)
-        self._publish_answer(outlet, answer)
+        wanted, granted, is_reliable = outlet.wanted, outlet.granted, self.channel.reliable
+        self._publish_answer(
+            outlet, Ack(outlet.epoch, wanted, granted, ask_first, ask_last, here, is_reliable, outlet.link)
+        )
 
     def _publish_answer(self, outlet: OutletState, ack: Ack) -> None:
         self.place.session.publish(self.keys.ack(outlet.id, self.id), pack_ack(ack), urgent=True)

@@ -7,6 +7,7 @@ All begin with ``gradbus/<version>/<job>/<channel>/``, then:
 | ``out/<outlet>``, ``in/<inlet>`` | tokens: the endpoint is there |
 | ``all/<outlet>`` | from an outlet to all inlets of the channel |
 | ``to/<inlet>/<outlet>`` | from an outlet to one inlet |
+| ``to/<inlet>/<link>/<outlet>`` | the same, over a side link of the inlet (:mod:`.side_links`) |
 | ``ack/<outlet>/<inlet>`` | from an inlet to an outlet |
 
 Beside them stands ``gradbus/<version>/<job>/session/<session>/<transport>``, a token by which a relay knows which of
@@ -91,9 +92,9 @@ class ChannelKeys:
         """Return where an outlet writes for all."""
         return f"{self._base}/all/{outlet}"
 
-    def to_one(self, inlet: str, outlet: str = "*") -> str:
-        """Return where an outlet writes for one inlet."""
-        return f"{self._base}/to/{inlet}/{outlet}"
+    def to_one(self, inlet: str, outlet: str = "*", link: int = 0) -> str:
+        """Return where an outlet writes for one inlet. ``link``: a side link of the inlet's, from 1 on."""
+        return f"{self._base}/to/{inlet}/{link}/{outlet}" if link else f"{self._base}/to/{inlet}/{outlet}"
 
     def ack(self, outlet: str, inlet: str = "*") -> str:
         """Return where an inlet answers an outlet."""

@@ -5,7 +5,7 @@
 | SAMPLE | outlet | number of the sample; the sample, as :mod:`~gradbus.runtime.transport.sample_layout` lays it out |
 | START | outlet | epoch of the match; number of its first sample |
 | PROBE | outlet | epoch; number of the last sample that was sent to this inlet: what it lacks of those is lost |
-| ACK | inlet | epoch, or 0: it knows of no match; the first number that it lacks; the last that it has room for; whether it is reliable; what it asks for: the first, the last (0: nothing), and which of these it has |
+| ACK | inlet | epoch, or 0: it knows of no match; the first number that it lacks; the last that it has room for; whether it is reliable; over which of its links it wants to have the samples; what it asks for: the first, the last (0: nothing), and which of these it has |
 
 Samples are numbered from 1 by their outlet, whoever they are for, so a number means one sample for the life of an
 outlet, and needs no epoch. An epoch tells the matches of an outlet with one inlet apart.
@@ -23,7 +23,7 @@ MAX_NUMBER = (1 << 63) - 1
 
 _SAMPLE = struct.Struct("<B7xQ")  # the sample begins at a multiple of 16, as in memory of its own
 _PAIR = struct.Struct("<B7xQQ")
-_ACK = struct.Struct("<BB6xQQQQQQ")
+_ACK = struct.Struct("<BBB5xQQQQQQ")
 HEADER_BYTES = _SAMPLE.size
 HERE_BITS = 64
 
@@ -50,7 +50,7 @@ class Ack(NamedTuple):
     """All samples before ``wanted`` have arrived, and there is room for those up to ``granted``.
 
     Those from ``ask_first`` to ``ask_last`` are to be sent again, except those that are here: bit ``i`` of ``here``
-    stands for the sample ``ask_first + i``.
+    stands for the sample ``ask_first + i``. ``link``: that the samples are to come over (:mod:`.side_links`).
     """
 
     epoch: int
@@ -60,6 +60,7 @@ class Ack(NamedTuple):
     ask_last: int = 0
     here: int = 0
     is_reliable: bool = True
+    link: int = 0
 
     def asks_for(self, number: int) -> bool:
         """Return whether a sample is to be sent again."""
@@ -94,7 +95,7 @@ def pack_probe(probe: LossProbe) -> bytes:
 
 def pack_ack(ack: Ack) -> bytes:
     """Return the bytes of an ACK."""
-    return _ACK.pack(ACK, ack.is_reliable, *ack[:-1])
+    return _ACK.pack(ACK, ack.is_reliable, ack.link, *ack[:-2])
 
 
 def kind_of(message: bytes) -> int:
@@ -127,10 +128,10 @@ def parse_ack(message: bytes) -> Ack:
     """Return the content of an ACK. Raises BadMessage."""
     if not message or message[0] != ACK:
         raise BadMessage("message of another kind")
-    is_reliable, epoch, wanted, granted, ask_first, ask_last, here = _unpacked(_ACK, message)
+    is_reliable, link, epoch, wanted, granted, ask_first, ask_last, here = _unpacked(_ACK, message)
     if epoch:
         _numbers((wanted,))
-    return Ack(epoch, wanted, min(granted, MAX_NUMBER), ask_first, ask_last, here, bool(is_reliable))
+    return Ack(epoch, wanted, min(granted, MAX_NUMBER), ask_first, ask_last, here, bool(is_reliable), link)
 
 
 def _unpacked(layout: struct.Struct, message: bytes) -> tuple[int, ...]:

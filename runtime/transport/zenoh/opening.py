@@ -12,6 +12,7 @@ from gradbus.runtime.transport.zenoh.link_watch import LinkWatch
 from gradbus.runtime.transport.zenoh.reach import LinkReach
 from gradbus.runtime.transport.zenoh.router import MAX_TOKENS, MEMBER_LIMITS, Router, router_settings
 from gradbus.runtime.transport.zenoh.session import open_session
+from gradbus.runtime.transport.zenoh.side_links import SideLinks
 from gradbus.runtime.transport.zenoh.transport import ZenohTransport
 from gradbus.runtime.transport.zenoh.zenoh_session import ZenohSession
 
@@ -43,7 +44,9 @@ def open_on_links(job: str, domain: int, network: NetworkConfig) -> ZenohTranspo
 
 def _open_session(links: LinkConfig) -> ZenohSession:
     if links.mode != "router":
-        return ZenohSession(open_session(links))
+        session = open_session(links)
+        side_links = SideLinks(session, partial(open_session, links)) if links.is_exposed else None
+        return ZenohSession(session, side_links=side_links)
     session = open_session(links, more=router_settings(MEMBER_LIMITS, {}))
     try:
         router = Router(session, max_members=MAX_TOKENS * MEMBER_LIMITS.sessions)

@@ -61,6 +61,7 @@ class InletState:
     """Holds what an outlet knows of one inlet.
 
     Attributes:
+        link: over which it wants to have what is for it alone.
         handle: by which others know it while the match lasts.
         epoch, first: of its match. started_s: when it was sent the last START.
         acknowledged: it has all samples up to this one. sent: those that were sent. granted: those it has room for.
@@ -78,6 +79,7 @@ class InletState:
 
     id: str
     owner: PeerId
+    link: int = 0
     handle: int = 0
     epoch: int = 0
     first: int = 1
@@ -171,10 +173,12 @@ class ZenohOutlet(ZenohEndpoint):
         self._refused_since_s = 0.0
         self._writes = 0  # in progress
         self._reserved_bytes = 0  # of samples that are being made
+        if channel.side_links:
+            place.session.open_side_link(1)
 
-    def subscriptions(self) -> list[tuple[str, Callable[[str, bytes], None]]]:
+    def subscriptions(self) -> list[tuple[str, int, Callable[[str, bytes], None]]]:
         """Answers of inlets."""
-        return [(self.keys.ack(self.id), self._hear)]
+        return [(self.keys.ack(self.id), 0, self._hear)]
 
     # Who is there
 
@@ -302,7 +306,7 @@ class ZenohOutlet(ZenohEndpoint):
         if ack.is_reliable and arrived < least:
             self._contradict(inlet, ack.wanted)
             raise BadMessage("answer that takes back another")
-        inlet.is_heard = True
+        inlet.is_heard, inlet.link = True, ack.link
         if not inlet.is_matched:
             inlet.is_matched, inlet.is_reliable, inlet.has_missed = True, ack.is_reliable, False
             inlet.handle = self.place.next_number()
@@ -346,7 +350,7 @@ class ZenohOutlet(ZenohEndpoint):
         return self.place.session.publish(key, message, urgent=self._urgent)
 
     def _publish_to(self, inlet: InletState, message: bytes | bytearray) -> bool:
-        return self._publish(self.keys.to_one(inlet.id, self.id), message)
+        return self._publish(self.keys.to_one(inlet.id, self.id, inlet.link), message)
 
     def use_room(self) -> None:
         """Send what waits because the link was congested."""
@@ -392,9 +396,9 @@ class ZenohOutlet(ZenohEndpoint):
         if not ready and all(inlet.sent < one.number for inlet in peers):
             return False
         if ready:
-            to_all = len(ready) > 1 or (len(self._inlets) == 1 and not self._strangers)
-            key = self._to_all if to_all else self.keys.to_one(ready[0].id, self.id)
-            if not self._publish(key, one.sample):
+            is_alone = len(self._inlets) == 1 and not self._strangers and not ready[0].link
+            to_all = len(ready) > 1 or is_alone
+            if not (self._publish(self._to_all, one.sample) if to_all else self._publish_to(ready[0], one.sample)):
                 ready = [inlet for inlet in ready if not inlet.is_reliable]  # for them it is lost
                 if len(ready) < len(lacking):
                     return False
@@ -492,6 +496,8 @@ class ZenohOutlet(ZenohEndpoint):
             inlet.silent_s = 0.0
             return
         inlet.silent_s += inlet.patience_s
+        if inlet.silent_s >= self.place.lease_s / 2:  # its side link may bring nothing
+            inlet.link = 0
         if inlet.silent_s >= self.place.lease_s:
             inlet.is_silent = True
             self._lose_inlet(inlet)

@@ -218,8 +218,9 @@ class ZenohEndpoint(ABC):
         self._strangers: dict[str, PeerId] = {}  # tokens of transports that are no partners yet, the newest last
 
     @abstractmethod
-    def subscriptions(self) -> list[tuple[str, Callable[[str, bytes], None]]]:
-        """Return the expressions that it subscribes to, and what handles such a message, with the lock."""
+    def subscriptions(self) -> list[tuple[str, int, Callable[[str, bytes], None]]]:
+        """Return the expressions that it subscribes to, by which link of the session the messages should come, and what
+        handles them, with the lock."""
 
     @abstractmethod
     def find_peer(self, peer: str, owner: PeerId) -> None:
@@ -262,8 +263,8 @@ class ZenohEndpoint(ABC):
             self.place.endpoints[self.id] = self
         session = self.place.session
         try:
-            for expression, handle in self.subscriptions():
-                self._declared.append(session.subscribe(expression, partial(self._received, handle)))
+            for expression, link, handle in self.subscriptions():
+                self._declared.append(session.subscribe(expression, partial(self._received, handle), link=link))
             self._declared.append(session.declare_token(self.keys.token(self._side, self.id)))
             watched = self.keys.token(self._other_side)
             self._declared.append(session.watch_tokens(watched, self._token_reported))

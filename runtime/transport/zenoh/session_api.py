@@ -25,11 +25,20 @@ class LinkSession(Protocol):
 
     Attributes:
         is_linked: messages reach the relay now, or this process is one.
+        side_links: how many further links messages may come over, numbered from 1; link 0 is that of the session.
     """
 
     @property
     def is_linked(self) -> bool:
         """See above."""
+
+    @property
+    def side_links(self) -> int:
+        """See above."""
+
+    def open_side_link(self, link: int) -> None:
+        """Have a side link opened soon, if it is not. What is not urgent leaves over the first one while that stands,
+        else over link 0."""
 
     def is_congested(self, *, urgent: bool) -> bool:
         """Return whether more messages of this urgency wait to leave than the link takes: a further one should wait."""
@@ -42,8 +51,9 @@ class LinkSession(Protocol):
             lost as well.
         """
 
-    def subscribe(self, expression: str, received: Callable[[str, bytes], None]) -> Declaration:
-        """Call ``received`` with key and content of each message that matches. Raises BusError."""
+    def subscribe(self, expression: str, received: Callable[[str, bytes], None], *, link: int = 0) -> Declaration:
+        """Call ``received`` with key and content of each message that matches. Raises BusError. ``link``: by which they
+        come while it stands, else by link 0. When that changes, some may be lost, and some come twice."""
 
     def declare_token(self, key: str) -> Declaration:
         """Show a token to all that watch for it, now and after each break of the link. Raises BusError."""

@@ -33,6 +33,7 @@ from gradbus.runtime.transport.peer_id import PeerId
 from gradbus.runtime.transport.zenoh.keys import session_token
 from gradbus.runtime.transport.zenoh.link_watch import LinkWatch
 from gradbus.runtime.transport.zenoh.session_api import Declaration
+from gradbus.runtime.transport.zenoh.side_links import SideLinks
 
 CONGESTED_BYTES = WINDOW_BYTES // 4  # of one urgency wait to be put: outlets stop
 MAX_WAITING_BYTES = 2 * WINDOW_BYTES  # of one urgency
@@ -51,10 +52,14 @@ log = get_logger("bus")
 class ZenohSession:
     """Wraps an open session, and closes it."""
 
-    def __init__(self, session: zenoh.Session, *, watch: LinkWatch | None = None) -> None:
-        """``watch``: of the links of a router, which has no relay that it depends on; it is closed with the session."""
+    def __init__(
+        self, session: zenoh.Session, *, watch: LinkWatch | None = None, side_links: SideLinks | None = None
+    ) -> None:
+        """``watch``: of the links of a router, which has no relay that it depends on. ``side_links``: over which
+        messages may come as well. Both are closed with the session."""
         self._session = session
         self._watch = watch
+        self._side_links = side_links
         self._is_router = watch is not None
         self._links: set[str] = set()
         self._link_changed: Callable[[bool], None] | None = None
@@ -121,13 +126,16 @@ class ZenohSession:
             "congestion_control": zenoh.CongestionControl.DROP,
             "priority": _URGENT if urgent else _DATA,
         }
-        keys = self._lanes[urgent].keys
+        keys, session = self._lanes[urgent].keys, self._session
+        if not urgent and self._side_links is not None and (side := self._side_links.outgoing) is not None:
+            session = side
         try:
-            if keys.is_due(key):
-                keys.declared[key] = self._session.declare_publisher(key, **options)
-            publisher = keys.declared.get(key) if self._numbered < MAX_NUMBERED else None
+            if session is self._session and keys.is_due(key):
+                keys.declared[key] = session.declare_publisher(key, **options)
+            may_use = session is self._session and self._numbered < MAX_NUMBERED
+            publisher = keys.declared.get(key) if may_use else None
             if publisher is None:
-                self._session.put(key, message, **options)
+                session.put(key, message, **options)
             else:
                 publisher.put(message)
         except zenoh.ZError as error:
@@ -154,12 +162,24 @@ class ZenohSession:
 
     # Declarations
 
-    def subscribe(self, expression: str, received: Callable[[str, bytes], None]) -> Declaration:
+    @property
+    def side_links(self) -> int:
+        """See :attr:`.LinkSession.side_links`."""
+        return self._side_links.count if self._side_links is not None else 0
+
+    def open_side_link(self, link: int) -> None:
+        """See :meth:`.LinkSession.open_side_link`."""
+        if self._side_links is not None:
+            self._side_links.open(link)
+
+    def subscribe(self, expression: str, received: Callable[[str, bytes], None], *, link: int = 0) -> Declaration:
         """See :meth:`.LinkSession.subscribe`."""
 
         def note(sample: Any) -> None:
             received(str(sample.key_expr), sample.payload.to_bytes())
 
+        if link and self._side_links is not None:
+            return _Declared(expression, partial(self._side_links.subscribe, expression, note, link))
         self._numbered += 1
         declare = partial(self._session.declare_subscriber, expression, Callback(note, indirect=False))
         return _Declared(expression, declare)
@@ -190,8 +210,9 @@ class ZenohSession:
                 lane.changed.notify()
         for thread in threads:
             thread.join(CLOSE_S)
-        if self._watch is not None:
-            self._watch.close()
+        for also in (self._watch, self._side_links):
+            if also is not None:
+                also.close()
         try:
             self._session.close()
         except zenoh.ZError as error:  # the relay does not read any more; the link ends with the process at the latest

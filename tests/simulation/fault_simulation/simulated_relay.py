@@ -15,6 +15,7 @@ from typing import Any, Protocol, TypeAlias
 
 from gradbus.runtime.transport.schedule import NetworkSchedule
 
+SIDE_LINKS = 2  # what comes over one keeps no order with what comes over another
 RECONNECT_S = (0.05, 0.5)  # from the break of a link until it stands again
 TOKENS, DATA, URGENT = 0, 1, 2
 
@@ -149,6 +150,13 @@ class SimulatedSession:
     def start(self, link_changed: Callable[[bool], None], room_made: Step) -> None:
         self._link_changed = link_changed
 
+    @property
+    def side_links(self) -> int:
+        return SIDE_LINKS
+
+    def open_side_link(self, link: int) -> None:
+        """All stand from the beginning."""
+
     def is_congested(self, *, urgent: bool) -> bool:
         return urgent in self.congested
 
@@ -162,7 +170,7 @@ class SimulatedSession:
             self._send(urgency, lambda: self.relay.pass_on(self, key, content, urgency))
         return True
 
-    def subscribe(self, expression: str, received: Callable[[str, bytes], None]) -> _Declared:
+    def subscribe(self, expression: str, received: Callable[[str, bytes], None], *, link: int = 0) -> _Declared:
         one = (expression, received)
         self.subscribed.append(one)
         return _Declared(lambda: self.subscribed.remove(one))

@@ -52,7 +52,19 @@ def test_start_and_probe_come_back(epoch: int, number: int) -> None:
     )
 
 
-@given(st.builds(Ack, NUMBERS, NUMBERS, NUMBERS, NUMBERS, NUMBERS, st.integers(0, 2**HERE_BITS - 1), st.booleans()))
+@given(
+    st.builds(
+        Ack,
+        NUMBERS,
+        NUMBERS,
+        NUMBERS,
+        NUMBERS,
+        NUMBERS,
+        st.integers(0, 2**HERE_BITS - 1),
+        st.booleans(),
+        st.integers(0, 255),
+    )
+)
 def test_an_answer_comes_back(ack: Ack) -> None:
     assert parse_ack(pack_ack(ack)) == ack
 

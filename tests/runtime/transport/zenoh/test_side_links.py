@@ -1,0 +1,159 @@
+"""Side links of a session, over a true relay: what many send comes side by side, and comes whatever becomes of them."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from functools import partial
+
+import pytest
+import zenoh
+from patience import until
+from tcp_proxy import TcpProxy
+from zenoh_node import Relay, session_config
+
+from gradbus.runtime.errors import NotReachable
+from gradbus.runtime.transport.zenoh.keys import ChannelKeys
+from gradbus.runtime.transport.zenoh.side_links import MAX_BREAKS, SIDE_LINKS, SideLinks
+from gradbus.runtime.transport.zenoh.zenoh_session import ZenohSession
+
+KEYS = ChannelKeys("a-job", "a-channel")
+LINKS = range(1, SIDE_LINKS + 1)
+ROUND_S = 0.3  # for what is sent to arrive, where it does
+
+pytestmark = pytest.mark.slow
+
+
+class Receiver:
+    """A session with side links, whose connections pass a proxy each, and one that sends to it over each of them."""
+
+    def __init__(self, relay: Relay, *, refused: int = 0) -> None:
+        """``refused``: side links that the relay does not bear."""
+        self.proxies = [TcpProxy(relay.port) for _ in range(SIDE_LINKS)]
+        self._left = iter(self.proxies[: SIDE_LINKS - refused])
+        main = zenoh.open(session_config("client", relay.port))
+        self._side_links = SideLinks(main, self._open)
+        self._session = ZenohSession(main, side_links=self._side_links)
+        self._sender = ZenohSession(zenoh.open(session_config("client", relay.port)))
+        self._sender.start(lambda _: None, lambda: None)
+        self._heard: Counter[tuple[int, bytes]] = Counter()
+        self._lock = threading.Lock()
+        self._numbers = itertools.count()
+        self._side_links.open(SIDE_LINKS)
+        self.declared = [
+            self._session.subscribe(KEYS.to_one("inlet", link=link), partial(self._note, link), link=link)
+            for link in LINKS
+        ]
+
+    def _open(self) -> zenoh.Session:
+        proxy = next(self._left, None)
+        if proxy is None:
+            raise NotReachable("no more sessions")
+        return zenoh.open(session_config("client", proxy.port))
+
+    def _note(self, link: int, _: str, message: bytes) -> None:
+        with self._lock:
+            self._heard[link, message] += 1
+
+    def hears(self) -> Counter[int]:
+        """Send once for each link. Return how often that was heard: as soon as all was, or after a while."""
+        content = next(self._numbers).to_bytes(4, "big")
+        for link in LINKS:
+            self._sender.publish(KEYS.to_one("inlet", "outlet", link), content, urgent=False)
+        until_s = time.monotonic() + ROUND_S
+        while True:
+            with self._lock:
+                heard = Counter({link: count for (link, what), count in self._heard.items() if what == content})
+            if len(heard) == SIDE_LINKS or time.monotonic() > until_s:
+                return heard
+            time.sleep(0.005)
+
+    def close(self) -> None:
+        self._session.close()
+        self._sender.close()
+        for proxy in self.proxies:
+            proxy.close()
+
+
+@pytest.fixture
+def relay() -> Iterator[Relay]:
+    with Relay() as relay:
+        yield relay
+
+
+@pytest.fixture
+def receiver(relay: Relay) -> Iterator[Receiver]:
+    receiver = Receiver(relay)
+    yield receiver
+    receiver.close()
+
+
+def is_in_use(receiver: Receiver, link: int) -> bool:
+    """Return whether this side link brings what is sent for it, and nothing else does."""
+    proxy = receiver.proxies[link - 1]
+    proxy.hold()
+    heard = set(receiver.hears())
+    proxy.let_pass()  # also what opens a link
+    return heard == set(LINKS) - {link}
+
+
+def find_in_use(receiver: Receiver) -> None:
+    """Wait until all side links are in use."""
+    for link in LINKS:
+        until(lambda link=link: is_in_use(receiver, link))  # type: ignore[misc]
+
+
+def test_each_side_link_brings_what_is_sent_for_it_once(receiver: Receiver) -> None:
+    find_in_use(receiver)
+    assert receiver.hears() == Counter(LINKS)
+
+
+def test_the_session_receives_for_a_side_link_that_is_broken_until_it_stands_again(receiver: Receiver) -> None:
+    find_in_use(receiver)
+    proxy = receiver.proxies[1]
+    proxy.break_links(refuse=True)
+    until(lambda: not is_in_use(receiver, 2))
+    assert receiver.hears() == Counter(LINKS)
+    proxy.accept()
+    until(lambda: is_in_use(receiver, 2))
+
+
+def test_all_comes_where_a_relay_bears_fewer_sessions(relay: Relay) -> None:
+    receiver = Receiver(relay, refused=2)
+    try:
+        until(lambda: is_in_use(receiver, 1))
+        assert receiver.hears() == Counter(LINKS)
+    finally:
+        receiver.close()
+
+
+def test_a_side_link_that_a_relay_ends_again_and_again_is_given_up(receiver: Receiver) -> None:
+    find_in_use(receiver)
+    proxy = receiver.proxies[0]
+    for breaks in range(1, MAX_BREAKS + 1):
+        proxy.break_links(refuse=True)
+        until(lambda: not is_in_use(receiver, 1))
+        proxy.accept()
+        if breaks < MAX_BREAKS:
+            until(lambda: is_in_use(receiver, 1))
+    proxy.hold()
+    assert receiver.hears() == Counter(LINKS)
+    assert is_in_use(receiver, 2)
+
+
+def test_a_relay_that_is_restarted_is_no_end_of_side_links(relay: Relay, receiver: Receiver) -> None:
+    find_in_use(receiver)
+    for _ in range(MAX_BREAKS):
+        relay.kill()
+        relay.start()
+        find_in_use(receiver)
+
+
+def test_nothing_comes_after_a_subscription_was_taken_back(receiver: Receiver) -> None:
+    find_in_use(receiver)
+    for one in receiver.declared:
+        one.undeclare()
+    until(lambda: not receiver.hears())
