@@ -140,8 +140,8 @@ class LossySession:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._below, name)
 
-    def publish(self, key: str, message: bytes, *, urgent: bool) -> bool:
-        return self._sent.random() < self._loss or self._below.publish(key, message, urgent=urgent)
+    def publish(self, key: str, message: bytes, *, urgent: bool, apart: bool = False) -> bool:
+        return self._sent.random() < self._loss or self._below.publish(key, message, urgent=urgent, apart=apart)
 
     def subscribe(self, expression: str, received: Callable[[str, bytes], None], *, link: int = 0) -> Any:
         def some(key: str, message: bytes) -> None:

@@ -114,16 +114,18 @@ class ZenohInlet(ZenohEndpoint):
         self._disconnected: list[OutletState] = []  # reported once
         self._peers = 0
         self._side_links = min(channel.side_links, place.session.side_links)
+        if self._side_links:
+            place.session.open_side_link(1)
         # An inlet knows its own channel only: see lasts_to_all for outlets that keep less.
         self._skips_gaps = channel.keep_last or not channel.reliable
         self._gives_credit = bool(channel.reader_samples) and not (channel.overwrites or self._skips_gaps)
 
     def subscriptions(self) -> list[tuple[str, int, Callable[[str, bytes], None]]]:
         """Messages of outlets."""
-        first, links = min(1, self._side_links), range(1, 1 + self._side_links)
+        links = range(1, 1 + self._side_links)
         return [
-            (self.keys.to_all(), first, self._receive),
-            (self.keys.to_one(self.id), first, self._receive_apart),
+            (self.keys.to_all(), min(1, self._side_links), self._receive),
+            (self.keys.to_one(self.id), 0, self._receive_by_session),
             *((self.keys.to_one(self.id, link=link), link, self._receive) for link in links),
         ]
 
@@ -162,16 +164,8 @@ class ZenohInlet(ZenohEndpoint):
         if outlet is None:
             if len(self._outlets) >= MAX_PEERS:
                 raise BadMessage("too many tokens")
-            outlet = self._outlets[peer] = OutletState(peer, owner, self._least_used_link())
+            outlet = self._outlets[peer] = OutletState(peer, owner)
         return outlet
-
-    def _least_used_link(self) -> int:
-        if not self._side_links:
-            return 0
-        used = Counter(one.link for one in self._outlets.values())
-        link = min(range(1, 1 + self._side_links), key=used.__getitem__)
-        self.place.session.open_side_link(link)
-        return link
 
     def find_peer(self, peer: str, owner: PeerId) -> None:
         """Go on with a match whose outlet has come back; one that is new says START."""
@@ -203,12 +197,21 @@ class ZenohInlet(ZenohEndpoint):
 
     # Messages of outlets, with the lock
 
-    def _receive_apart(self, peer: str, message: bytes) -> None:
-        """Receive what has not come over the link that the outlet was told."""
+    def _receive_by_session(self, peer: str, message: bytes) -> None:
+        """Receive over link 0. So comes a PROBE of an outlet that has no answer to what it sent over a side link."""
         outlet = self._outlets.get(peer)
-        if outlet is not None and kind_of(message) == PROBE:
-            outlet.link = 0  # that link brings nothing
+        is_probe = outlet is not None and outlet.link > 0 and kind_of(message) == PROBE
+        if outlet is not None and is_probe and parse_probe(message).epoch == outlet.epoch:
+            outlet.link = 0
+            self.place.after(2 * self.place.lease_s, self._choose_link, outlet)
         self._receive(peer, message)
+
+    def _choose_link(self, outlet: OutletState) -> None:
+        """Have an outlet use the link that the fewest others do, if it uses none."""
+        if self._side_links and not outlet.link:
+            used = Counter(one.link for one in self._outlets.values())
+            outlet.link = min(range(1, 1 + self._side_links), key=used.__getitem__)
+            self.place.session.open_side_link(outlet.link)
 
     def _receive(self, peer: str, message: bytes) -> None:
         kind = kind_of(message)
@@ -248,6 +251,7 @@ class ZenohInlet(ZenohEndpoint):
             self.place.after(self.place.lease_s, self._forget_counted, peer)
         if epoch != outlet.epoch:  # those of one outlet keep their order
             outlet.begin(epoch, first)
+            self._choose_link(outlet)
             if outlet.is_there:
                 outlet.handle = self.place.next_number()
                 self.note_match()

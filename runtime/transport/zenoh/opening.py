@@ -11,7 +11,7 @@ from gradbus.runtime.transport.api import Traits
 from gradbus.runtime.transport.zenoh.link_watch import LinkWatch
 from gradbus.runtime.transport.zenoh.reach import LinkReach
 from gradbus.runtime.transport.zenoh.router import MAX_TOKENS, MEMBER_LIMITS, Router, router_settings
-from gradbus.runtime.transport.zenoh.session import open_session
+from gradbus.runtime.transport.zenoh.session import open_session, open_side_session
 from gradbus.runtime.transport.zenoh.side_links import SideLinks
 from gradbus.runtime.transport.zenoh.transport import ZenohTransport
 from gradbus.runtime.transport.zenoh.zenoh_session import ZenohSession
@@ -45,7 +45,7 @@ def open_on_links(job: str, domain: int, network: NetworkConfig) -> ZenohTranspo
 def _open_session(links: LinkConfig) -> ZenohSession:
     if links.mode != "router":
         session = open_session(links)
-        side_links = SideLinks(session, partial(open_session, links)) if links.is_exposed else None
+        side_links = SideLinks(session, partial(open_side_session, links)) if links.is_exposed else None
         return ZenohSession(session, side_links=side_links)
     session = open_session(links, more=router_settings(MEMBER_LIMITS, {}))
     try:

@@ -250,6 +250,7 @@ class ZenohOutlet(ZenohEndpoint):
             self.note_match()
         inlet.epoch, inlet.first = self._epoch, first
         inlet.is_matched = inlet.has_missed = False
+        inlet.link = 0
         inlet.acknowledged = inlet.sent = first - 1
         inlet.granted = 0
         inlet.flight.clear()
@@ -306,7 +307,7 @@ class ZenohOutlet(ZenohEndpoint):
         if ack.is_reliable and arrived < least:
             self._contradict(inlet, ack.wanted)
             raise BadMessage("answer that takes back another")
-        inlet.is_heard, inlet.link = True, ack.link
+        inlet.is_heard, inlet.link = True, ack.link if ack.link <= self.channel.side_links else 0
         if not inlet.is_matched:
             inlet.is_matched, inlet.is_reliable, inlet.has_missed = True, ack.is_reliable, False
             inlet.handle = self.place.next_number()
@@ -346,11 +347,14 @@ class ZenohOutlet(ZenohEndpoint):
 
     # Sending, with the lock
 
-    def _publish(self, key: str, message: bytes | bytearray) -> bool:
-        return self.place.session.publish(key, message, urgent=self._urgent)
+    def _publish(self, key: str, message: bytes | bytearray, *, apart: bool) -> bool:
+        return self.place.session.publish(key, message, urgent=self._urgent, apart=apart)
 
     def _publish_to(self, inlet: InletState, message: bytes | bytearray) -> bool:
-        return self._publish(self.keys.to_one(inlet.id, self.id, inlet.link), message)
+        return self._publish(self.keys.to_one(inlet.id, self.id, inlet.link), message, apart=inlet.link > 0)
+
+    def _publish_to_all(self, message: bytes | bytearray) -> bool:
+        return self._publish(self._to_all, message, apart=self.channel.side_links > 0)
 
     def use_room(self) -> None:
         """Send what waits because the link was congested."""
@@ -398,7 +402,7 @@ class ZenohOutlet(ZenohEndpoint):
         if ready:
             is_alone = len(self._inlets) == 1 and not self._strangers and not ready[0].link
             to_all = len(ready) > 1 or is_alone
-            if not (self._publish(self._to_all, one.sample) if to_all else self._publish_to(ready[0], one.sample)):
+            if not (self._publish_to_all(one.sample) if to_all else self._publish_to(ready[0], one.sample)):
                 ready = [inlet for inlet in ready if not inlet.is_reliable]  # for them it is lost
                 if len(ready) < len(lacking):
                     return False
@@ -496,7 +500,7 @@ class ZenohOutlet(ZenohEndpoint):
             inlet.silent_s = 0.0
             return
         inlet.silent_s += inlet.patience_s
-        if inlet.silent_s >= self.place.lease_s / 2:  # its side link may bring nothing
+        if inlet.silent_s >= self.place.lease_s / 2:  # what is sent over its side link, or ours, may not arrive
             inlet.link = 0
         if inlet.silent_s >= self.place.lease_s:
             inlet.is_silent = True

@@ -120,16 +120,28 @@ def open_checked_session(
     import zenoh
 
     mode = links.mode if mode is None else mode
-    settings = {**session_settings(links, mode), **(more or {})}
-    config = zenoh.Config()
-    for name, value in settings.items():
-        config.insert_json5(name, json.dumps(value))
     if mode == "router":
         reserve_forwarding_threads()
     try:
-        return zenoh.open(config)
+        return zenoh.open(_config({**session_settings(links, mode), **(more or {})}))
     except zenoh.ZError as error:
         raise _explained(links, mode, str(error)) from None
+
+
+def open_side_session(links: LinkConfig) -> zenoh.Session:
+    """Open one more session like one that is open. Not for the event loop. Raises ZError, without a look for why."""
+    import zenoh
+
+    return zenoh.open(_config(session_settings(links, "client")))
+
+
+def _config(settings: Mapping[str, Any]) -> zenoh.Config:
+    import zenoh
+
+    config = zenoh.Config()
+    for name, value in settings.items():
+        config.insert_json5(name, json.dumps(value))
+    return config
 
 
 def _explained(links: LinkConfig, mode: Mode, reason: str) -> BusError:

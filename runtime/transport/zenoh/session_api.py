@@ -37,14 +37,14 @@ class LinkSession(Protocol):
         """See above."""
 
     def open_side_link(self, link: int) -> None:
-        """Have a side link opened soon, if it is not. What is not urgent leaves over the first one while that stands,
-        else over link 0."""
+        """Have a side link opened soon, if it is not."""
 
     def is_congested(self, *, urgent: bool) -> bool:
         """Return whether more messages of this urgency wait to leave than the link takes: a further one should wait."""
 
-    def publish(self, key: str, message: bytes | bytearray, *, urgent: bool) -> bool:
-        """Send a message, without waiting. ``urgent``: before all that is not.
+    def publish(self, key: str, message: bytes | bytearray, *, urgent: bool, apart: bool = False) -> bool:
+        """Send a message, without waiting. ``urgent``: before all that is not. ``apart``: over the first side link
+        while that stands.
 
         Returns:
             False: it was dropped, because too much is waiting to leave, or there is no link. What was accepted can be

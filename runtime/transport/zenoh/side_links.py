@@ -5,21 +5,24 @@ while forgets what it knew, and then takes seconds to reach the rate of the link
 4.8 MB began at 1 Mbit/s of 100). And where packets are lost, many connections lose less than one: when the updates of a
 round come together, all senders have a connection of their own to the relay, which has one to the receiver.
 
-**Theory of operation.** Each side link is a session of its own. What is not urgent leaves over the first one. An inlet
-that many write to divides its outlets among the links, and tells each in its answers over which one it wants to have
-the samples: then these travel under a key with the number of the link (:mod:`.keys`), which that session subscribes to.
-So all samples of an outlet take the same way, and keep their order. Until a side link stands, and while it is broken,
-the session itself does its work. What is lost or comes twice while they change is sent again, or recognized, as always.
+**Theory of operation.** Each side link is a session of its own. Large messages leave over the first one. An inlet that
+many write to divides its outlets among the links, and tells each in its answers over which one it wants to have the
+samples: then these travel under a key with the number of the link (:mod:`.keys`), which that session subscribes to. So
+all samples of an outlet take the same way, and keep their order. While a side link does not stand, or leads to another
+relay, the session itself does its work. What is lost or comes twice while they change is sent again, or recognized, as
+always.
 
 A thread (``gradbus-side``) opens the links and moves the subscriptions: both may wait. Nobody depends on it: where no
 side link comes up, all goes over the session. A relay that bears fewer sessions of one node closes those beyond, as
-often as they come: so a side link that breaks now and again while that of the session stands is given up.
+often as they come: so a side link that breaks now and again while that of the session stands is given up, and all are
+closed while that of the session is broken, for which they would leave no room.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,15 +31,16 @@ from typing import TYPE_CHECKING, Any
 import zenoh
 from zenoh.handlers import Callback
 
-from gradbus.runtime.errors import BusError, ConfigError
 from gradbus.runtime.logs import get_logger
+from gradbus.runtime.transport.zenoh.session import OPEN_S
 
 if TYPE_CHECKING:
     from gradbus.runtime.transport.zenoh.session_api import Declaration
 
 SIDE_LINKS = 4  # of a session
 MAX_BREAKS = 3  # of a side link while that of the session stands
-CLOSE_S = 1.0  # for the thread, which may be opening a link
+RETRY_S = 30.0  # until another attempt, after one that failed
+CLOSE_S = OPEN_S + 1.0  # for the thread: one that is opening a session must not be left to the end of the interpreter
 
 log = get_logger("bus")
 
@@ -49,45 +53,59 @@ class SideLinks:
     """
 
     def __init__(self, main: zenoh.Session, open_session: Callable[[], zenoh.Session], count: int = SIDE_LINKS) -> None:
-        """``open_session``: opens one more session like ``main``; it may take seconds."""
+        """``open_session``: opens one more session like ``main``; it may take seconds, and raise ZError."""
         self.count = count
-        self._sessions: list[Any] = [main]  # by link
         self._open_session = open_session
-        self._listeners: list[Any] = []
-        self._wanted = 0  # links, from the first on
-        self._is_refused = False  # one was not opened: no others are tried
-        self._events: deque[tuple[int, bool]] = deque()  # links that have come up, or broken
-        self._up: set[int] = set()
+        self._sessions: dict[int, Any] = {0: main}  # by link; only the thread adds to it
+        self._relays: dict[int, str] = {}  # by link that stands: what is at its other end
+        self._broken: deque[int] = deque()  # links
         self._breaks: Counter[int] = Counter()  # since that of the session broke
         self._given_up: set[int] = set()
+        self._retry_s = 0.0
+        self._listeners: dict[int, Any] = {}  # by link
         self._subscriptions: dict[int, _Moving] = {}
-        self._lock = threading.Lock()  # of the subscriptions; held while they are declared, so not for callbacks
-        self._starting = threading.Lock()
+        self._lock = threading.Lock()  # of subscriptions and thread; nothing waits with it
+        self._wanted = 0  # links, from the first on
         self._woken = threading.Event()
-        self._is_closed = False
+        self._is_closed = self._has_failed = False
         self._thread: threading.Thread | None = None
 
     def open(self, link: int) -> None:
         """Have the side links up to this one opened, if they are not. Waits for nothing."""
         if link <= self._wanted:
             return
-        with self._starting:
+        with self._lock:
             self._wanted = max(link, self._wanted)
             if self._thread is None and not self._is_closed:
                 self._thread = threading.Thread(target=self._run, name="gradbus-side", daemon=True)
                 self._thread.start()
         self._woken.set()
 
+    def close(self) -> None:
+        """Close the side links."""
+        with self._lock:
+            self._is_closed = True
+        self._woken.set()
+        if self._thread is not None:
+            self._thread.join(CLOSE_S)
+
+    def _is_up(self, link: int) -> bool:
+        relay = self._relays.get(link)
+        is_there = link in self._sessions and link not in self._given_up and not self._has_failed
+        return is_there and relay is not None and relay == self._relays.get(0)
+
     @property
     def outgoing(self) -> Any:
         """Return the session over whose link large messages leave: the first one while it stands; None: none does."""
-        return self._sessions[1] if 1 in self._up and 1 not in self._given_up else None
+        return self._sessions.get(1) if self._is_up(1) else None
+
+    # Subscriptions
 
     def subscribe(self, expression: str, note: Callable[[Any], None], link: int) -> Declaration:
-        """Subscribe over a side link, and over the session until that stands. Raises ZError."""
+        """Subscribe over a side link, and over the session while that does not stand. Raises ZError."""
         made = _Moving(self, expression, note, link)
+        made.declared = made.declare(self._sessions[0])
         with self._lock:
-            self._declare(made, 0)
             self._subscriptions[id(made)] = made
         self._woken.set()
         return made
@@ -95,25 +113,24 @@ class SideLinks:
     def forget(self, moving: _Moving) -> None:
         """Take a subscription back. Raises ZError."""
         with self._lock:
-            if self._subscriptions.pop(id(moving), None) is not None:
-                moving.declared.undeclare()
+            if self._subscriptions.pop(id(moving), None) is None:
+                return
+        moving.declared.undeclare()
 
-    def close(self) -> None:
-        """Close the side links. One that is being opened is closed by the thread."""
-        self._is_closed = True
-        self._woken.set()
-        if self._thread is not None:
-            self._thread.join(CLOSE_S)
-
-    def _declare(self, moving: _Moving, way: int) -> None:
-        """Have another session receive, by its number; then take back where it came before. With the lock."""
-        before, moving.way = moving.declared, way
-        moving.declared = self._sessions[way].declare_subscriber(
-            moving.expression, Callback(moving.note, indirect=False)
-        )
-        if before is not None:
+    def _move(self) -> None:
+        """Move subscriptions to where they belong: first the new one is there, then the old one goes. Raises ZError."""
+        with self._lock:
+            subscriptions = list(self._subscriptions.values())
+        for moving in subscriptions:
+            way = moving.link if self._is_up(moving.link) else 0
+            if moving.way == way:
+                continue
+            declared = moving.declare(self._sessions[way])
+            with self._lock:
+                if id(moving) in self._subscriptions:
+                    moving.declared, declared, moving.way = declared, moving.declared, way
             with contextlib.suppress(zenoh.ZError):  # its session is closed, and it with it
-                before.undeclare()
+                declared.undeclare()
 
     # The thread
 
@@ -121,57 +138,74 @@ class SideLinks:
         try:
             self._watch(0)
             while not self._is_closed:
-                while len(self._sessions) <= self._wanted and not (self._is_closed or self._is_refused):
-                    self._open_link(len(self._sessions))
-                self._move()
-                self._woken.wait()
+                self._settle()
+                self._woken.wait(RETRY_S)
                 self._woken.clear()
-        except zenoh.ZError as error:  # the session is closed, or about to be
-            log.debug("side links are not used any more", reason=str(error))
+        except Exception:
+            if not self._is_closed:
+                log.exception("large messages share the link of small ones from now on")
         finally:
-            self._up.clear()
-            for session in self._sessions[1:]:
-                with contextlib.suppress(zenoh.ZError):
-                    session.close()
+            self._has_failed = True
+            with contextlib.suppress(zenoh.ZError):  # the session is closed, too
+                self._close_links(*self._sessions)
+
+    def _settle(self) -> None:
+        """Do what the links that have come up or broken ask for."""
+        while self._broken:
+            self._note_break(self._broken.popleft())
+        relay = self._relays.get(0)
+        self._move()
+        astray = [link for link in self._sessions if self._relays.get(link, relay) != relay]
+        if astray:
+            self._retry_s = time.monotonic() + RETRY_S
+        self._close_links(*astray, *self._given_up)
+        for link in range(1, 1 + self._wanted):
+            if link not in self._sessions and link not in self._given_up and 0 in self._relays and not self._is_closed:
+                self._open_link(link)
+                self._move()
+
+    def _note_break(self, link: int) -> None:
+        if link == 0:
+            self._given_up.clear()
+            self._breaks.clear()
+            self._close_links(*self._sessions)
+        elif link in self._sessions:
+            self._breaks[link] += 1
+            if self._breaks[link] >= MAX_BREAKS:
+                self._given_up.add(link)
 
     def _open_link(self, link: int) -> None:
+        if time.monotonic() < self._retry_s:
+            return
         try:
-            self._sessions.append(self._open_session())
-        except (BusError, ConfigError) as error:  # such as a relay that bears no more sessions
-            log.info("large messages share the link of others", side_links=link - 1, reason=str(error))
-            self._is_refused = True
+            self._sessions[link] = self._open_session()
+        except zenoh.ZError as error:  # such as of a relay that bears no more sessions
+            self._retry_s = time.monotonic() + RETRY_S
+            log.info("large messages share a link", side_link=link, reason=str(error))
         else:
             self._watch(link)
 
+    def _close_links(self, *links: int) -> None:
+        closing = set(links) & (set(self._sessions) - {0})
+        for link in closing:
+            self._relays.pop(link, None)
+        if closing and not self._is_closed:
+            self._move()
+        for link in closing:
+            with contextlib.suppress(zenoh.ZError):
+                self._sessions.pop(link).close()
+
     def _watch(self, link: int) -> None:
         def note(event: Any) -> None:  # on a thread of Zenoh's
-            self._events.append((link, event.kind == zenoh.SampleKind.PUT))
+            relay = str(event.transport.zid)
+            if event.kind == zenoh.SampleKind.PUT:
+                self._relays[link] = relay
+            elif self._relays.get(link) == relay and self._relays.pop(link, None) is not None:
+                self._broken.append(link)
             self._woken.set()
 
         watch = self._sessions[link].info.declare_transport_events_listener
-        self._listeners.append(watch(Callback(note, indirect=False), history=True))
-
-    def _move(self) -> None:
-        """Move subscriptions to where they belong."""
-        while self._events:
-            self._note_change(*self._events.popleft())
-        with self._lock:
-            for moving in self._subscriptions.values():
-                way = moving.link if moving.link in self._up - self._given_up else 0
-                if moving.way != way:
-                    self._declare(moving, way)
-
-    def _note_change(self, link: int, is_up: bool) -> None:
-        change = self._up.add if is_up else self._up.discard
-        change(link)
-        if is_up:
-            return
-        self._breaks[link] += 1
-        if link == 0:  # so the others may break, too: the relay ends
-            self._breaks.clear()
-        elif self._breaks[link] == MAX_BREAKS:
-            self._given_up.add(link)
-            self._sessions[link].close()
+        self._listeners[link] = watch(Callback(note, indirect=False), history=True)
 
 
 @dataclass(slots=True, eq=False)
@@ -184,6 +218,10 @@ class _Moving:
     link: int
     declared: Any = None
     way: int = 0
+
+    def declare(self, session: zenoh.Session) -> Any:
+        """Have a session receive for it."""
+        return session.declare_subscriber(self.expression, Callback(self.note, indirect=False))
 
     def undeclare(self) -> None:
         """See :meth:`.Declaration.undeclare`."""

@@ -106,13 +106,13 @@ class ZenohSession:
         """See :meth:`.LinkSession.is_congested`."""
         return self._lanes[urgent].is_congested
 
-    def publish(self, key: str, message: bytes | bytearray, *, urgent: bool) -> bool:
+    def publish(self, key: str, message: bytes | bytearray, *, urgent: bool, apart: bool = False) -> bool:
         """See :meth:`.LinkSession.publish`."""
         with self._lock:
             lane = self._lanes[urgent]
             if self._is_closed or not self.is_linked or lane.waiting_bytes >= MAX_WAITING_BYTES:
                 return False
-            lane.waiting.append((key, message))
+            lane.waiting.append((key, message, apart))
             lane.waiting_bytes += len(message) + _MESSAGE_BYTES
             lane.is_congested = lane.is_congested or lane.waiting_bytes >= CONGESTED_BYTES
             if lane.thread is None:
@@ -121,21 +121,22 @@ class ZenohSession:
             lane.changed.notify()
         return True
 
-    def _put(self, key: str, message: bytes | bytearray, *, urgent: bool) -> None:
+    def _put(self, key: str, message: bytes | bytearray, *, urgent: bool, apart: bool) -> None:
         options: dict[str, Any] = {
             "congestion_control": zenoh.CongestionControl.DROP,
             "priority": _URGENT if urgent else _DATA,
         }
-        keys, session = self._lanes[urgent].keys, self._session
-        if not urgent and self._side_links is not None and (side := self._side_links.outgoing) is not None:
-            session = side
+        keys = self._lanes[urgent].keys
+        side = self._side_links.outgoing if apart and self._side_links is not None else None
         try:
-            if session is self._session and keys.is_due(key):
-                keys.declared[key] = session.declare_publisher(key, **options)
-            may_use = session is self._session and self._numbered < MAX_NUMBERED
-            publisher = keys.declared.get(key) if may_use else None
+            if side is not None:
+                side.put(key, message, **options)
+                return
+            if keys.is_due(key):
+                keys.declared[key] = self._session.declare_publisher(key, **options)
+            publisher = keys.declared.get(key) if self._numbered < MAX_NUMBERED else None
             if publisher is None:
-                session.put(key, message, **options)
+                self._session.put(key, message, **options)
             else:
                 publisher.put(message)
         except zenoh.ZError as error:
@@ -149,8 +150,8 @@ class ZenohSession:
                 lane.changed.wait_for(lambda: self._is_closed or lane.waiting)
                 if not lane.waiting:
                     return
-                key, message = lane.waiting.popleft()
-            self._put(key, message, urgent=urgent)
+                key, message, apart = lane.waiting.popleft()
+            self._put(key, message, urgent=urgent, apart=apart)
             with self._lock:
                 lane.waiting_bytes -= len(message) + _MESSAGE_BYTES
                 has_room = lane.is_congested and 2 * lane.waiting_bytes < CONGESTED_BYTES
@@ -232,7 +233,7 @@ class _Lane:
 
     def __init__(self, lock: threading.Lock) -> None:
         self.changed = threading.Condition(lock)
-        self.waiting: deque[tuple[str, bytes | bytearray]] = deque()
+        self.waiting: deque[tuple[str, bytes | bytearray, bool]] = deque()
         self.waiting_bytes = 0
         self.is_congested = False
         self.keys = DeclaredKeys()

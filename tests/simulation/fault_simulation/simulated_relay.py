@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeAlias
 
 from gradbus.runtime.transport.schedule import NetworkSchedule
 
-SIDE_LINKS = 2  # what comes over one keeps no order with what comes over another
+SIDE_LINKS = 2  # in name only: all keeps its order
 RECONNECT_S = (0.05, 0.5)  # from the break of a link until it stands again
 TOKENS, DATA, URGENT = 0, 1, 2
 
@@ -160,7 +160,7 @@ class SimulatedSession:
     def is_congested(self, *, urgent: bool) -> bool:
         return urgent in self.congested
 
-    def publish(self, key: str, message: bytes | bytearray, *, urgent: bool) -> bool:
+    def publish(self, key: str, message: bytes | bytearray, *, urgent: bool, apart: bool = False) -> bool:
         content, urgency = bytes(message), URGENT if urgent else DATA
         self.published += 1
         for expression, received in self.subscribed:
