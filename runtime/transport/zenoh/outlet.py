@@ -2,7 +2,7 @@
 
 **Theory of operation.** An outlet that sees the token of an inlet sends it START, and counts it as matched once it has
 answered. The answers (ACK) say what has arrived, and up to which sample the inlet has room. A sample goes to all inlets
-in one message, once all have room: in their queues, and on the way to them (:mod:`.flight`). One that makes no progress
+in one message, once all have room: in their queues, and on the way to them (``flight.py``). One that makes no progress
 is not waited for. It gets what it lacks in messages of its own, as one does that was cut off, or came later. Each
 sample is kept until all matched inlets have acknowledged it.
 
@@ -16,7 +16,7 @@ process may live, and come back. One of a transport that is not known to belong 
 
 Anybody on the relay can show a token, and send answers, in the name of an inlet. So one that has answered no PROBE for
 the lease while our link stands is lost, and found again with its next answer. Answers that contradict each other begin
-the match again (:mod:`.repeats` limits how often).
+the match again (``repeats.py`` limits how often).
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ from typing import Any
 
 from gradbus.runtime.transport.api import Envelope, PeerId
 from gradbus.runtime.transport.channels import WINDOW_BYTES, Channel, is_control
+from gradbus.runtime.transport.flight import FlightWindow
 from gradbus.runtime.transport.kept_samples import KeptSamples, NumberedSample
+from gradbus.runtime.transport.repeats import RepeatLimit
 from gradbus.runtime.transport.sample_layout import LAYOUTS
-from gradbus.runtime.transport.zenoh.flight import FlightWindow
 from gradbus.runtime.transport.zenoh.messages import (
     HEADER_BYTES,
     MAX_NUMBER,
@@ -45,7 +46,6 @@ from gradbus.runtime.transport.zenoh.messages import (
     set_number,
 )
 from gradbus.runtime.transport.zenoh.place import MAX_PEERS, ZenohEndpoint, ZenohPlace
-from gradbus.runtime.transport.zenoh.repeats import RepeatLimit
 
 PROBE_S, PROBE_MAX_S = 0.2, 4.0  # from the last progress of an inlet until the first PROBE, and between later ones
 PACE_S = 0.5  # in which an inlet without progress is waited for with what others are to get in the same message

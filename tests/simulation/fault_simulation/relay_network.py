@@ -69,7 +69,7 @@ class RelayedSession(SimulatedSession):
         super().start(link_changed, room_made)
         self._room_made = room_made
 
-    def publish(self, key: str, message: bytes | bytearray, *, urgent: bool) -> bool:
+    def publish(self, key: str, message: bytes | bytearray, *, urgent: bool, apart: bool = False) -> bool:
         """See :meth:`.LinkSession.publish`. Some messages find that too much waits to leave."""
         if self.relay.chance(self.relay.refused):
             self.relay.at(self.relay.rng.uniform(1e-3, 0.1), self._make_room)

@@ -1,6 +1,6 @@
 """How much an outlet sends to one inlet before it hears of it: a window that grows while nothing is lost.
 
-A relay that finds the link to a peer full drops messages rather than hold up others (:mod:`.relay_settings`). So what
+A relay that finds the link to a peer full drops messages rather than hold up others (``zenoh/relay_settings.py``). So what
 is lost says that too much was on its way, as for TCP: the window is halved, once for all that was on its way then. It
 doubles with each round trip until the first loss, and grows slowly after it.
 

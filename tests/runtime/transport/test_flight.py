@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gradbus.runtime.transport.channels import WINDOW_BYTES
-from gradbus.runtime.transport.zenoh.flight import FIRST_BYTES, LEAST_BYTES, STEP_BYTES, FlightWindow
+from gradbus.runtime.transport.flight import FIRST_BYTES, LEAST_BYTES, STEP_BYTES, FlightWindow
 
 MIB = 1 << 20
 
