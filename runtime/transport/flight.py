@@ -1,8 +1,8 @@
 """How much an outlet sends to one inlet before it hears of it: a window that grows while nothing is lost.
 
-A relay that finds the link to a peer full drops messages rather than hold up others (``zenoh/relay_settings.py``). So what
-is lost says that too much was on its way, as for TCP: the window is halved, once for all that was on its way then. It
-doubles with each round trip until the first loss, and grows slowly after it.
+A relay that finds the link to a peer full drops messages rather than hold up others (``zenoh/relay_settings.py``). So
+what is lost says that too much was on its way, as for TCP: the window is halved, once for all that was on its way then.
+It doubles with each round trip until the first loss, and grows slowly after it.
 
 A link that loses packets stands still for a moment now and then, which costs a message, and says nothing about the
 window. So a loss never takes it below what such a link carries while a message goes there and back: twice the rate at
