@@ -69,9 +69,9 @@ def count_published(joined: Joined) -> list[int]:
     session: Any = joined.source.session
     publish = session.publish
 
-    def note(key: str, message: bytes, *, urgent: bool) -> bool:
+    def note(key: str, message: bytes, *, urgent: bool, **more: Any) -> bool:
         sizes.append(len(message))
-        return bool(publish(key, message, urgent=urgent))
+        return bool(publish(key, message, urgent=urgent, **more))
 
     session.publish = note
     return sizes
