@@ -50,7 +50,7 @@ class RelaySettings(Settings):
 class RelayLimits(Settings):
     """Limits on the sessions of a relay and on their messages."""
 
-    sessions: Count = 1_000
+    sessions: Count = 2_000
     """Most sessions at a time. Further ones are refused."""
     sessions_per_node: Count | None = None
     """Most sessions at a time with the same name in the certificate. Further ones are closed. null: no limit but

@@ -203,8 +203,13 @@ class ZenohInlet(ZenohEndpoint):
         is_probe = outlet is not None and outlet.link > 0 and kind_of(message) == PROBE
         if outlet is not None and is_probe and parse_probe(message).epoch == outlet.epoch:
             outlet.link = 0
-            self.place.after(2 * self.place.lease_s, self._choose_link, outlet)
+            self.place.after(2 * self.place.lease_s, self._choose_link_again, outlet)
         self._receive(peer, message)
+
+    def _choose_link_again(self, outlet: OutletState) -> None:
+        if outlet.is_peer and self.id in self.place.endpoints:
+            self._choose_link(outlet)
+            self._answer(outlet)
 
     def _choose_link(self, outlet: OutletState) -> None:
         """Have an outlet use the link that the fewest others do, if it uses none."""

@@ -60,7 +60,7 @@ class RouterLimits:
     message_bytes: int
 
 
-MEMBER_LIMITS = RouterLimits(sessions=1_000, message_bytes=16 << 20)
+MEMBER_LIMITS = RouterLimits(sessions=2_000, message_bytes=16 << 20)
 """Limits of a member that listens; a relay has the same ones by default."""
 
 

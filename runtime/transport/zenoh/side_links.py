@@ -23,7 +23,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from gradbus.runtime.transport.zenoh.session_api import Declaration
 
 SIDE_LINKS = 4  # of a session
-MAX_BREAKS = 3  # of a side link while that of the session stands
+MAX_BREAKS, BREAKS_S = 3, 3600.0  # of a side link while that of the session stands, and within which time
 RETRY_S = 30.0  # until another attempt, after one that failed
 CLOSE_S = OPEN_S + 1.0  # for the thread: one that is opening a session must not be left to the end of the interpreter
 
@@ -49,17 +49,18 @@ class SideLinks:
     """The links beside that of a session. None is there before somebody asks for it (:meth:`open`).
 
     Attributes:
-        count: of the links.
+        count: of the links. numbered: expressions that were declared on the session itself.
     """
 
     def __init__(self, main: zenoh.Session, open_session: Callable[[], zenoh.Session], count: int = SIDE_LINKS) -> None:
         """``open_session``: opens one more session like ``main``; it may take seconds, and raise ZError."""
         self.count = count
+        self.numbered = 0
         self._open_session = open_session
         self._sessions: dict[int, Any] = {0: main}  # by link; only the thread adds to it
         self._relays: dict[int, str] = {}  # by link that stands: what is at its other end
         self._broken: deque[int] = deque()  # links
-        self._breaks: Counter[int] = Counter()  # since that of the session broke
+        self._breaks: dict[int, list[float]] = {}  # by link: when it broke, since that of the session has
         self._given_up: set[int] = set()
         self._retry_s = 0.0
         self._listeners: dict[int, Any] = {}  # by link
@@ -104,11 +105,15 @@ class SideLinks:
     def subscribe(self, expression: str, note: Callable[[Any], None], link: int) -> Declaration:
         """Subscribe over a side link, and over the session while that does not stand. Raises ZError."""
         made = _Moving(self, expression, note, link)
-        made.declared = made.declare(self._sessions[0])
+        made.declared = self._declare(made, 0)
         with self._lock:
             self._subscriptions[id(made)] = made
         self._woken.set()
         return made
+
+    def _declare(self, moving: _Moving, way: int) -> Any:
+        self.numbered += way == 0
+        return self._sessions[way].declare_subscriber(moving.expression, Callback(moving.note, indirect=False))
 
     def forget(self, moving: _Moving) -> None:
         """Take a subscription back. Raises ZError."""
@@ -125,7 +130,7 @@ class SideLinks:
             way = moving.link if self._is_up(moving.link) else 0
             if moving.way == way:
                 continue
-            declared = moving.declare(self._sessions[way])
+            declared = self._declare(moving, way)
             with self._lock:
                 if id(moving) in self._subscriptions:
                     moving.declared, declared, moving.way = declared, moving.declared, way
@@ -146,19 +151,17 @@ class SideLinks:
                 log.exception("large messages share the link of small ones from now on")
         finally:
             self._has_failed = True
-            with contextlib.suppress(zenoh.ZError):  # the session is closed, too
-                self._close_links(*self._sessions)
+            self._close_links(*self._sessions)
 
     def _settle(self) -> None:
         """Do what the links that have come up or broken ask for."""
         while self._broken:
             self._note_break(self._broken.popleft())
-        relay = self._relays.get(0)
         self._move()
-        astray = [link for link in self._sessions if self._relays.get(link, relay) != relay]
-        if astray:
-            self._retry_s = time.monotonic() + RETRY_S
-        self._close_links(*astray, *self._given_up)
+        relay = self._relays.get(0)
+        if relay is not None:  # links that have dialled again may lead elsewhere
+            self._close_links(*(link for link in self._sessions if self._relays.get(link, relay) != relay))
+        self._close_links(*self._given_up)
         for link in range(1, 1 + self._wanted):
             if link not in self._sessions and link not in self._given_up and 0 in self._relays and not self._is_closed:
                 self._open_link(link)
@@ -168,21 +171,28 @@ class SideLinks:
         if link == 0:
             self._given_up.clear()
             self._breaks.clear()
+            self._retry_s = 0.0
             self._close_links(*self._sessions)
         elif link in self._sessions:
-            self._breaks[link] += 1
-            if self._breaks[link] >= MAX_BREAKS:
+            now_s = time.monotonic()
+            lately = [when_s for when_s in self._breaks.get(link, ()) if when_s > now_s - BREAKS_S]
+            self._breaks[link] = [*lately, now_s]
+            if len(self._breaks[link]) >= MAX_BREAKS:
                 self._given_up.add(link)
 
     def _open_link(self, link: int) -> None:
         if time.monotonic() < self._retry_s:
             return
         try:
-            self._sessions[link] = self._open_session()
+            session = self._open_session()
+            if self._relays.get(0) not in map(str, session.info.routers_zid()):
+                session.close()
+                raise zenoh.ZError("it leads to another relay")
         except zenoh.ZError as error:  # such as of a relay that bears no more sessions
             self._retry_s = time.monotonic() + RETRY_S
             log.info("large messages share a link", side_link=link, reason=str(error))
         else:
+            self._sessions[link] = session
             self._watch(link)
 
     def _close_links(self, *links: int) -> None:
@@ -190,13 +200,18 @@ class SideLinks:
         for link in closing:
             self._relays.pop(link, None)
         if closing and not self._is_closed:
-            self._move()
+            with contextlib.suppress(zenoh.ZError):  # the session is closed, too
+                self._move()
         for link in closing:
             with contextlib.suppress(zenoh.ZError):
                 self._sessions.pop(link).close()
 
     def _watch(self, link: int) -> None:
+        session = self._sessions[link]
+
         def note(event: Any) -> None:  # on a thread of Zenoh's
+            if self._sessions.get(link) is not session:
+                return
             relay = str(event.transport.zid)
             if event.kind == zenoh.SampleKind.PUT:
                 self._relays[link] = relay
@@ -204,7 +219,7 @@ class SideLinks:
                 self._broken.append(link)
             self._woken.set()
 
-        watch = self._sessions[link].info.declare_transport_events_listener
+        watch = session.info.declare_transport_events_listener
         self._listeners[link] = watch(Callback(note, indirect=False), history=True)
 
 
@@ -218,10 +233,6 @@ class _Moving:
     link: int
     declared: Any = None
     way: int = 0
-
-    def declare(self, session: zenoh.Session) -> Any:
-        """Have a session receive for it."""
-        return session.declare_subscriber(self.expression, Callback(self.note, indirect=False))
 
     def undeclare(self) -> None:
         """See :meth:`.Declaration.undeclare`."""

@@ -17,6 +17,7 @@ Zenoh calls back on threads of its own, which hold up the link as long as they a
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable
@@ -130,11 +131,12 @@ class ZenohSession:
         side = self._side_links.outgoing if apart and self._side_links is not None else None
         try:
             if side is not None:
-                side.put(key, message, **options)
-                return
+                with contextlib.suppress(zenoh.ZError):  # it is being closed
+                    side.put(key, message, **options)
+                    return
             if keys.is_due(key):
                 keys.declared[key] = self._session.declare_publisher(key, **options)
-            publisher = keys.declared.get(key) if self._numbered < MAX_NUMBERED else None
+            publisher = keys.declared.get(key) if self._count_numbered() < MAX_NUMBERED else None
             if publisher is None:
                 self._session.put(key, message, **options)
             else:
@@ -142,6 +144,9 @@ class ZenohSession:
         except zenoh.ZError as error:
             if not self._is_closed:
                 log.error("message not sent", key=key, reason=str(error))
+
+    def _count_numbered(self) -> int:
+        return self._numbered + (self._side_links.numbered if self._side_links is not None else 0)
 
     def _run(self, urgent: bool) -> None:
         lane = self._lanes[urgent]
