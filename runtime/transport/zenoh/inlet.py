@@ -125,7 +125,7 @@ class ZenohInlet(ZenohEndpoint):
         links = range(1, 1 + self._side_links)
         return [
             (self.keys.to_all(), min(1, self._side_links), self._receive),
-            (self.keys.to_one(self.id), 0, self._receive_by_session),
+            (self.keys.to_one(self.id), 0, self._receive),
             *((self.keys.to_one(self.id, link=link), link, self._receive) for link in links),
         ]
 
@@ -196,20 +196,6 @@ class ZenohInlet(ZenohEndpoint):
         """Do nothing: answers do not wait."""
 
     # Messages of outlets, with the lock
-
-    def _receive_by_session(self, peer: str, message: bytes) -> None:
-        """Receive over link 0. So comes a PROBE of an outlet that has no answer to what it sent over a side link."""
-        outlet = self._outlets.get(peer)
-        is_probe = outlet is not None and outlet.link > 0 and kind_of(message) == PROBE
-        if outlet is not None and is_probe and parse_probe(message).epoch == outlet.epoch:
-            outlet.link = 0
-            self.place.after(2 * self.place.lease_s, self._choose_link_again, outlet)
-        self._receive(peer, message)
-
-    def _choose_link_again(self, outlet: OutletState) -> None:
-        if outlet.is_peer and self.id in self.place.endpoints:
-            self._choose_link(outlet)
-            self._answer(outlet)
 
     def _choose_link(self, outlet: OutletState) -> None:
         """Have an outlet use the link that the fewest others do, if it uses none."""

@@ -8,7 +8,8 @@ sample is kept until all matched inlets have acknowledged it.
 
 A message that was lost in the middle is asked for by the inlet, which sees the gap. One that was the last is found by a
 PROBE, which says what the inlet should have: after :data:`PROBE_S` in which nothing was acknowledged although something
-could be. It travels behind the samples, so what is still on its way is not taken for lost.
+could be. It travels behind the samples, so what is still on its way is not taken for lost. START takes the link of the
+session, as nothing else is on its way then.
 
 An inlet whose token has gone holds up no write. What it lacks is kept for the lease, as far as the window goes: its
 process may live, and come back. One of a transport that is not known to belong to the job holds up writes for
@@ -61,8 +62,7 @@ class InletState:
     """Holds what an outlet knows of one inlet.
 
     Attributes:
-        link: over which it wants to have what is for it alone. by_session_until_s: until when it is sent nothing over
-            side links, neither its own nor ours, as something did not arrive.
+        link: over which it wants to have what is for it alone.
         handle: by which others know it while the match lasts.
         epoch, first: of its match. started_s: when it was sent the last START.
         acknowledged: it has all samples up to this one. sent: those that were sent. granted: those it has room for.
@@ -81,7 +81,6 @@ class InletState:
     id: str
     owner: PeerId
     link: int = 0
-    by_session_until_s: float = 0.0
     handle: int = 0
     epoch: int = 0
     first: int = 1
@@ -310,8 +309,6 @@ class ZenohOutlet(ZenohEndpoint):
             self._contradict(inlet, ack.wanted)
             raise BadMessage("answer that takes back another")
         inlet.is_heard, inlet.link = True, ack.link if ack.link <= self.channel.side_links else 0
-        if inlet.link:
-            inlet.by_session_until_s = 0.0
         if not inlet.is_matched:
             inlet.is_matched, inlet.is_reliable, inlet.has_missed = True, ack.is_reliable, False
             inlet.handle = self.place.next_number()
@@ -355,12 +352,8 @@ class ZenohOutlet(ZenohEndpoint):
         return self.place.session.publish(key, message, urgent=self._urgent, apart=apart)
 
     def _publish_to(self, inlet: InletState, message: bytes | bytearray) -> bool:
-        link = 0 if self._goes_by_session(inlet) else inlet.link
-        apart = self.channel.side_links > 0 and not self._goes_by_session(inlet)
-        return self._publish(self.keys.to_one(inlet.id, self.id, link), message, apart=apart)
-
-    def _goes_by_session(self, inlet: InletState) -> bool:
-        return self.schedule.now_s() < inlet.by_session_until_s
+        key = self.keys.to_one(inlet.id, self.id, inlet.link)
+        return self._publish(key, message, apart=self.channel.side_links > 0)
 
     def _publish_to_all(self, message: bytes | bytearray) -> bool:
         return self._publish(self._to_all, message, apart=self.channel.side_links > 0)
@@ -408,7 +401,9 @@ class ZenohOutlet(ZenohEndpoint):
             return False
         if not ready and all(inlet.sent < one.number for inlet in peers):
             return False
-        if ready and not self._publish_to_ready(ready, one.sample):
+        is_only = len(self._inlets) == len(ready) == 1 and not self._strangers and not ready[0].link
+        to_all = len(ready) > 1 or is_only
+        if ready and not (self._publish_to_all(one.sample) if to_all else self._publish_to(ready[0], one.sample)):
             ready = [inlet for inlet in ready if not inlet.is_reliable]  # for them it is lost
             if len(ready) < len(lacking):
                 return False
@@ -416,16 +411,6 @@ class ZenohOutlet(ZenohEndpoint):
             inlet.note_sent(one, now_s)
         self._sent = one.number
         return True
-
-    def _publish_to_ready(self, ready: Sequence[InletState], message: bytes | bytearray) -> bool:
-        """Publish a sample once for those of these inlets that side links serve, and for each of the others."""
-        together = [inlet for inlet in ready if not self._goes_by_session(inlet)]
-        is_only = len(self._inlets) == len(together) == 1 and not self._strangers and not together[0].link
-        if len(together) == 1 and not is_only:
-            together = []
-        if together and not self._publish_to_all(message):
-            return False
-        return all(self._publish_to(inlet, message) for inlet in ready if inlet not in together)
 
     def _send_lacking(self, inlet: InletState) -> None:
         """Send what an inlet lacks of what others were sent, as far as it has room, and the link: what waits there for
@@ -516,8 +501,6 @@ class ZenohOutlet(ZenohEndpoint):
             inlet.silent_s = 0.0
             return
         inlet.silent_s += inlet.patience_s
-        if inlet.silent_s >= self.place.lease_s / 2:
-            inlet.by_session_until_s = now_s + 2 * self.place.lease_s
         if inlet.silent_s >= self.place.lease_s:
             inlet.is_silent = True
             self._lose_inlet(inlet)

@@ -8,9 +8,9 @@ round come together, all senders have a connection of their own to the relay, wh
 **Theory of operation.** Each side link is a session of its own. Large messages leave over the first one. An inlet that
 many write to divides its outlets among the links, and tells each in its answers over which one it wants to have the
 samples: then these travel under a key with the number of the link (:mod:`.keys`), which that session subscribes to. So
-all samples of an outlet take the same way, and keep their order. While a side link does not stand, or leads to another
-relay, the session itself does its work. What is lost or comes twice while they change is sent again, or recognized, as
-always.
+all that an outlet sends to its only inlet takes the same way, and keeps its order. While a side link does not stand, or
+leads to another relay, the session itself does its work. What is lost or comes twice while they change is sent again,
+or recognized, as always. A side link that stands and brings nothing is closed by Zenoh after the lease, as any link.
 
 A thread (``gradbus-side``) opens the links and moves the subscriptions: both may wait. Nobody depends on it: where no
 side link comes up, all goes over the session. A relay that bears fewer sessions of one node closes those beyond, as
@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 
 SIDE_LINKS = 4  # of a session
 MAX_BREAKS, BREAKS_S = 3, 3600.0  # of a side link while that of the session stands, and within which time
-RETRY_S = 30.0  # until another attempt, after one that failed
-CLOSE_S = OPEN_S + 1.0  # for the thread: one that is opening a session must not be left to the end of the interpreter
+RETRY_S, MAX_RETRY_S = 30.0, 600.0  # until another attempt, after one that failed, and after many
+CLOSE_S = OPEN_S + 1.0  # for the thread, which may be opening a session
 
 log = get_logger("bus")
 
@@ -60,9 +60,9 @@ class SideLinks:
         self._sessions: dict[int, Any] = {0: main}  # by link; only the thread adds to it
         self._relays: dict[int, str] = {}  # by link that stands: what is at its other end
         self._broken: deque[int] = deque()  # links
-        self._breaks: dict[int, list[float]] = {}  # by link: when it broke, since that of the session has
+        self._breaks: dict[int, list[float]] = {}  # by link: when it broke, while that of the session stood
         self._given_up: set[int] = set()
-        self._retry_s = 0.0
+        self._retry_s, self._pause_s = 0.0, RETRY_S
         self._listeners: dict[int, Any] = {}  # by link
         self._subscriptions: dict[int, _Moving] = {}
         self._lock = threading.Lock()  # of subscriptions and thread; nothing waits with it
@@ -123,7 +123,7 @@ class SideLinks:
         moving.declared.undeclare()
 
     def _move(self) -> None:
-        """Move subscriptions to where they belong: first the new one is there, then the old one goes. Raises ZError."""
+        """Move subscriptions to where they belong. Raises ZError."""
         with self._lock:
             subscriptions = list(self._subscriptions.values())
         for moving in subscriptions:
@@ -171,7 +171,7 @@ class SideLinks:
         if link == 0:
             self._given_up.clear()
             self._breaks.clear()
-            self._retry_s = 0.0
+            self._retry_s, self._pause_s = 0.0, RETRY_S
             self._close_links(*self._sessions)
         elif link in self._sessions:
             now_s = time.monotonic()
@@ -187,24 +187,26 @@ class SideLinks:
             session = self._open_session()
             if self._relays.get(0) not in map(str, session.info.routers_zid()):
                 session.close()
-                raise zenoh.ZError("it leads to another relay")
+                raise zenoh.ZError("it does not lead to the relay of the session")
         except zenoh.ZError as error:  # such as of a relay that bears no more sessions
-            self._retry_s = time.monotonic() + RETRY_S
-            log.info("large messages share a link", side_link=link, reason=str(error))
+            write = log.info if self._pause_s == RETRY_S else log.debug
+            write("large messages share a link", side_link=link, reason=str(error))
+            self._retry_s = time.monotonic() + self._pause_s
+            self._pause_s = min(2 * self._pause_s, MAX_RETRY_S)
         else:
             self._sessions[link] = session
             self._watch(link)
 
     def _close_links(self, *links: int) -> None:
-        closing = set(links) & (set(self._sessions) - {0})
+        closing = {link: self._sessions.pop(link) for link in set(links) & (set(self._sessions) - {0})}
         for link in closing:
             self._relays.pop(link, None)
         if closing and not self._is_closed:
             with contextlib.suppress(zenoh.ZError):  # the session is closed, too
                 self._move()
-        for link in closing:
+        for session in closing.values():
             with contextlib.suppress(zenoh.ZError):
-                self._sessions.pop(link).close()
+                session.close()
 
     def _watch(self, link: int) -> None:
         session = self._sessions[link]

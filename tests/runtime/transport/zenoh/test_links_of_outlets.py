@@ -106,22 +106,3 @@ def test_what_an_inlet_without_side_links_is_to_have_keeps_its_order(scene: Step
     scene.until(lambda: any(kind == PROBE for kind, *_ in gathering.left), "what has no answer is asked for")
     assert {(link, apart) for kind, link, apart in gathering.left if kind in (SAMPLE, PROBE)} == {(0, True)}
     assert {(link, apart) for kind, link, apart in gathering.left if kind == START} == {(0, False)}
-
-
-@pytest.mark.parametrize("closed", [0, 1], ids=["its own", "the inlet's"])
-@pytest.mark.parametrize("inlets", [1, 2])
-def test_samples_arrive_although_a_side_link_brings_nothing(scene: SteppedZenohScene, closed: int, inlets: int) -> None:
-    gathering = Gathering(scene, 1, inlets=inlets)
-    gathering.closed = {closed}
-    began_s = scene.now_s()
-    gathering.send()
-    assert scene.now_s() - began_s < LEASE_S
-    began_s = scene.now_s()
-    gathering.send()
-    assert scene.now_s() - began_s < 1.0, "it is not used any more"
-    gathering.closed.clear()
-    scene.pass_time(3 * LEASE_S)
-    gathering.send()
-    gathering.left.clear()
-    gathering.send()
-    assert all(apart for _, _, apart in gathering.left), "it is used again"

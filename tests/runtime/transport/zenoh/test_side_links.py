@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import pytest
 import zenoh
-from patience import until
+from patience import PATIENT_S, until
 from tcp_proxy import TcpProxy
 from zenoh_node import Relay, session_config
 
 from gradbus.runtime.transport.zenoh.keys import ChannelKeys
+from gradbus.runtime.transport.zenoh.session_api import Declaration
 from gradbus.runtime.transport.zenoh.side_links import MAX_BREAKS, SIDE_LINKS, SideLinks
 from gradbus.runtime.transport.zenoh.zenoh_session import ZenohSession
 
+KEY = "gradbus/1/a-job/a-channel/all/an-outlet"
 KEYS = ChannelKeys("a-job", "a-channel")
 LINKS = range(1, SIDE_LINKS + 1)
 ROUND_S = 0.3  # for what is sent to arrive, where it does
@@ -29,13 +32,15 @@ pytestmark = pytest.mark.slow
 class Receiver:
     """A session with side links, whose connections pass a proxy each, and one that sends to it over each of them."""
 
-    def __init__(self, relay: Relay, *, refused: int = 0) -> None:
-        """``refused``: side links that the relay does not bear."""
-        self.proxies = [TcpProxy(relay.port) for _ in range(SIDE_LINKS)]
+    def __init__(self, relay: Relay, *, refused: int = 0, side_port: int = 0) -> None:
+        """``refused``: side links that the relay does not bear. ``side_port``: where they lead; 0: to the same one."""
+        self.proxies = [TcpProxy(side_port or relay.port) for _ in range(SIDE_LINKS)]
+        self.opened: list[zenoh.Session] = []
         self._left = iter(self.proxies[: SIDE_LINKS - refused]) if refused else itertools.cycle(self.proxies)
         main = zenoh.open(session_config("client", relay.port))
         self._side_links = SideLinks(main, self._open)
         self._session = ZenohSession(main, side_links=self._side_links)
+        self._session.start(lambda _: None, lambda: None)
         self._sender = ZenohSession(zenoh.open(session_config("client", relay.port)))
         self._sender.start(lambda _: None, lambda: None)
         self._heard: Counter[tuple[int, bytes]] = Counter()
@@ -51,7 +56,8 @@ class Receiver:
         proxy = next(self._left, None)
         if proxy is None:
             raise zenoh.ZError("no more sessions")
-        return zenoh.open(session_config("client", proxy.port))
+        self.opened.append(zenoh.open(session_config("client", proxy.port)))
+        return self.opened[-1]
 
     def _note(self, link: int, _: str, message: bytes) -> None:
         with self._lock:
@@ -74,6 +80,13 @@ class Receiver:
     def _heard_of(self, content: bytes) -> Counter[int]:
         with self._lock:
             return Counter({link: count for (link, what), count in self._heard.items() if what == content})
+
+    def say(self, key: str, message: bytes, *, apart: bool) -> None:
+        self._session.publish(key, message, urgent=False, apart=apart)
+
+    def listen(self, key: str, received: Callable[[str, bytes], None]) -> Declaration:
+        """Have the session that sends receive as well."""
+        return self._sender.subscribe(key, received)
 
     def close(self) -> None:
         self._session.close()
@@ -163,3 +176,56 @@ def test_nothing_comes_after_a_subscription_was_taken_back(receiver: Receiver) -
     for one in receiver.declared:
         one.undeclare()
     until(lambda: not receiver.hears())
+
+
+def test_a_side_link_to_another_relay_is_not_used(relay: Relay) -> None:
+    with Relay() as other:
+        receiver = Receiver(relay, side_port=other.port)
+        try:
+            until(lambda: receiver.opened and receiver.opened[0].is_closed())
+            until(lambda: receiver.hears() == Counter(LINKS))
+        finally:
+            receiver.close()
+
+
+def test_a_side_link_that_is_being_opened_is_closed_with_the_others(relay: Relay) -> None:
+    main = zenoh.open(session_config("client", relay.port))
+    opened: list[zenoh.Session] = []
+    is_opening, may_open = threading.Event(), threading.Event()
+
+    def open_session() -> zenoh.Session:
+        is_opening.set()
+        assert may_open.wait(PATIENT_S)
+        opened.append(zenoh.open(session_config("client", relay.port)))
+        return opened[-1]
+
+    side_links = SideLinks(main, open_session)
+    side_links.open(SIDE_LINKS)
+    assert is_opening.wait(PATIENT_S)
+    closing = threading.Thread(target=side_links.close)
+    closing.start()
+    may_open.set()
+    closing.join(PATIENT_S)
+    assert [one.is_closed() for one in opened] == [True]
+    main.close()
+
+
+def test_large_messages_leave_over_the_first_side_link_and_small_ones_do_not(receiver: Receiver) -> None:
+    find_in_use(receiver)
+    heard: Counter[bytes] = Counter()
+    told = receiver.listen(KEY, lambda _, message: heard.update([message]))
+    numbers = (number.to_bytes(4, "big") for number in itertools.count())
+
+    def arrives(*, apart: bool) -> bool:
+        content = next(numbers)
+        receiver.say(KEY, content, apart=apart)
+        with contextlib.suppress(AssertionError):
+            until(lambda: heard[content], ROUND_S)
+        return bool(heard[content])
+
+    until(lambda: arrives(apart=True) and arrives(apart=False))
+    receiver.proxies[0].hold()
+    until(lambda: not arrives(apart=True))
+    until(lambda: arrives(apart=False))
+    receiver.proxies[0].let_pass()
+    told.undeclare()
