@@ -185,7 +185,7 @@ class SideLinks:
             return
         try:
             session = self._open_session()
-            if self._relays.get(0) not in map(str, session.info.routers_zid()):
+            if self._relays.get(0) not in [str(zid) for zid in session.info.routers_zid()]:
                 session.close()
                 raise zenoh.ZError("it does not lead to the relay of the session")
         except zenoh.ZError as error:  # such as of a relay that bears no more sessions
