@@ -51,7 +51,11 @@ def read_until(process: Forked, wanted: str) -> None:
 
 def without_waiting(err: str) -> str:
     """What is there but for lines that come every ten seconds of a wait, which a slow machine makes of any start."""
-    return "".join(line for line in err.splitlines(keepends=True) if "still waiting" not in line)
+    return "".join(
+        line
+        for line in err.splitlines(keepends=True)
+        if not any(word in line for word in ("still waiting", "final-ready="))
+    )
 
 
 def last_line(text: str) -> str:

@@ -54,6 +54,7 @@ def test_every_thread_that_the_runtime_starts_is_named(root: Path, page: str) ->
         "gradbus-unmap",
         "gradbus-load",
         "gradbus-zenoh",
+        "gradbus-side",
         "gradbus-links",
         "gradbus-put",
         "gradbus-{name}",
