@@ -43,7 +43,7 @@ class Receiver:
         self._session.start(lambda _: None, lambda: None)
         self._sender = ZenohSession(zenoh.open(session_config("client", relay.port)))
         self._sender.start(lambda _: None, lambda: None)
-        self._heard: Counter[tuple[int, bytes]] = Counter()
+        self._arrived: Counter[tuple[int, bytes]] = Counter()
         self._lock = threading.Lock()
         self._numbers = itertools.count()
         self._side_links.open(SIDE_LINKS)
@@ -61,25 +61,25 @@ class Receiver:
 
     def _note(self, link: int, _: str, message: bytes) -> None:
         with self._lock:
-            self._heard[link, message] += 1
+            self._arrived[link, message] += 1
 
-    def hears(self) -> Counter[int]:
-        """Send once for each link. Return how often that was heard: as soon as all was, or after a while."""
+    def send_round(self) -> Counter[int]:
+        """Send once for each link. Return how often that was arrived: as soon as all was, or after a while."""
         content = next(self._numbers).to_bytes(4, "big")
         for link in LINKS:
             self._sender.publish(KEYS.to_one("inlet", "outlet", link), content, urgent=False)
         until_s = time.monotonic() + ROUND_S
-        while len(heard := self._heard_of(content)) < SIDE_LINKS and time.monotonic() < until_s:
+        while len(arrived := self._arrived_of(content)) < SIDE_LINKS and time.monotonic() < until_s:
             time.sleep(0.005)
-        return heard
+        return arrived
 
     def counts(self) -> list[int]:
-        """Return how often each of what was sent last was heard."""
-        return list(self._heard_of((next(self._numbers) - 1).to_bytes(4, "big")).values())
+        """Return how often each of what was sent last was arrived."""
+        return list(self._arrived_of((next(self._numbers) - 1).to_bytes(4, "big")).values())
 
-    def _heard_of(self, content: bytes) -> Counter[int]:
+    def _arrived_of(self, content: bytes) -> Counter[int]:
         with self._lock:
-            return Counter({link: count for (link, what), count in self._heard.items() if what == content})
+            return Counter({link: count for (link, what), count in self._arrived.items() if what == content})
 
     def say(self, key: str, message: bytes, *, apart: bool) -> None:
         self._session.publish(key, message, urgent=False, apart=apart)
@@ -112,9 +112,9 @@ def is_in_use(receiver: Receiver, link: int) -> bool:
     """Return whether this side link brings what is sent for it, and nothing else does."""
     proxy = receiver.proxies[link - 1]
     proxy.hold()
-    heard = set(receiver.hears())
+    arrived = set(receiver.send_round())
     proxy.let_pass()  # also what opens a link
-    return heard == set(LINKS) - {link}
+    return arrived == set(LINKS) - {link}
 
 
 def find_in_use(receiver: Receiver) -> None:
@@ -125,7 +125,7 @@ def find_in_use(receiver: Receiver) -> None:
 
 def test_each_side_link_brings_what_is_sent_for_it_once(receiver: Receiver) -> None:
     find_in_use(receiver)
-    until(lambda: receiver.hears() == Counter(LINKS))
+    until(lambda: receiver.send_round() == Counter(LINKS))
     time.sleep(ROUND_S)  # for a second one to come
     assert set(receiver.counts()) == {1}
 
@@ -135,7 +135,7 @@ def test_the_session_receives_for_a_side_link_that_is_broken_until_it_stands_aga
     proxy = receiver.proxies[1]
     proxy.break_links(refuse=True)
     until(lambda: not is_in_use(receiver, 2))
-    until(lambda: receiver.hears() == Counter(LINKS))
+    until(lambda: receiver.send_round() == Counter(LINKS))
     proxy.accept()
     until(lambda: is_in_use(receiver, 2))
 
@@ -144,7 +144,7 @@ def test_all_comes_where_a_relay_bears_fewer_sessions(relay: Relay) -> None:
     receiver = Receiver(relay, refused=2)
     try:
         until(lambda: is_in_use(receiver, 1))
-        until(lambda: receiver.hears() == Counter(LINKS))
+        until(lambda: receiver.send_round() == Counter(LINKS))
     finally:
         receiver.close()
 
@@ -158,7 +158,7 @@ def test_a_side_link_that_a_relay_ends_again_and_again_is_given_up(receiver: Rec
         proxy.accept()
         if breaks < MAX_BREAKS:
             until(lambda: is_in_use(receiver, 1))
-    until(lambda: receiver.hears() == Counter(LINKS))
+    until(lambda: receiver.send_round() == Counter(LINKS))
     assert not any(is_in_use(receiver, 1) for _ in range(5)), "it does not come back"
     until(lambda: is_in_use(receiver, 2))
 
@@ -175,7 +175,7 @@ def test_nothing_comes_after_a_subscription_was_taken_back(receiver: Receiver) -
     find_in_use(receiver)
     for one in receiver.declared:
         one.undeclare()
-    until(lambda: not receiver.hears())
+    until(lambda: not receiver.send_round())
 
 
 def test_a_side_link_to_another_relay_is_not_used(relay: Relay) -> None:
@@ -183,7 +183,7 @@ def test_a_side_link_to_another_relay_is_not_used(relay: Relay) -> None:
         receiver = Receiver(relay, side_port=other.port)
         try:
             until(lambda: receiver.opened and receiver.opened[0].is_closed())
-            until(lambda: receiver.hears() == Counter(LINKS))
+            until(lambda: receiver.send_round() == Counter(LINKS))
         finally:
             receiver.close()
 
@@ -212,20 +212,20 @@ def test_a_side_link_that_is_being_opened_is_closed_with_the_others(relay: Relay
 
 def test_large_messages_leave_over_the_first_side_link_and_small_ones_do_not(receiver: Receiver) -> None:
     find_in_use(receiver)
-    heard: Counter[bytes] = Counter()
-    told = receiver.listen(KEY, lambda _, message: heard.update([message]))
+    arrived: Counter[bytes] = Counter()
+    subscription = receiver.listen(KEY, lambda _, message: arrived.update([message]))
     numbers = (number.to_bytes(4, "big") for number in itertools.count())
 
     def arrives(*, apart: bool) -> bool:
         content = next(numbers)
         receiver.say(KEY, content, apart=apart)
         with contextlib.suppress(AssertionError):
-            until(lambda: heard[content], ROUND_S)
-        return bool(heard[content])
+            until(lambda: arrived[content], ROUND_S)
+        return bool(arrived[content])
 
     until(lambda: arrives(apart=True) and arrives(apart=False))
     receiver.proxies[0].hold()
     until(lambda: not arrives(apart=True))
     until(lambda: arrives(apart=False))
     receiver.proxies[0].let_pass()
-    told.undeclare()
+    subscription.undeclare()
