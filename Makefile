@@ -108,15 +108,15 @@ doctor: $(STAMP)  ## check this machine: versions, network, DDS, data
 	@$(BIN)/gradbus doctor $(ARGS)
 
 # `pytest`, not `python -m pytest`: the latter puts the root, and with it a second copy of every package, on sys.path.
-# Most tests wait for processes rather than compute: so three workers, each with whole files, the third with quick ones (tests/support/spread.py).
+# Most tests wait for processes rather than compute: so four workers, each with whole files, two of them with quick ones (tests/support/spread.py).
 # They get files in the order of tests/conftest.py, not those with the most tests first, which are quick ones.
-WORKERS ?= 3
+WORKERS ?= 4
 SPREAD = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 SLICE ?= tests/runtime/wire tests/codecs tests/runtime/bus tests/runtime/collectives tests/actors/test_flows.py tests/actors/test_flows_in_process.py \
 	tests/test_standard_bases.py
 DEBIAN ?= trixie
 # Some parts make the environment that they run in.
-test: $(if $(filter python oldest debian,$(PART)),,$(STAMP)) $(if $(filter flower,$(PART)),setup-flower)  ## every test, with WORKERS=3; or PART=again (at most three that failed), faults, portable, flower, gpu, slice (SLICE=tests/codecs), python (the slice under PYTHON=3.13), oldest (with the lowest versions), debian, python-3.14, arm64 and arm64-torch (the wheels, over Zenoh)
+test: $(if $(filter python oldest debian,$(PART)),,$(STAMP)) $(if $(filter flower,$(PART)),setup-flower)  ## every test, with WORKERS=4; or PART=again (at most three that failed), faults, portable, flower, gpu, slice (SLICE=tests/codecs), python (the slice under PYTHON=3.13), oldest (with the lowest versions), debian, python-3.14, arm64 and arm64-torch (the wheels, over Zenoh)
 	@BIN='$(BIN)' PYTHON='$(PYTHON)' SPREAD='$(SPREAD)' SLICE='$(SLICE)' DEBIAN='$(DEBIAN)' bash tests/tools/test_part.sh '$(PART)' $(ARGS)
 
 # What it fetches stays outside the clone (GRADBUS_ROOTS), for the next time. It needs root, and Debian's packages for containers.

@@ -100,7 +100,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(optionalhook=True)  # nobody calls it without pytest-xdist
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Have a third worker run quick tests beside the slow ones of the other two."""
+    """Have workers beyond the second run quick tests beside the slow ones of these two."""
     from spread import FromBothEnds
 
     return FromBothEnds(config, log) if config.getoption("dist") == "loadfile" else None

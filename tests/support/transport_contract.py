@@ -593,7 +593,7 @@ def many_threads_may_write_to_one_outlet(scene: Scene) -> None:
 
 @clause(needs_threads=True)
 def an_outlet_can_be_closed_while_a_thread_waits_in_a_write(scene: Scene) -> None:
-    channel = replace(BOUNDED.opened(), block_s=1.0)  # so long may this process stand still
+    channel = replace(BOUNDED.opened(), block_s=scene.stall_s)
     outlet, inlet = scene.open().outlet(channel), scene.open().inlet(channel)
     matched(scene, outlet, inlet)
     if not fill(scene, outlet)[1]:

@@ -33,6 +33,7 @@ from gradbus.runtime.transport.zenoh.transport import ZenohTransport
 
 PATIENCE_S = 30.0
 SLICE_S = 0.05
+STALL_S = 1.0
 CUT_S = 1e6  # until the test mends it
 LONG_LEASE_S, SHORT_LEASE_S = 60.0, 1.0
 _NUMBER = struct.Struct("<I")
@@ -88,7 +89,13 @@ class Remote(Protocol):
 
 
 class Scene(Protocol):
-    """A network with processes on it."""
+    """A network with processes on it.
+
+    Attributes:
+        stall_s: so long may this process stand still, and a write that waits for room has still not given up.
+    """
+
+    stall_s: float
 
     def open(self, job: str = "one") -> Transport:
         """Open a transport of this process."""
@@ -200,6 +207,8 @@ class MemoryRemote(LocalRemote):
 class MemoryScene:
     """The network in memory: packets are late by up to 2 ms."""
 
+    stall_s = STALL_S
+
     def __init__(self, schedule: ThreadSchedule | SteppedSchedule, patience_s: float) -> None:
         self._patience_s = patience_s
         self.network = MemoryNetwork(seed=1, schedule=schedule)
@@ -241,6 +250,8 @@ class RealTimeScene:
     Attributes:
         opened: what :meth:`close` closes.
     """
+
+    stall_s = STALL_S
 
     def __init__(self) -> None:
         self._number = next(_jobs)
@@ -336,6 +347,8 @@ class SteppedZenohScene:
     Attributes:
         relay: that one.
     """
+
+    stall_s = STALL_S
 
     def __init__(self, seed: int = 1) -> None:
         self._schedule = SteppedSchedule()

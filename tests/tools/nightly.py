@@ -90,10 +90,13 @@ PARTS = (
     ),
     Part(
         "relay-kills", "federated runs with 50 kills of the relay or a link down for 30 s: the bits of an unbroken run",
-        "RELAY_KILLS=50 LINK_DOWN_S=30 make test ARGS=tests/faults/test_relays.py", 20 * 60,
+        "RELAY_KILLS=50 LINK_DOWN_S=30 make test "
+        "ARGS='tests/faults/test_relays.py tests/runtime/transport/zenoh/test_relay_faults.py'",
+        20 * 60,
     ),
     Part(
-        "long-tests", "what `make test` leaves out: benchmarks, all pairs of choices, robots, ranks on two machines",
+        "long-tests",
+        "what `make test` leaves out: benchmarks, figures, all pairs of choices, Ray, robots, ranks on two machines",
         "make test ARGS='-m nightly'", 30 * 60,
     ),
     Part(
