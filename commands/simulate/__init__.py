@@ -1,1 +1,1 @@
-"""All ranks in one process: rank programs in lockstep, or on a model of a network."""
+"""All ranks in one process, on a model of a network."""

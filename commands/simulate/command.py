@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.progress import track
 
 from gradbus.commands.simulate.comparison import ComparisonRow, compare, conditions
-from gradbus.commands.simulate.lockstep import Deadlock, Mismatch
 from gradbus.commands.simulate.network import NetworkModel
+from gradbus.commands.simulate.rank_programs import Deadlock, Mismatch
 from gradbus.commands.simulate.settings import SimulationSettings
 from gradbus.commands.simulate.steps import SimulatedSteps, StepWork, Stragglers, simulate_steps
 from gradbus.commands.simulate.topology import NetworkTopology, cluster

@@ -23,8 +23,8 @@ from gradbus.commands.simulate.aggregation_plan import (
     plan_of,
     retransmission_times,
 )
-from gradbus.commands.simulate.lockstep import Deadlock
 from gradbus.commands.simulate.network import NetworkModel
+from gradbus.commands.simulate.rank_programs import Deadlock
 from gradbus.commands.simulate.scenario import AggregationOutcome, Scenario, SlotUse
 from gradbus.commands.simulate.topology import Node
 from gradbus.runtime.in_network.packets import AGGREGATOR, WORKERS, Packet, PacketKind

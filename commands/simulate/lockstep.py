@@ -1,7 +1,7 @@
 """Run the programs of all ranks in one process, one step of each after the other; count what they send.
 
-For tests, as an oracle, and for worlds that no machine here has room for. Sums are taken in rank order with the
-arithmetic of the bus, so results are bit-equal to those of a :class:`~gradbus.Group`.
+For tests and studies, as an oracle, and for worlds that no machine here has room for. Sums are taken in rank order with
+the arithmetic of the bus, so results are bit-equal to those of a :class:`~gradbus.Group`.
 """
 
 from __future__ import annotations
@@ -11,33 +11,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor
 
+from gradbus.commands.simulate.rank_programs import Deadlock, Mismatch, reduced
 from gradbus.runtime.algorithms.requests import (
     AllGather,
     AllReduce,
     Broadcast,
     Program,
-    ReduceOp,
     ReduceScatter,
     Request,
     Swap,
     joined_results,
     simple_requests,
 )
-from gradbus.runtime.collectives.arithmetic import Arithmetic
-from gradbus.runtime.collectives.tensors import as_bytes, plain
 
 R = TypeVar("R")
-
-
-class Deadlock(RuntimeError):
-    """No rank can go on: they wait for requests that nobody makes. The text says which rank waits for what."""
-
-
-class Mismatch(RuntimeError):
-    """Ranks made requests of one name that do not fit together. The text says which and how."""
 
 
 @dataclass(slots=True)
@@ -253,16 +242,3 @@ class Lockstep:
             if not done
         ]
         return f"rank {number} waits for {', '.join(waits)}"
-
-
-def reduced(tensors: Sequence[Tensor], op: ReduceOp, divisor: int | None = None) -> Tensor:
-    """The tensors of all ranks combined in rank order, with the arithmetic of the bus.
-
-    Args:
-        divisor: of a mean; None: the number of tensors.
-    """
-    operands = [plain(tensor) for tensor in tensors]
-    out = torch.empty_like(operands[0])
-    divisor = (divisor or len(tensors)) if op == "mean" else 1
-    Arithmetic(out.dtype, op, divisor).reduce([as_bytes(one) for one in operands], as_bytes(out))
-    return out

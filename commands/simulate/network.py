@@ -30,7 +30,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradbus.commands.simulate.lockstep import Deadlock, Mismatch, reduced
+from gradbus.commands.simulate.rank_programs import Deadlock, Mismatch, reduced
 from gradbus.commands.simulate.sizes import has_values
 from gradbus.commands.simulate.topology import LinkUse, NetworkTopology, Node
 from gradbus.runtime.algorithms.requests import (
@@ -93,8 +93,7 @@ class NetworkModel:
         """Run one program on each rank, all from now on, to their ends. Returns what they return.
 
         Raises:
-            Deadlock, Mismatch: as :class:`~gradbus.commands.simulate.lockstep.Lockstep` does. And what a program
-            raises.
+            Deadlock: they wait for each other. Mismatch: their requests do not fit. And what a program raises.
         """
         if len(programs) != self.topology.world:
             raise ValueError(f"expected {self.topology.world} programs, one for each rank, got {len(programs)}")

@@ -22,7 +22,8 @@ from gradbus import models
 from gradbus.actors.data_parallel.buckets import assign_buckets
 from gradbus.actors.data_parallel.optimization import RunOptimizer
 from gradbus.codecs.base import are_finite
-from gradbus.commands.simulate.lockstep import Lockstep, reduced
+from gradbus.commands.simulate.lockstep import Lockstep
+from gradbus.commands.simulate.rank_programs import reduced
 from gradbus.experiments.bench.recipes import Recipe
 from gradbus.experiments.examples.text import TextTask
 from gradbus.runtime.algorithms.base import Algorithm, Place, Scope, Step, TensorBucket, bucket_of, make_algorithm

@@ -10,7 +10,7 @@ import pytest
 from gradbus.commands.simulate import closed_forms as forms
 from gradbus.commands.simulate.closed_forms import Fabric
 from gradbus.commands.simulate.in_network import simulate_aggregation
-from gradbus.commands.simulate.lockstep import Deadlock
+from gradbus.commands.simulate.rank_programs import Deadlock
 from gradbus.commands.simulate.scenario import AggregationOutcome, Scenario
 from gradbus.commands.simulate.topology import LinkSpec
 from gradbus.experiments.studies.claims import static_memory_s

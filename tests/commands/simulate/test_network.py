@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradbus.commands.simulate.lockstep import Deadlock, Lockstep, Mismatch
+from gradbus.commands.simulate.lockstep import Lockstep
 from gradbus.commands.simulate.network import NetworkModel
+from gradbus.commands.simulate.rank_programs import Deadlock, Mismatch
 from gradbus.commands.simulate.sizes import size_only
 from gradbus.commands.simulate.topology import LinkSpec, NetworkTopology, cluster
 from gradbus.runtime.algorithms.base import Place

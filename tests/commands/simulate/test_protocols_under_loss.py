@@ -12,7 +12,7 @@ import pytest
 from gradbus.commands.simulate.baselines import shared_slots, switchml
 from gradbus.commands.simulate.closed_forms import Fabric
 from gradbus.commands.simulate.in_network import WrongSum, simulate_aggregation
-from gradbus.commands.simulate.lockstep import Deadlock
+from gradbus.commands.simulate.rank_programs import Deadlock
 from gradbus.commands.simulate.scenario import BASELINES, Kind, Scenario
 from gradbus.commands.simulate.topology import LinkSpec
 from gradbus.runtime.in_network.packets import Packet
