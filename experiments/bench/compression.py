@@ -25,10 +25,10 @@ import torch
 from torch import nn
 
 from gradbus import models
-from gradbus.commands.simulate.lockstep import Lockstep
 from gradbus.experiments.bench.command import Benchmark, Part, add_training
 from gradbus.experiments.bench.data_parallel import EVERY_STEP, steps_of, typical
 from gradbus.experiments.bench.gloo_training import GlooRun, bytes_of_torchs_hook, train_on_gloo
+from gradbus.experiments.bench.lockstep import Lockstep
 from gradbus.experiments.bench.lockstep_training import LockstepTraining, NotFinite
 from gradbus.experiments.bench.processes import run_ranks
 from gradbus.experiments.bench.recipes import TORCH_POWERSGD, Recipe, all_recipes

@@ -1,7 +1,7 @@
 """Data-parallel training of all ranks in one process: the accuracy of an algorithm for the time of one core.
 
 What :class:`gradbus.Worker` does in a process for each rank is done here one rank after the other, with the programs in
-lockstep (:class:`~gradbus.commands.simulate.lockstep.Lockstep`): same batches, same buckets, sums in rank order. So
+lockstep (:class:`~gradbus.experiments.bench.lockstep.Lockstep`): same batches, same buckets, sums in rank order. So
 the parameters have the bits of the deployed run, which a test checks. Where an algorithm promises equal replicas there
 is one model, and results that differ between ranks are an error.
 """
@@ -22,8 +22,8 @@ from gradbus import models
 from gradbus.actors.data_parallel.buckets import assign_buckets
 from gradbus.actors.data_parallel.optimization import RunOptimizer
 from gradbus.codecs.base import are_finite
-from gradbus.commands.simulate.lockstep import Lockstep
 from gradbus.commands.simulate.rank_programs import reduced
+from gradbus.experiments.bench.lockstep import Lockstep
 from gradbus.experiments.bench.recipes import Recipe
 from gradbus.experiments.examples.text import TextTask
 from gradbus.runtime.algorithms.base import Algorithm, Place, Scope, Step, TensorBucket, bucket_of, make_algorithm

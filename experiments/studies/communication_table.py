@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from gradbus.actors.in_network.aggregator import AggregatorActor, AggregatorConfig
-from gradbus.commands.simulate.lockstep import Lockstep
+from gradbus.experiments.bench.lockstep import Lockstep
 from gradbus.runtime import logs
 from gradbus.runtime.algorithms.base import Place, Step, bucket_of, make_algorithm
 from gradbus.runtime.algorithms.requests import AllReduce, Program

@@ -47,6 +47,7 @@ MOVED = {
     "gradbus.experiments.settings_reference": "gradbus.commands.settings_reference",
     "gradbus.experiments.simulate": "gradbus.commands.simulate",
     "gradbus.experiments.simulate.claims": "gradbus.experiments.studies.claims",
+    "gradbus.experiments.simulate.lockstep": "gradbus.experiments.bench.lockstep",
     "gradbus.experiments.simulate.printed_forms": "gradbus.experiments.studies.printed_forms",
     "gradbus.models.client_text": "gradbus.experiments.examples.client_text",
     "gradbus.models.text": "gradbus.experiments.examples.text",

@@ -13,7 +13,7 @@ import pytest
 import torch
 from int8_role import SHAPES, gradients, int8_step
 
-from gradbus.commands.simulate.lockstep import Lockstep
+from gradbus.experiments.bench.lockstep import Lockstep
 from gradbus.experiments.bench.processes import run_ranks
 from gradbus.experiments.figures import store as store_module
 from gradbus.experiments.figures.int8 import Int8

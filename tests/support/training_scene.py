@@ -17,7 +17,7 @@ from gradbus.actors.data_parallel.state import Position, RunTensors, WorkerState
 from gradbus.actors.data_parallel.step import TrainingStep
 from gradbus.actors.data_parallel.stepping import GradientExchange, GradientStepper, StepperParts
 from gradbus.actors.data_parallel.training import ShardTraining
-from gradbus.commands.simulate.lockstep import Lockstep
+from gradbus.experiments.bench.lockstep import Lockstep
 from gradbus.runtime.algorithms.base import Place, Step, algorithm_maker
 from gradbus.runtime.collectives.programs import ProgramRuns
 from gradbus.runtime.compute import ComputeThread

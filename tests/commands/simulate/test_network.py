@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradbus.commands.simulate.lockstep import Lockstep
 from gradbus.commands.simulate.network import NetworkModel
 from gradbus.commands.simulate.rank_programs import Deadlock, Mismatch
 from gradbus.commands.simulate.sizes import size_only
 from gradbus.commands.simulate.topology import LinkSpec, NetworkTopology, cluster
+from gradbus.experiments.bench.lockstep import Lockstep
 from gradbus.runtime.algorithms.base import Place
 from gradbus.runtime.algorithms.requests import AllGather, AllReduce, Program, Swap
 from gradbus.runtime.algorithms.routes import ROUTES

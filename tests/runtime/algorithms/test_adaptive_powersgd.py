@@ -9,7 +9,7 @@ import oracles
 import pytest
 import torch
 
-from gradbus.commands.simulate.lockstep import Lockstep
+from gradbus.experiments.bench.lockstep import Lockstep
 from gradbus.runtime.algorithms.adaptive_powersgd import AdaptivePowerSGD, relative_spread
 from gradbus.runtime.algorithms.base import Place, Step, bucket_of, make_algorithm
 from gradbus.runtime.errors import ConfigError

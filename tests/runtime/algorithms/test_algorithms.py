@@ -15,7 +15,7 @@ from doc_pages import python_blocks
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
-from gradbus.commands.simulate.lockstep import Lockstep
+from gradbus.experiments.bench.lockstep import Lockstep
 from gradbus.runtime.algorithms import powersgd
 from gradbus.runtime.algorithms.base import ALGORITHMS, Algorithm, Place, Step, TensorBucket, bucket_of, make_algorithm
 from gradbus.runtime.algorithms.parts import entries_of

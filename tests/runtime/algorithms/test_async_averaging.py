@@ -7,7 +7,7 @@ import oracles
 import pytest
 import torch
 
-from gradbus.commands.simulate.lockstep import Lockstep
+from gradbus.experiments.bench.lockstep import Lockstep
 from gradbus.runtime.algorithms.base import Place, Step, bucket_of, make_algorithm
 
 LR = 0.1

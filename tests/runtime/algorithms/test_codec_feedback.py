@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gradbus import codecs
 from gradbus.actors.data_parallel.algorithm import AlgorithmLabel
-from gradbus.commands.simulate.lockstep import Lockstep
+from gradbus.experiments.bench.lockstep import Lockstep
 from gradbus.experiments.examples.custom_codec import Ternary
 from gradbus.runtime.algorithms.base import Algorithm, Place, Step, bucket_of, make_algorithm
 from gradbus.runtime.choices import CODECS, Choice

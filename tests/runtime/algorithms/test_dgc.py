@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gradbus import codecs
-from gradbus.commands.simulate.lockstep import Lockstep
+from gradbus.experiments.bench.lockstep import Lockstep
 from gradbus.runtime.algorithms.base import Place, Step, bucket_of, make_algorithm
 from gradbus.runtime.algorithms.dgc import Dgc
 from gradbus.runtime.errors import ConfigError

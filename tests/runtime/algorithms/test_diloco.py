@@ -14,7 +14,7 @@ from local_training import LocalTraining, gradients_of
 from pydantic import ValidationError
 from torch import nn
 
-from gradbus.commands.simulate.lockstep import Lockstep
+from gradbus.experiments.bench.lockstep import Lockstep
 from gradbus.runtime.algorithms.base import Place, Step, bucket_of, make_algorithm
 from gradbus.runtime.algorithms.diloco import StreamingDiLoCo
 from gradbus.runtime.errors import ConfigError

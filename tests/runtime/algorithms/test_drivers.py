@@ -12,8 +12,8 @@ from dds_domains import new_domain
 from group_node import as_ranks
 from torch_node import play
 
-from gradbus.commands.simulate.lockstep import Lockstep
 from gradbus.commands.simulate.rank_programs import Deadlock, Mismatch
+from gradbus.experiments.bench.lockstep import Lockstep
 from gradbus.runtime.algorithms.requests import AllGather, AllReduce, Program, Swap
 from gradbus.runtime.collectives import Group
 from gradbus.runtime.collectives.programs import run_program

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from gradbus.commands.simulate.lockstep import Lockstep
+from gradbus.experiments.bench.lockstep import Lockstep
 from gradbus.runtime.algorithms.base import ALGORITHMS, Algorithm, Place, Step, TensorBucket, bucket_of, make_algorithm
 
 SHAPES = {"matrix": (20, 15), "bias": (7,)}

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gradbus.commands.simulate.lockstep import Lockstep
+from gradbus.experiments.bench.lockstep import Lockstep
 from gradbus.runtime.algorithms.base import Place, Step, bucket_of, make_algorithm
 from gradbus.runtime.algorithms.routes import ROUTES, Route
 from gradbus.runtime.errors import ConfigError
