@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import structlog
 import torch
+import typer.testing
 from command_fixtures import begin_at_once, configs, plain_environment
 from dds_domains import new_domain
 from forked_commands import Forked
@@ -23,6 +25,9 @@ from gradbus.commands import lifecycle
 from gradbus.commands.cli.main import app
 
 __all__ = ["begin_at_once", "configs", "plain_environment"]
+
+# Commands are made from their annotations, all of them anew at each call, which takes 0.1 s of a core.
+typer.testing._get_command = functools.cache(typer.testing._get_command)  # type: ignore[attr-defined]  # noqa: SLF001 - the only place of it
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,8 @@ def run(*command: str, cwd: Path) -> str:
     return done.stderr
 
 
-@pytest.mark.parametrize("over_relay", [False, pytest.param(True, marks=pytest.mark.nightly)])
+@pytest.mark.nightly  # eight processes that load torch
+@pytest.mark.parametrize("over_relay", [False, True])
 def test_robots_on_dds_at_two_sites_learn_one_model_through_one_tls_port(over_relay: bool, tmp_path: Path) -> None:
     folder, domains = tmp_path / "fleet", [str(new_domain()) for _ in range(2)]
     done = subprocess.run(
