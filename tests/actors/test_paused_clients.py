@@ -193,6 +193,7 @@ def test_a_named_client_is_paused_before_it_has_an_id_and_takes_part_once_it_is_
 
     async def program(scene: Scene) -> None:
         await eventually(lambda: 2 in scene.tasks[0].begun)
+        await eventually(lambda: sits_out(scene.clients[1], 2))  # else it trains in this round
         scene.clients[1].resume()
         await eventually(lambda: not scene.controller._run.parts.registry.paused_ids())  # noqa: SLF001 - no event tells of it
         scene.tasks[0].held.clear()
