@@ -110,8 +110,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Have the server that processes are forked from load what it needs while the first tests run."""
     if "warm" in sys.modules and any("slow" in item.keywords for item in session.items):
         sys.modules["warm"].start()
-    # Nearly a million objects of modules and tests that live until the end: to walk over them takes a second each time.
-    gc.collect()
+    # Nearly a million objects of modules and tests that live until the end: to walk over them takes a second each time,
+    # also now. What garbage there is of the collection of tests stays with them.
     gc.freeze()
     atexit.register(gc.unfreeze)  # else libraries complain at the end of what was never freed
 

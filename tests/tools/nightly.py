@@ -96,7 +96,7 @@ PARTS = (
     ),
     Part(
         "long-tests",
-        "what `make test` leaves out: benchmarks, figures, all pairs of choices, Ray, robots, ranks on two machines",
+        "what `make test` leaves out: benchmarks, figures, all pairs of choices, Cyclone DDS by itself, two machines",
         "make test ARGS='-m nightly'", 30 * 60,
     ),
     Part(

@@ -21,7 +21,8 @@ SOME = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("transport", ["dds", pytest.param("zenoh", marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("transport", ["dds", "zenoh"])
 def test_dds_passes_what_gloo_passes_of_pytorchs_own_tests(transport: str, tmp_path: Path) -> None:
     command = [sys.executable, "-P", "-m", "conformance", "--transport", transport, "--out", str(tmp_path)]
     ran = subprocess.run(

@@ -264,6 +264,7 @@ def test_without_a_driver_the_build_for_cpus_is_taken(make_setup: Setup, indexes
 
 @two_builds
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("make_setup", INSTALLERS, indirect=True)
 def test_who_asks_for_cpus_and_cannot_have_that_gets_no_cuda(make_setup: Setup) -> None:
     with socket.create_server(("127.0.0.1", 0)) as closed:

@@ -44,7 +44,7 @@ def source_of(page: Any, figure: str, theme: str) -> str:
     return str(page.locator(f"#{figure} {element}").get_attribute(attribute))
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("scheme", ["light", pytest.param("dark", marks=pytest.mark.nightly)])
 @pytest.mark.parametrize(
     ("name", "figures", "table", "rows"),
     [

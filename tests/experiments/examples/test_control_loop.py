@@ -130,6 +130,7 @@ def test_a_control_thread_becomes_real_time_and_what_it_starts_does_not() -> Non
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_the_robot_learns_while_it_moves(domain: int) -> None:
     shared, job = SharedMemory(), f"arms-{os.getpid()}"
     control = JointControl(Joint(1), shared)

@@ -38,7 +38,8 @@ from dds_domains import new_domain
 
 from gradbus.commands.lab.namespaces import Host, set_link
 
-pytestmark = pytest.mark.slow
+# Of Cyclone DDS alone: what changes these is another release of it.
+pytestmark = [pytest.mark.slow, pytest.mark.nightly]
 
 LONG_LEASE_S = 60.0  # nobody is lost by mistake
 SHORT_LEASE_S = 1.0
