@@ -113,7 +113,9 @@ class ElasticWorld(World):
         self._progress_s = now_s()
         worker = self._workers[process.name]
         position, plan, copies = worker._position, worker._plan, worker._copies  # noqa: SLF001 - at this place
-        if plan is None or worker._group.rank in copies.follows:  # noqa: SLF001 - it has no state yet
+        # One that has the state and gets no data yet applies steps, too, and may be the only one that lives after one.
+        has_state = worker._group.rank not in copies.follows or copies.held is None  # noqa: SLF001 - at this place
+        if plan is None or not has_state:
             return
         generation = copies.generation
         first, last = (plan.batches_done(position.epoch_step + more) for more in (0, 1))
