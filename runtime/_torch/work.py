@@ -281,11 +281,15 @@ class DdsWork(Work):
         Raises:
             DistBackendError: it failed, or it is not done in time.
         """
-        self._check_process()
         limit_s = timeout.total_seconds()
-        if not 0 < limit_s < self.until_s - time.monotonic():
+        return self.wait_within(limit_s, limit_s)
+
+    def wait_within(self, left_s: float, limit_s: float) -> bool:
+        """Wait as :meth:`wait` does. ``left_s``: so much is left of ``limit_s``; 0: no limit but its own."""
+        self._check_process()
+        if not 0 < left_s < self.until_s - time.monotonic():
             self.wait_until_done()
-        elif not observed.while_waiting(self._over.wait, limit_s):
+        elif not observed.while_waiting(self._over.wait, left_s):
             raise DistBackendError(
                 f"[Rank {self._queue.engine.rank}] wait for {self.call.what} Timed out after {limit_s:g} s; it "
                 f"goes on until {self._timeout_s:g} s have passed"
@@ -350,8 +354,13 @@ class CoalescedWork(Work):
         self._works = list(works)
 
     def wait(self, timeout: timedelta = _NO_LIMIT) -> bool:
-        """Wait for all of them. Raises the first error there is."""
-        return all(work.wait(timeout) for work in self._works)
+        """Wait for all of them. ``timeout``: for all together. Raises the first error there is."""
+        limit_s, began_s = timeout.total_seconds(), time.monotonic()
+        for work in self._works:
+            # What has ended by now is done, however late it is.
+            left_s = max(began_s + limit_s - time.monotonic(), 1e-6) if limit_s > 0 else 0.0
+            work.wait_within(left_s, limit_s)
+        return True
 
     def get_future(self) -> Future[Any]:
         """A future of all their tensors."""

@@ -18,7 +18,7 @@ from gradbus.runtime.errors import BusClosed, CollectiveTimeout, WriteTimeout
 from gradbus.torch import work as work_module
 from gradbus.torch.calls import CollectiveCall, CollectiveCalls, together
 from gradbus.torch.observed import Observed
-from gradbus.torch.work import DdsWork, WorkQueue
+from gradbus.torch.work import CoalescedWork, DdsWork, WorkQueue
 
 
 class Pair:
@@ -215,3 +215,18 @@ def test_only_its_own_deadline_is_told_as_that(error: Exception, told: str) -> N
     assert work.end(error)
     assert str(work.exception()).startswith(told)
     assert work.exception().__cause__ is error  # type: ignore[union-attr]
+
+
+def test_works_that_are_waited_for_as_one_share_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s, waits = [100.0], list[tuple[float, float]]()
+    monkeypatch.setattr(work_module, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+
+    class Late:
+        def wait_within(self, left_s: float, limit_s: float) -> bool:
+            waits.append((left_s, limit_s))
+            now_s[0] += 2.0
+            return True
+
+    assert CoalescedWork([Late(), Late(), Late()]).wait(timedelta(seconds=3.0))  # type: ignore[list-item]
+    assert waits[:2] == [(3.0, 3.0), (1.0, 3.0)]
+    assert 0 < waits[2][0] < 0.001  # 0 would be no limit
