@@ -116,7 +116,7 @@ SLICE ?= tests/runtime/wire tests/codecs tests/runtime/bus tests/runtime/collect
 	tests/test_standard_bases.py
 DEBIAN ?= trixie
 # Some parts make the environment that they run in.
-test: $(if $(filter python oldest debian,$(PART)),,$(STAMP)) $(if $(filter flower,$(PART)),setup-flower)  ## every test, with WORKERS=4; or PART=again (at most three that failed), faults, portable, flower, gpu, slice (SLICE=tests/codecs), python (the slice under PYTHON=3.13), oldest (with the lowest versions), debian, python-3.14, arm64 and arm64-torch (the wheels, over Zenoh)
+test: $(if $(filter python oldest debian,$(PART)),,$(STAMP)) $(if $(filter flower,$(PART)),setup-flower)  ## every test but nightly ones, with WORKERS=4; or PART=again (at most three that failed), faults, portable, flower, gpu, slice (SLICE=tests/codecs), python (the slice under PYTHON=3.13), oldest (with the lowest versions), debian, python-3.14, arm64 and arm64-torch (the wheels, over Zenoh)
 	@BIN='$(BIN)' PYTHON='$(PYTHON)' SPREAD='$(SPREAD)' SLICE='$(SLICE)' DEBIAN='$(DEBIAN)' bash tests/tools/test_part.sh '$(PART)' $(ARGS)
 
 # What it fetches stays outside the clone (GRADBUS_ROOTS), for the next time. It needs root, and Debian's packages for containers.

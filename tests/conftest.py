@@ -100,7 +100,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(optionalhook=True)  # nobody calls it without pytest-xdist
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Have workers beyond the second run quick tests beside the slow ones of these two."""
+    """Have workers beyond the second run quick tests beside the slow ones of the first two."""
     from spread import FromBothEnds
 
     return FromBothEnds(config, log) if config.getoption("dist") == "loadfile" else None
@@ -110,8 +110,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Have the server that processes are forked from load what it needs while the first tests run."""
     if "warm" in sys.modules and any("slow" in item.keywords for item in session.items):
         sys.modules["warm"].start()
-    # Nearly a million objects of modules and tests that live until the end: to walk over them takes a second each time,
-    # also now. What garbage there is of the collection of tests stays with them.
+    # Nearly a million objects of modules and tests that live until the end: to walk over them takes a second, so it is
+    # not done here either. What garbage there is among them stays, too.
     gc.freeze()
     atexit.register(gc.unfreeze)  # else libraries complain at the end of what was never freed
 

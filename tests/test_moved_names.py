@@ -26,7 +26,8 @@ FORMER = {
     "report.trackers:TensorBoard": "commands.report.trackers",
     "run.configured_task:ConfiguredTask": "commands.configured_task", "run.lifecycle:guard": "commands.lifecycle",
     "run.lifecycle:say": "commands.lifecycle", "rundir.directory:json_text": "commands.rundir.directory",
-    "simulate.claims": "experiments.studies.claims", "simulate.network:NetworkModel": "commands.simulate.network",
+    "simulate.claims": "experiments.studies.claims", "simulate.lockstep:Lockstep": "experiments.bench.lockstep",
+    "simulate.network:NetworkModel": "commands.simulate.network",
     "simulate.printed_forms": "experiments.studies.printed_forms",
     "simulate.sizes:size_only": "commands.simulate.sizes", "simulate.topology:LinkSpec": "commands.simulate.topology",
     "simulate.topology:cluster": "commands.simulate.topology", "simulate.trace": "commands.simulate.trace",
@@ -177,7 +178,8 @@ sys.meta_path[:] = [one for one in sys.meta_path if "Editable" not in getattr(on
 warnings.simplefilter("error")
 import gradbus.experiments
 assert gradbus.experiments.__path__ == []
-for name in ("bench", "configs", "examples.embed_aiohttp", "figures.int8", "studies.claims", "simulate.claims"):
+for name in ("bench", "configs", "examples.embed_aiohttp", "figures.int8", "studies.claims", "simulate.claims",
+             "simulate.lockstep"):
     try:
         importlib.import_module("gradbus.experiments." + name)
     except ImportError as error:
@@ -213,5 +215,6 @@ def test_an_installed_gradbus_has_the_old_names_and_says_where_experiments_are(t
         "figures",
         "studies",
         "studies",
+        "bench",
     ]
     assert all("is not part of an installed gradbus" in line and "make setup" in line for line in said)

@@ -48,8 +48,10 @@ def replaced(spread: FromBothEnds, number: int) -> Worker:
     return worker
 
 
-@pytest.mark.parametrize(("count", "first"), [(2, ["ac", "bd"]), (3, ["ac", "bd", "hg"])])
-def test_two_workers_take_files_from_the_front_and_a_third_from_the_end(
+@pytest.mark.parametrize(
+    ("count", "first"), [(2, ["ac", "bd"]), (3, ["ac", "bd", "hg"]), (4, ["ac", "bd", "hf", "ge"])]
+)
+def test_two_workers_take_files_from_the_front_and_others_from_the_end(
     count: int, first: list[str], pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, workers = scheduled(count, pytestconfig, monkeypatch)
@@ -64,7 +66,7 @@ def test_a_worker_in_place_of_one_of_two_that_has_crashed_takes_files_from_the_f
     assert replaced(spread, 2).files[0] == "f", "the first that waits; those of the crashed worker are at the end"
 
 
-@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("count", [2, 3, 4])
 def test_what_a_crashed_worker_has_left_is_run_by_the_others_but_not_the_test_that_it_crashed_in(
     count: int, pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:

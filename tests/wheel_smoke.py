@@ -165,7 +165,7 @@ def check_moved_names() -> None:
         old = importlib.import_module("gradbus.experiments.files")
     assert old is importlib.import_module("gradbus.commands.files")
     assert [str(one.message) for one in caught if "has moved to gradbus.commands.files" in str(one.message)], caught
-    for name in ("bench", "examples.embed_aiohttp", "simulate.claims"):
+    for name in ("bench", "examples.embed_aiohttp", "simulate.claims", "simulate.lockstep"):
         said = ""
         try:
             importlib.import_module(f"gradbus.experiments.{name}")

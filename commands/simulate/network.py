@@ -1,4 +1,4 @@
-"""Run the programs of all ranks on a model of a network: their results as in lockstep, and the time that they take.
+"""Run the programs of all ranks on a model of a network: what they return in a group, and the time that they take.
 
 A discrete-event model on SimPy: the extra ``simulate``. A message occupies each link of its
 route for ``overhead + bytes / rate`` and is on the next one after the link's latency; its first bytes go on before its

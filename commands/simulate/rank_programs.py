@@ -1,4 +1,4 @@
-"""What all have in common that run the programs of every rank in one process: their errors, and the sum of tensors."""
+"""What drivers that run the programs of all ranks in one process have in common: errors, and the sum of tensors."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from gradbus.commands.cli.main import app
 __all__ = ["begin_at_once", "configs", "plain_environment"]
 
 # Commands are made from their annotations, all of them anew at each call, which takes 0.1 s of a core.
-typer.testing._get_command = functools.cache(typer.testing._get_command)  # type: ignore[attr-defined]  # noqa: SLF001 - the only place of it
+typer.testing._get_command = functools.cache(typer.testing._get_command)  # type: ignore[attr-defined]  # noqa: SLF001 - CliRunner looks it up nowhere else
 
 
 @dataclass(frozen=True, slots=True)

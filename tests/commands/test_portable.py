@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -141,8 +142,7 @@ def test_a_rank_that_is_killed_is_named_when_its_lease_has_ended(tmp_path: Path)
     codes, texts, lines = run_script(tmp_path / "dies", ends="dies")
     assert codes == [1, -signal.SIGKILL]
     assert not lines
-    assert "barrier failed" in texts[0]
-    assert "has lost rank 1" in texts[0]
+    assert re.search(r"barrier failed: .*has lost rank 1", texts[0]), texts[0]  # a line of the log may follow it
 
 
 def test_the_doctor_names_the_fast_paths_and_what_happens_without(invoke, domain: int) -> None:

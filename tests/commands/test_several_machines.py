@@ -86,7 +86,6 @@ def have_a_key(clones: tuple[Clone, Clone], lines: list[str]) -> None:
     assert (clones[1].folder / "job.key").stat().st_mode & 0o777 == 0o600
 
 
-@pytest.mark.nightly  # eight processes that load torch
 def test_a_key_doctors_and_a_federated_run_on_two_machines(clones: tuple[Clone, Clone], root: Path) -> None:
     lines, _ = readme(root)
     (at,) = [number for number, line in enumerate(lines) if " doctor " in line]

@@ -381,7 +381,7 @@ def an_empty_inlet_still_ends_waits(patch: pytest.MonkeyPatch) -> None:
 
 @breaks("a_wait_ends_with_the_number_of_an_endpoint_whose_peers_have_changed")
 def an_outlet_does_not_report_its_peers(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(MemoryOutlet, "note_match", lambda self: None)
+    patch.setattr(MemoryOutlet, "note_peers_changed", lambda self: None)
 
 
 @breaks("what_is_detached_ends_no_wait")

@@ -89,7 +89,7 @@ PARTS = (
         "make soak TRANSPORT=zenoh MINUTES=20", 35 * 60,
     ),
     Part(
-        "relay-kills", "federated runs with 50 kills of the relay or a link down for 30 s: the bits of an unbroken run",
+        "relay-kills", "50 kills of the relay of federated runs, and of a transport alone; a link down for 30 s",
         "RELAY_KILLS=50 LINK_DOWN_S=30 make test "
         "ARGS='tests/faults/test_relays.py tests/runtime/transport/zenoh/test_relay_faults.py'",
         20 * 60,
@@ -97,7 +97,7 @@ PARTS = (
     Part(
         "long-tests",
         "what `make test` leaves out: benchmarks, figures, all pairs of choices, Cyclone DDS by itself, two machines",
-        "make test ARGS='-m nightly'", 30 * 60,
+        "make test WORKERS=3 ARGS='-m nightly'", 60 * 60,
     ),
     Part(
         "conformance", "PyTorch's own tests of torch.distributed: dds passes what gloo passes", "make conformance",

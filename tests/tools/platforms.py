@@ -76,7 +76,7 @@ def _of_each_change(root: Path, project: Mapping[str, Any]) -> Iterator[Row]:
     script = (root / "tests" / "tools" / "test_part.sh").read_text(encoding="utf-8")
     if re.search(r"^part suite .* make test ", started, re.MULTILINE):
         python = f"the machine's, {project['requires-python'].replace('>=', 'at least ')}"
-        yield Row("Linux", "x86-64", python, "no", "DDS, Zenoh", "run", "`.ci/run`: `make test`, which is every test")
+        yield Row("Linux", "x86-64", python, "no", "DDS, Zenoh", "run", "`.ci/run`: `make test`, all but nightly tests")
     oldest = re.search(r"^oldest\).*?find_python ([\d.]+)", script, re.MULTILINE | re.DOTALL)
     assert oldest is not None, "test_part.sh names no Python for the lowest versions"
     pythons = {oldest[1]: "PART=oldest"} if "PART=oldest" in started else {}

@@ -253,7 +253,6 @@ def test_without_a_choice_the_driver_and_the_index_decide(make_setup: Setup, ind
 @two_builds
 @pytest.mark.skipif(has_driver(), reason="there is an NVIDIA driver here")
 @pytest.mark.slow
-@pytest.mark.nightly
 @pytest.mark.parametrize("make_setup", INSTALLERS, indirect=True)
 def test_without_a_driver_the_build_for_cpus_is_taken(make_setup: Setup, indexes: str) -> None:
     done, found = make_setup(f"TORCH_INDEX={indexes}/cpu")

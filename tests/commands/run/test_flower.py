@@ -115,12 +115,7 @@ def expected_accuracies(app: Path) -> list[float]:
 # Each version has the app of client_fn and one of messages: these differ in their content, not in what Flower does.
 @pytest.mark.parametrize(
     ("flower", "app"),
-    [
-        ("1.42", "numpy-app"),
-        ("1.42", "torch-app"),
-        ("1.41", "sklearn-app"),
-        pytest.param("1.41", "numpy-app", marks=pytest.mark.nightly),
-    ],
+    [("1.42", "numpy-app"), ("1.42", "torch-app"), ("1.41", "numpy-app"), ("1.41", "sklearn-app")],
     indirect=True,
 )
 def test_an_app_trains_with_no_byte_of_it_changed_and_torch_is_loaded_for_its_own_sake_alone(

@@ -17,7 +17,7 @@ from gradbus.experiments.examples.ray_clients import train
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'gradbus[ray]'")
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.nightly,  # most of a minute, for Ray's processes; its pool of actors is tested each time
+    pytest.mark.nightly,  # most of a minute; test_ray_pool.py runs clients on Ray each time
     pytest.mark.timeout(480),
     # On a busy machine Ray does not wait until the processes of a cluster that is shut down have ended.
     pytest.mark.filterwarnings("ignore:subprocess [0-9]+ is still running:ResourceWarning"),

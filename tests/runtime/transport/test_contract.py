@@ -12,7 +12,7 @@ from transport_scenes import DdsScene, MemoryScene, SteppedZenohScene, ZenohScen
 from zenoh_node import Relay
 
 MUTANT_S = 10.0  # for what a thread does in memory within milliseconds
-BROKEN_S = 1.0  # the same for a clause that is to fail: where that is too short, it fails, too
+BROKEN_S = 3.0  # the same for a clause that is to fail: where that is too short, it fails, too
 IN_STEPS = [one for one in CLAUSES if not one.needs_threads]
 
 
@@ -83,7 +83,7 @@ def fails(clause: Clause, *, is_broken: bool) -> bool:
     """
     scene = with_threads(BROKEN_S if is_broken else MUTANT_S) if clause.needs_threads else in_steps()
     if not is_broken:
-        scene.stall_s = 0.05
+        scene.stall_s = 0.2
     try:
         clause.check(scene)
     except (AssertionError, pytest.fail.Exception):

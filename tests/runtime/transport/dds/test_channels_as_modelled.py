@@ -38,7 +38,7 @@ from dds_domains import new_domain
 
 from gradbus.commands.lab.namespaces import Host, set_link
 
-# Of Cyclone DDS alone: what changes these is another release of it.
+# Of Cyclone DDS alone: only another release of it changes what comes of them.
 pytestmark = [pytest.mark.slow, pytest.mark.nightly]
 
 LONG_LEASE_S = 60.0  # nobody is lost by mistake

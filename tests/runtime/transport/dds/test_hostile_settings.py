@@ -24,7 +24,8 @@ def outcomes(cases: list[Case], domain: int) -> list[str]:
         text=True,
         timeout=DEADLINE_S,
     )
-    assert child.returncode == 0, child.stderr
+    sys.stderr.write(child.stderr)  # the reasons, for a test that fails
+    assert child.returncode == 0
     found: list[str] = json.loads(child.stdout)
     assert len(found) == len(cases)
     return found
