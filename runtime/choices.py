@@ -250,7 +250,7 @@ class CodecChoices(Choices[T]):
         are no JSON, or too long."""
         return options_as_json(self.checked(choice), f"{self.key} {choice.name!r}")
 
-    def from_json(self, name: str, text: str) -> Choice:
+    def parse_unchecked(self, name: str, text: str) -> Choice:
         """The codec that a peer has named, with the options that it has sent: :meth:`make` checks these.
 
         Raises:

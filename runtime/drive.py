@@ -21,12 +21,12 @@ class SteppedWork(Protocol):
 
     @property
     def stopping(self) -> bool:
-        """Whether no further step is wanted: :meth:`finish` comes next."""
+        """Whether no further step is wanted: :meth:`drop_rest` comes next."""
 
     def step(self) -> float:
         """Do what is due, and return the seconds until something is due again."""
 
-    def finish(self) -> None:
+    def drop_rest(self) -> None:
         """Let go of what is left, after the last step."""
 
     def fail(self, error: BaseException) -> None:
@@ -107,7 +107,7 @@ class OwnThread(ABC):
     stopping: bool
 
     def __init__(self, run: Callable[[], object], name: str) -> None:
-        """``run``: calls the steps until there is no more to do, and :meth:`finish`; for the thread of this name."""
+        """``run``: calls the steps until there is no more to do, and :meth:`drop_rest`; for the thread of this name."""
         self._driver = driver(self, run, name)
 
     @abstractmethod
@@ -115,7 +115,7 @@ class OwnThread(ABC):
         """Do what is due, and return the seconds until something is due again."""
 
     @abstractmethod
-    def finish(self) -> None:
+    def drop_rest(self) -> None:
         """Let go of what is left, after the last step, on the thread that has called it."""
 
     def fail(self, error: BaseException) -> None:

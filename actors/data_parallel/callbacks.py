@@ -80,7 +80,7 @@ class StopVotes:
         self.ready: set[int] = set()
         self.rest = False
 
-    def cast(
+    def send_vote(
         self,
         wants_end: bool,
         name: str,

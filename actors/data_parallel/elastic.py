@@ -447,7 +447,7 @@ class ElasticWorker(Worker):
         votes, copies, every = self._part.votes, self._copies, 1
         if self._are_equal and not votes.after_epochs:  # what a callback wants, the run does one step later
             every = votes.steps_in(VOTE_EVERY_S, step)
-        votes.cast(
+        votes.send_vote(
             self._wants_end,
             name,
             step=step,

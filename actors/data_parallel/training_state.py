@@ -41,7 +41,7 @@ class TrainingState:
             if buffer.is_floating_point() and are_finite([buffer])
         ]
 
-    def is_finite(self, tensors: Mapping[str, Tensor]) -> bool:
+    def has_stayed_finite(self, tensors: Mapping[str, Tensor]) -> bool:
         """Return whether all that was finite in the model at the start is so in these tensors of it, by name."""
         return are_finite([tensors[name] for name in self._finite_names])
 

@@ -407,7 +407,7 @@ class Worker(Rank):
             self._wants_end |= bool(self._callbacks.call("on_step", self._training.report_of(step)))
 
     def _vote(self, name: str, step: int) -> None:
-        self._part.votes.cast(self._wants_end, name, step=step, wants_rest=self._wants_rest)
+        self._part.votes.send_vote(self._wants_end, name, step=step, wants_rest=self._wants_rest)
         self._wants_end = False
 
     @property
@@ -516,7 +516,7 @@ class Worker(Rank):
     async def _check_model(self, tensors: Mapping[str, Tensor]) -> None:
         """Nothing that is not finite is reported as a model, or saved. ``tensors``: equal on all ranks, so that all
         raise TrainingDiverged, or none."""
-        if not await self._compute.run(self._training.state.is_finite, tensors):
+        if not await self._compute.run(self._training.state.has_stayed_finite, tensors):
             raise TrainingDiverged(
                 self.step,
                 "the parameters or buffers have NaN or infinity",

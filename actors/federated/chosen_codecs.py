@@ -151,7 +151,7 @@ def _made(
 ) -> Codec:
     _check_name(name, allowed, setting)
     try:
-        sent = CODECS.from_json(name, options)
+        sent = CODECS.parse_unchecked(name, options)
         known = CODECS.options_of(name).model_fields
         given = {**sent.options, **{key: value for key, value in changed.items() if key in known}}
         codec: Codec = CODECS.make(Choice.model_validate({**given, "name": name}))

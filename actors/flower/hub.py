@@ -286,7 +286,7 @@ class MessageHub:
             for node in list(instruction.awaited):
                 self._fail(instruction, node, "expired", "no reply within the message's time to live")
         await self._tell_over()
-        self._clock.beat(now_s, self._registry)
+        self._clock.note_beat(now_s, self._registry)
         for silent in self._registry.mark_silent(now_s):
             if silent.is_doubted:  # DDS was right
                 self._lose(silent.client_id, silent.incarnation, "nothing came from it any more")

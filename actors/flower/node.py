@@ -486,7 +486,7 @@ class MessageNode:
             text = f"a message of {notice.total_bytes} bytes, at most {self._max_bytes} are accepted (flower.max_bytes)"
             raise FrameError("oversized", text)
         key = instruction_key(notice.run_id, notice.round_id, session, notice.signature)
-        self._bus.access_policy.check_model(key, int(Flags.NONE), notice.total_bytes)
+        self._bus.access_policy.check_model_signature(key, int(Flags.NONE), notice.total_bytes)
         payload, fault = None, ""
         if notice.memory and is_here(notice.memory) and self._bus.memory.here and self._reads_memory:
             try:

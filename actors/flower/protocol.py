@@ -28,7 +28,7 @@ _MARK = zlib.crc32(b"gradbus.flower.1") << 32
 
 @dataclass(frozen=True, slots=True)
 class NodePlace:
-    """Says which node a process is. Made by :meth:`of_partition` or :meth:`of_name`.
+    """Says which node a process is. Made by :meth:`of_partition` or :meth:`derive_from_name`.
 
     Attributes:
         number: of the node on the bus: its partition, or one above all partitions that follows from its name.
@@ -51,7 +51,7 @@ class NodePlace:
         return cls(partition, num_partitions)
 
     @classmethod
-    def of_name(cls, name: str) -> Self:
+    def derive_from_name(cls, name: str) -> Self:
         """Return the place of a node with this name. The same name has the same number in every run."""
         digest = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest())
         return cls(MAX_PARTITIONS + digest % (LAST_NAMED + 1 - MAX_PARTITIONS), 0, name)

@@ -56,7 +56,7 @@ class ServedRun:
     bytes_in: int = 0
     bytes_out: int = 0
 
-    def begin(self, brought: Mapping[str, Tensor]) -> None:
+    def keep_state_of_first_worker(self, brought: Mapping[str, Tensor]) -> None:
         """Begin a new run with what worker 0 has beside its weights, by name."""
         self.frozen = {name: tensor for name, tensor in brought.items() if name.startswith(FROZEN)}
         self.own = {0: ({}, {name: tensor for name, tensor in brought.items() if name not in self.frozen})}
@@ -319,7 +319,7 @@ class Service:
             if 0 not in asked:
                 raise CollectiveError("worker 0 was lost, whose weights a new run begins with: start it again")
             self.shard.load(asked[0].packed)
-            kept.begin(asked[0].state)
+            kept.keep_state_of_first_worker(asked[0].state)
         weights = encode(Message("start"), self.shard.weights())  # one copy for all
         packed = decode(weights).packed
         replies = {}

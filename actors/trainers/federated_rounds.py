@@ -54,7 +54,7 @@ class RoundLength:
     steps: int = 0
 
     @classmethod
-    def of(cls, every_n_epochs: int | None, every_n_steps: int | None) -> RoundLength:
+    def of_arguments(cls, every_n_epochs: int | None, every_n_steps: int | None) -> RoundLength:
         """Read it from the arguments of a callback. Raises ConfigError: both are given, or one is less than 1."""
         given = {"every_n_epochs": every_n_epochs, "every_n_steps": every_n_steps}
         named = {name: value for name, value in given.items() if value is not None}

@@ -50,7 +50,7 @@ class RoundsCallback:
         check_keywords(f"{_CALL}()", settings, keywords() | _OWN)
         check_named(_CALL, settings.get("name"), settings.get("client_id"), settings)
         client(job, **settings)  # which has not been entered: it is made for its checks
-        length = RoundLength.of(every_n_epochs, every_n_steps)
+        length = RoundLength.of_arguments(every_n_epochs, every_n_steps)
         self._rounds = FederatedRounds(partial(client, job, **settings), length, optimizer_state, metrics)
         self._samples_in = samples_in
         self._prepare()

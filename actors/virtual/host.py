@@ -145,7 +145,7 @@ class HostSession(ControllerSession):
         """Return those of its clients that a request names."""
         return list(common_ids(self._ids, parse_ids(request.participants)))
 
-    def takes_part(self, client_id: int, command: TrainCmd) -> bool:
+    def may_take_part(self, client_id: int, command: TrainCmd) -> bool:
         terms = self.terms
         return terms is None or terms.round_id != command.round_id or bool(self.to_train(command))
 

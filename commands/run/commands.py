@@ -145,7 +145,7 @@ def controller_run(
         hosted = None
         # First: processes that are forked have none of the threads and sockets of what follows.
         if clients is not None and choices is not None:
-            hosted = stack.enter_context(clients.start(file, choices, path / "clients"))
+            hosted = stack.enter_context(clients.open_pool(file, choices, path / "clients"))
         scalars = followed = None
         if file.has_trackers:
             scalars = stack.enter_context(open_scalars(file, path))

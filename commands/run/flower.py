@@ -164,12 +164,12 @@ def place_of(
             if config.setdefault(key, value) != value:
                 raise ConfigError(f"the node config has {key}={config[key]}, and the options say {value}: give it once")
     if name is not None:
-        return NodePlace.of_name(check_name(name)), config
+        return NodePlace.derive_from_name(check_name(name)), config
     number, count = map(config.get, PARTITION_KEYS)
     if type(number) is int and type(count) is int:  # True is none
         return NodePlace.of_partition(number, count), config
     host = "".join(one if one.isascii() and one.isalnum() else "-" for one in socket.gethostname()).strip("-")
-    return NodePlace.of_name(check_name(f"{host[:48] or 'node'}-{secrets.token_hex(4)}")), config
+    return NodePlace.derive_from_name(check_name(f"{host[:48] or 'node'}-{secrets.token_hex(4)}")), config
 
 
 async def run_node(

@@ -63,7 +63,7 @@ class VirtualClients:
             )
         return choices_of(file.federated, self.clients, self.fraction)
 
-    def start(self, file: ControllerFile, choices: CheckedChoices, state_dir: Path) -> Hosted:
+    def open_pool(self, file: ControllerFile, choices: CheckedChoices, state_dir: Path) -> Hosted:
         """Open the pool that trains them: before there are DDS, threads, open ports or a loop in this process."""
         task = ConfiguredTask(file.task)
         check_first_round(choices, task)

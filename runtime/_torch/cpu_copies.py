@@ -136,7 +136,7 @@ class CpuCopies:
         return self._copies
 
     @contextmanager
-    def changed(self) -> Iterator[Mapping[str, Tensor]]:
+    def edit(self) -> Iterator[Mapping[str, Tensor]]:
         """The same. At the end, parameters get what has been made of them."""
         copies = self.read()
         yield copies

@@ -84,7 +84,7 @@ class DiLoCo(AlgorithmHook):
         self.drain()
         buffers = {f"buffer {name}": one for name, one in self._model.named_buffers() if one.is_floating_point()}
         assert self._weights is not None
-        with self._weights.exchange.changed() as weights:
+        with self._weights.exchange.edit_weights() as weights:
             self._programs.call(self._programs.run, _mean_of({**weights, **buffers}))
 
 

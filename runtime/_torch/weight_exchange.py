@@ -113,12 +113,12 @@ class WeightExchange:
         return self._parameters.read() if isinstance(self._parameters, CpuCopies) else self._parameters
 
     @contextmanager
-    def changed(self) -> Iterator[Mapping[str, Tensor]]:
+    def edit_weights(self) -> Iterator[Mapping[str, Tensor]]:
         """The weights of this rank, float32 on the CPU, by name. What is changed in them is in the parameters then."""
         if not isinstance(self._parameters, CpuCopies):
             yield self._parameters
             return
-        with self._parameters.changed() as weights:
+        with self._parameters.edit() as weights:
             yield weights
 
     def drain(self) -> None:
@@ -267,7 +267,7 @@ class WeightExchange:
             one.exchanged.result()
             if one.is_finite:
                 result, before = one.tensors["result"], one.tensors.get("before")
-                with self.changed() as weights:
+                with self.edit_weights() as weights:
                     change = apply_result(weights, self._algorithm, one.step, result, before)
                 one.tensors = {"change": change}
             elif not one.began_finite and one.step.number >= self._restarted:
@@ -284,14 +284,14 @@ class WeightExchange:
             finally:
                 if not one.counts:
                     if "change" in one.tensors:
-                        with self.changed() as weights:
+                        with self.edit_weights() as weights:
                             take_back(weights, one.tensors["change"])
                     reason = "an exchange of weights has failed on some rank, or its result is not finite"
                     self._on_skipped(reason, one.step.number)
 
     def _restart(self) -> None:
         self._restarted = self._step.number  # whose own exchange begins after this
-        with self.changed() as weights:
+        with self.edit_weights() as weights:
             is_back = restart(weights, lambda flat: self._programs.call(self._algorithm.weights_of_joiner, flat))
         if is_back:
             log.warning("weights are not finite: back to those of the last exchange", step=self._step.number + 1)

@@ -55,7 +55,7 @@ class Sender(OwnThread):
     group by its pending collectives.
 
     :meth:`step` is one turn of that work. In production the thread that :meth:`start` starts calls it; any other driver
-    may call it instead of the thread, and :meth:`finish` after the last step.
+    may call it instead of the thread, and :meth:`drop_rest` after the last step.
     """
 
     def __init__(self) -> None:
@@ -152,7 +152,7 @@ class Sender(OwnThread):
         longest_s = max(self._pauses.values())  # many must not take more time to ask than one
         return max(longest_s, min(sum(self._pauses.values()), _LAP_S))
 
-    def finish(self) -> None:
+    def drop_rest(self) -> None:
         """Fail the jobs that are left with BusClosed: after the last step, on the thread that has called it."""
         for job in self._jobs:
             job.finished(BusClosed("the bus was closed before all was sent"))
@@ -163,7 +163,7 @@ class Sender(OwnThread):
         while not self.stopping:
             if self.step():  # no job is held here, nor its payload, which may be large, while the thread sleeps
                 self._sleep()
-        self.finish()
+        self.drop_rest()
 
     def _sleep(self) -> None:
         with self._wakeup:

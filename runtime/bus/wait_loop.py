@@ -2,7 +2,7 @@
 for the event loop gets there by a :class:`Handover`: the loop is woken, or polls the transport for a moment.
 
 :meth:`WaitLoop.step` is one turn of that work. In production the thread that :meth:`WaitLoop.start` starts calls it;
-any other driver may call it in place of the thread, and :meth:`WaitLoop.finish` after the last step.
+any other driver may call it in place of the thread, and :meth:`WaitLoop.drop_rest` after the last step.
 
 Not a listener: a Python callback on Cyclone's own thread needs the GIL, and together with a writer that waits for
 acknowledgements while it holds the GIL this is a deadlock.
@@ -194,7 +194,7 @@ class WaitLoop(OwnThread):
             return 0.0
         return min(IDLE_S, max(0.0, self._due_s - time.monotonic()))
 
-    def finish(self) -> None:
+    def drop_rest(self) -> None:
         """Let go of the periodic calls and report the end: after the last step, on the thread that has called it."""
         self._calls, self._new_calls, self._due_s = [], deque(), math.inf  # they hold what they are methods of
         self._ended()
@@ -223,7 +223,7 @@ class WaitLoop(OwnThread):
             raise
         finally:
             self._polling.acquire(timeout=2 * INLINE_SLEEP_S)  # for good: the transport may be closed after this
-            self.finish()
+            self.drop_rest()
 
     def _turn(self, timeout_s: float, until_s: float = math.inf) -> bool:
         """Wait for news and handle them, until then at most. Returns whether there were any."""

@@ -79,7 +79,7 @@ class Formation:
 
     # Input
 
-    def hello(self, rank: int, incarnation: int, hello: GroupHello) -> bool:
+    def take_hello(self, rank: int, incarnation: int, hello: GroupHello) -> bool:
         """Take the hello of a rank. Returns whether something has changed.
 
         Raises:

@@ -390,7 +390,7 @@ class Membership:
             return
         try:
             was_known = self.formation.knows(rank, incarnation)
-            if self.formation.hello(rank, incarnation, hello):
+            if self.formation.take_hello(rank, incarnation, hello):
                 self._scheduler.met |= not was_known
                 self._attach(rank, hello.memory)
                 self._note_change()

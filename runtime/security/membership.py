@@ -105,7 +105,7 @@ class SharedKeyMembership(JobMembership):
 
     def retain(self, topic: str, samples: int) -> None:
         if not is_inbox_name(topic):  # its stream may be made again, and no announcement says what is retained there
-            self.cipher.encryptor(topic).retain(samples)
+            self.cipher.encryptor(topic).track_retained(samples)
 
 
 class ChallengeMessage(NamedTuple):

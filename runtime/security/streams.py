@@ -227,7 +227,7 @@ class StreamEncryptor:
         """Return the bytes of the next envelope."""
         return self.envelope(tuple(parts)).octets()
 
-    def retain(self, samples: int) -> None:
+    def track_retained(self, samples: int) -> None:
         """Record the counters of the newest envelopes, as the transport retains so many of them for late readers."""
         self.retained = deque(self.retained or (), samples)
 

@@ -109,5 +109,5 @@ class AccessPolicy:
         """Return what stands in the name of a model's frames. Takes its time with a large one."""
         return ""
 
-    def check_model(self, key: FrameKey, flags: int, total_bytes: int) -> None:
+    def check_model_signature(self, key: FrameKey, flags: int, total_bytes: int) -> None:
         """Raise FrameError: ``signature``: the controller has not published a model of that size under this name."""

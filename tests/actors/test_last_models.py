@@ -98,7 +98,7 @@ def test_a_site_that_starts_again_as_the_run_ends_publishes_the_last_model_that_
             local, theirs = [await here.bus("site") for _ in range(2)]
             config = rules(1, **state(tmp_path, "site"))
             before, serving = serve_site(group, local, config)
-            before.stop_waiting()  # no client is here yet
+            before.mark_run_ended()  # no client is here yet
             await before.started.wait()
             await before.adopt(3, saved, {})
             await ended(serving)

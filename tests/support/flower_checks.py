@@ -30,7 +30,7 @@ from gradbus.runtime.errors import FrameError
 
 APPS = Path(__file__).parents[1] / "flower_apps"
 APP = FlowerApp(Path("/nowhere"), "s:app", "c:app", {"lr": 0.1})
-PLACES = (NodePlace.of_partition(0, 2), NodePlace.of_name("robot-1"))
+PLACES = (NodePlace.of_partition(0, 2), NodePlace.derive_from_name("robot-1"))
 CONFIGS = ({"partition-id": 0, "num-partitions": 2}, {"partition-id": 1, "dataset-path": "/data/robot"})
 
 

@@ -124,7 +124,7 @@ class Hall:
         self.round = Round(round_id, range(clients), rules, now_s=0.0)
         if self.bounds is not None:
             self.bounds.open_round(round_id)
-        self.intake.open(self.round, self.base)
+        self.intake.open_round(self.round, self.base)
 
 
 class Lies(NamedTuple):

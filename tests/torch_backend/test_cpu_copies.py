@@ -17,7 +17,7 @@ def test_a_copy_is_read_back_as_it_was_written_and_training_is_added_to_it(devic
     assert needs_copies([parameter]) == (device == "cuda" or dtype != torch.float32)
     copies = CpuCopies({"one": parameter})
     wanted = torch.randn(6, 10, generator=torch.Generator().manual_seed(1))
-    with copies.changed() as weights:
+    with copies.edit() as weights:
         assert torch.equal(weights["one"], parameter.detach().cpu().float())
         weights["one"].copy_(wanted)
     assert torch.equal(parameter.detach().cpu(), wanted.to(dtype))

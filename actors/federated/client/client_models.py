@@ -47,7 +47,7 @@ class ModelFollower(Protocol):
     def follows_models(self) -> bool:
         """Return whether it needs each of them, also those of rounds in which the client takes no part."""
 
-    def take_model(self, model: ArrivedModel) -> None:
+    def queue_model(self, model: ArrivedModel) -> None:
         """Take a model after a round; it may be the one that it has had last."""
 
 
@@ -175,7 +175,7 @@ class ClientModels:
     def _note_adopted(self, replica: ModelReplica) -> None:
         vector, welcome = replica.vector, self._context.session.welcome
         if self._follower is not None and replica is self.replica and vector is not None and welcome is not None:
-            self._follower.take_model(ArrivedModel(replica.round_id, vector, replica.buffers, welcome))
+            self._follower.queue_model(ArrivedModel(replica.round_id, vector, replica.buffers, welcome))
         self._context.changed.set()
 
     def receives_all(self, welcome: Welcome) -> bool:

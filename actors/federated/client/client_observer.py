@@ -142,7 +142,7 @@ class ClientObserver:
         """Give reports to this function, too."""
         self._on_report = on_report
 
-    def take_model(self, model: ArrivedModel) -> None:
+    def queue_model(self, model: ArrivedModel) -> None:
         """Note a global model that has arrived."""
         if self.newest is None or self.newest.vector is not model.vector:
             self.newest = model

@@ -253,7 +253,7 @@ class ClientRounds:
         context, masking, session = self._context, self._outbox.masking, self._context.session.incarnation
 
         def is_wanted() -> bool:
-            part = context.session.takes_part(context.client_id, command)
+            part = context.session.may_take_part(context.client_id, command)
             return part and context.is_same_session(session) and not context.session.is_superseded(command)
 
         while (masks := await masking.take(command.round_id, is_wanted)) is not None:

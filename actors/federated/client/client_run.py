@@ -384,7 +384,7 @@ class ClientRun:
             self._interrupt_sending()  # of the attempt before
         if terms.attempt and has_id(parse_ids(terms.participants), self._context.client_id):
             self._outbox.masking.begin(terms.run_id, current.incarnation, terms.round_id, terms.attempt, self._group)
-        if current.command is not None and not current.takes_part(self._context.client_id, current.command):
+        if current.command is not None and not current.may_take_part(self._context.client_id, current.command):
             self._compute.stop_current()  # others were faster: its update is not needed
             self._interrupt_sending()
 
@@ -470,7 +470,7 @@ class ClientRun:
         """Do what has to be done once, before this client is ready."""
         training = self._local.training
         await self._compute.run(training.load_data, welcome.num_clients)
-        self._observer.keep_personal(await self._compute.run(training.read_personal, welcome))
+        self._observer.keep_personal(await self._compute.run(training.prepare_personal, welcome))
 
     async def _sit_out(self, welcome: Welcome | None, command: TrainCmd | None) -> None:
         """Report that the round of a command has no update of this client, which is paused, or was in its midst; then
@@ -494,7 +494,7 @@ class ClientRun:
         current = self._session
 
         def superseded() -> bool:
-            return current.is_older(command) or not current.takes_part(self._context.client_id, command)
+            return current.is_older(command) or not current.may_take_part(self._context.client_id, command)
 
         await self.models.fetch_round(welcome, command.round_id - 1, superseded)
 

@@ -181,7 +181,7 @@ class ModelReplica:
     def _is_published(self, key: FrameKey, flags: int, total_bytes: int) -> bool:
         """Whether the controller has signed the model, where models are signed."""
         try:
-            self._access_policy.check_model(key, flags, total_bytes)
+            self._access_policy.check_model_signature(key, flags, total_bytes)
         except FrameError as error:
             self._drop(error)
             return False

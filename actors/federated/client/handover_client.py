@@ -155,7 +155,7 @@ class HandoverRun(ClientRun):
         while not self._handover.claim():
             self._changed.clear()
             is_same = session == current.incarnation and not current.is_superseded(command)
-            if not is_same or self._status.is_paused or not current.takes_part(context.client_id, command):
+            if not is_same or self._status.is_paused or not current.may_take_part(context.client_id, command):
                 return False
             if self._handover.claim():
                 break

@@ -274,7 +274,7 @@ class LocalTraining:
                 remedy="set client.state_dir",
             )
 
-    def read_personal(self, welcome: Welcome) -> dict[str, Tensor]:
+    def prepare_personal(self, welcome: Welcome) -> dict[str, Tensor]:
         """Return the personal tensors of this client after its newest update that counts, by name."""
         self.arrange(welcome)
         if not self._model.sharing.keeps_some:

@@ -304,9 +304,9 @@ class ControllerSession:
 
     def is_for(self, client_id: int, welcome: Welcome, command: TrainCmd) -> bool:
         """Whether a client is to train for this command now."""
-        return self.is_wanted(welcome, command) and self.has_terms and self.takes_part(client_id, command)
+        return self.is_wanted(welcome, command) and self.has_terms and self.may_take_part(client_id, command)
 
-    def takes_part(self, client_id: int, command: TrainCmd) -> bool:
+    def may_take_part(self, client_id: int, command: TrainCmd) -> bool:
         """Whether a client is asked to take part in the round of this command, as far as the terms say."""
         terms = self.terms
         if terms is None or terms.round_id != command.round_id or not terms.participants:

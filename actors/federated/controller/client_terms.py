@@ -120,7 +120,7 @@ class ClientTerms:
 
     async def announce_model(self, client: Member) -> None:
         """Send a client that has had its Welcome, and reads memory, the place of the model."""
-        await self._publisher.announce_to(client.client_id)
+        await self._publisher.announce_memory_for(client.client_id)
 
     async def let_into_round(self, round_id: int) -> None:
         """Let the clients that came for a later round into this one, and send them the Welcome that says so."""

@@ -487,7 +487,7 @@ class ClientRegistry:
             member.excused_s = now_s - member.seen_s
             member.is_doubted = True
 
-    def mark_disconnected(self, client_id: int, incarnation: int) -> bool:
+    def stop_waiting_for(self, client_id: int, incarnation: int) -> bool:
         """Note that the host of a client has closed its connection: it is not waited for until it sends again. Returns
         whether that is news."""
         member = self.get(client_id, incarnation)

@@ -132,7 +132,7 @@ class LocalModelReceiver:
             pass  # the deadline is over, which its caller sees
         except SharedMemoryFault as error:  # it is sent, like one of another machine
             log.warning("no shared memory", **self._context.client_facts(upload.source.client_id), reason=str(error))
-            upload.leave_memory()
+            upload.fall_back_to_frames()
             if self._wanted is not None and self._wanted.upload is upload:  # else its client offers another one
                 await self._uploads.grant(upload)
 

@@ -214,5 +214,5 @@ class Dispatcher:
         if self._registry.remove(client_id, incarnation):
             self._context.bus.close_inbox(incarnation)
             for one in of_host or [client_id]:
-                self._to.selection.note_gone(one, why)
+                self._to.selection.remember_departure(one, why)
             self._membership.follow_registry()

@@ -158,7 +158,7 @@ class EarlyStop:
             self._call("on_round", round_id)
         return not self.reason
 
-    def call_on_update(self, updates: Iterable[Facts]) -> None:
+    def run_update_callbacks(self, updates: Iterable[Facts]) -> None:
         """Call the callbacks for updates that count in the open round."""
         for update in updates:
             self._call("on_update", update)

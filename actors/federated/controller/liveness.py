@@ -251,7 +251,7 @@ class BeatClock:
         """The first beat is about to come."""
         self._beaten_s = time.monotonic()
 
-    def beat(self, now_s: float, registry: ClientRegistry) -> None:
+    def note_beat(self, now_s: float, registry: ClientRegistry) -> None:
         """Note a beat. One that is far too late excuses the silence of clients.
 
         Their messages of that time may be handled after this timer, so the time counts as one heartbeat of silence. Not
@@ -302,7 +302,7 @@ class LivenessMonitor:
             with contextlib.suppress(BusError):  # the next one will do
                 await self._context.publish(status)
             now_s = time.monotonic()
-            self._clock.beat(now_s, registry)
+            self._clock.note_beat(now_s, registry)
             silent = registry.mark_silent(now_s)
             for client in silent:
                 log.warning(

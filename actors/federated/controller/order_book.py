@@ -207,7 +207,7 @@ class OrderBook:
             found += [(one["epochs"], one["steps"]) for one in (of_all, *of_some)]
         return found
 
-    def most_work(self, round_id: int) -> AskedWork | None:
+    def find_most_work(self, round_id: int) -> AskedWork | None:
         """Return the most work that a round asks of a client; None: it cannot be compared, as some clients are to count
         epochs and others steps."""
         training, each = self._config.training, self.order(round_id).each.values()

@@ -205,7 +205,7 @@ class ModelPublisher:
             ModelAvailable(key.job, key.round_id, key.transfer, is_delta, message.size, sealed.place, key.name)
         )
 
-    async def announce_to(self, client_id: int) -> None:
+    async def announce_memory_for(self, client_id: int) -> None:
         """Send a new client that reads memory the place of the model."""
         full = self._full
         if full is not None and full.shared is not None and self._registry.shares_memory(client_id):

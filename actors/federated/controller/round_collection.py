@@ -112,7 +112,7 @@ class RoundCollector:
         masked = None if parts.masked is None else parts.masked.make_attempt(round_, self._attempt_terms())
         try:
             parts.current_round.begin(round_, masked)
-            receiver.open(round_, parts.publisher.held, masked)
+            receiver.open_round(round_, parts.publisher.held, masked)
             outcome = await self._until_over(round_, *await self._command(round_))
         finally:
             if masked is not None:
@@ -136,7 +136,7 @@ class RoundCollector:
             least_s = secure.exchange_s  # a client that hangs makes them take that long, whatever other rounds took
         deadline_s = config.round.timeout_s
         if self._deadline is not None:
-            deadline_s = max(self._deadline.seconds(self._parts.book.most_work(round_id), attempt), 1.1 * least_s)
+            deadline_s = max(self._deadline.seconds(self._parts.book.find_most_work(round_id), attempt), 1.1 * least_s)
         left_s = max(0.0, due_s - time.monotonic())
         return RoundRules(
             minimum=config.clients.min,
@@ -219,7 +219,7 @@ class RoundCollector:
     async def _call_on_update(self) -> None:
         """Call the callbacks for the updates that count by now."""
         if counted := self._parts.receiver.take_counted():
-            await self._callbacks.call(self._callbacks.stop.call_on_update, counted)
+            await self._callbacks.call(self._callbacks.stop.run_update_callbacks, counted)
 
     def _attempt_terms(self) -> AttemptTerms:
         """What the clients of an attempt with secure aggregation are told of its sum."""

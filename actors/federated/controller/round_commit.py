@@ -78,7 +78,7 @@ class RoundCommitter:
             await self._callbacks.call(self._callbacks.stop.call_on_aggregate, report)
         state.participation.commit(round_id, totals.samples, parts.losses.of(round_), totals.loss_of)
         if self._deadline is not None and attempts == 1:  # in another one some updates were there when it began
-            self._deadline.note_round(round_.answered_s, parts.book.most_work(round_id))
+            self._deadline.note_round(round_.answered_s, parts.book.find_most_work(round_id))
         parts.losses.clear()
         # The message is made before the commit: what the clients will hold is part of the state.
         size = await parts.publisher.prepare(round_id)

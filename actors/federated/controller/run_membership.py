@@ -83,7 +83,7 @@ class RunMembership:
         """Note that the host of a client has closed its connection, as it does when its process ends: what is under way
         goes on without it. If it lives, it is waited for again from its next message on; else it is removed when the
         transport is certain."""
-        if self._registry.mark_disconnected(client_id, incarnation):
+        if self._registry.stop_waiting_for(client_id, incarnation):
             log.warning(
                 "client disconnected",
                 **self._context.client_facts(client_id),

@@ -265,7 +265,7 @@ class ParticipantSelection:
                 [client for client in failed if isinstance(client, int)],
             ) from error
 
-    def note_gone(self, client_id: int, why: str) -> None:
+    def remember_departure(self, client_id: int, why: str) -> None:
         """Note that a client that was here has gone. It may come back. ``why``: as of a :class:`ClientDeparture`."""
         self._gone.pop(client_id, None)
         self._gone[client_id] = ClientDeparture(why, time.monotonic())

@@ -105,7 +105,7 @@ class UpdateReceiver:
         self._waiting: dict[tuple[int, bool], RequestedUpload] = {}
         self._held = None if update_sum.bounds is None else HeldUpdates(update_sum.bounds)
 
-    def open(self, round_: Round, base: Tensor, masked: MaskedAttempt | None = None) -> None:
+    def open_round(self, round_: Round, base: Tensor, masked: MaskedAttempt | None = None) -> None:
         """Take updates for this round. Another attempt at it goes on with the updates that count.
 
         Args:

@@ -113,7 +113,7 @@ class IncomingUpload:
         """Keep the payload no longer."""
         self.payload = None
 
-    def leave_memory(self) -> None:
+    def fall_back_to_frames(self) -> None:
         """Note that it cannot be read in its client's memory, and is to come in frames."""
         self.in_memory, self.progress_s = False, time.monotonic()
 

@@ -346,7 +346,7 @@ class SiteController(RelayingController):
         """Note that the sum of this site counts in a round."""
         self.counted_round = round_id
 
-    def stop_waiting(self) -> None:
+    def mark_run_ended(self) -> None:
         """Wait for no clients, or no longer: the run has ended."""
         if self._waiting is not None and not self.is_over:
             self._waiting.reschedule(asyncio.get_running_loop().time())

@@ -192,7 +192,7 @@ class SiteRun(ClientRun):
     def _tell_end(self) -> None:
         """Have the Controller of this site wait for no clients where the run has ended."""
         if self._session.ended is not None and self.controller is not None and not self.controller.started.is_set():
-            self.controller.stop_waiting()
+            self.controller.mark_run_ended()
 
     def _accept_welcome(self, session: int, welcome: Welcome) -> None:
         super()._accept_welcome(session, welcome)

@@ -67,7 +67,7 @@ class KeyRotation:
         # In this order: what is next now may be current then, and begin() looks for topics after it has set next.
         for streams in (self.next, self.current):
             if streams is not None:
-                streams.encryptor(topic).retain(samples)
+                streams.encryptor(topic).track_retained(samples)
 
     def keys_for(self, name: str) -> list[OutboundStreams]:
         """Return the keys that a new member needs."""
@@ -83,7 +83,7 @@ class KeyRotation:
             return
         self.next = self._new_epoch(self.current.key.epoch + 1)
         for topic, samples in self._retained.copy().items():
-            self.next.encryptor(topic).retain(samples)
+            self.next.encryptor(topic).track_retained(samples)
         self._why, self._pending = why, set(members)
         self._until_s, self._sent_s = now_s + SWITCH_S, float("-inf")
 

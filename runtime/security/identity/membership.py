@@ -102,7 +102,7 @@ class ControllerMembership(JobMembership):
         client_id, sender = frames.sender_of(sample.data), opened.sender
         is_control = channel.name in _CONTROL_OF_MEMBERS
         if client_id == frames.UNASSIGNED and is_control and sender is not None and sender.role == "client":
-            self._unassigned.note(frames.incarnation_of(sample.data), sender.name)
+            self._unassigned.claim(frames.incarnation_of(sample.data), sender.name)
             return True
         if sender is None or not sender.may_be(client_id):
             if sender is not None and is_control:
@@ -189,7 +189,7 @@ class ClientMembership(JobMembership):
             raise FrameError("identity", "the controller sends in the name of another")
         return True
 
-    def check_model(self, key: FrameKey, flags: int, total_bytes: int) -> None:
+    def check_model_signature(self, key: FrameKey, flags: int, total_bytes: int) -> None:
         keys, party = self.party.keys, self.party
         controller, newest = (b"", 0) if keys is None else (keys.controller, keys.epoch)
         controller_signatures.check_model(party.job, party.pinned, controller, newest, key, flags, total_bytes)

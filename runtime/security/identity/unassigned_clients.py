@@ -18,7 +18,7 @@ class UnassignedClients:
     def __init__(self) -> None:
         self._nodes: dict[int, str] = {}
 
-    def note(self, incarnation: int, node: str) -> None:
+    def claim(self, incarnation: int, node: str) -> None:
         """Note that a node has sent as this incarnation.
 
         Raises:

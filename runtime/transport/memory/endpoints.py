@@ -38,7 +38,7 @@ class MemoryPlace:
         self.outlets = [one for one in self.outlets if one is not endpoint]
         self.inlets = [one for one in self.inlets if one is not endpoint]
 
-    def report_news(self) -> None:
+    def wake_waiters(self) -> None:
         """End the waits of the waiters. The caller holds the lock."""
         for waiter in self.waiters:
             waiter.on_news()
@@ -71,10 +71,10 @@ class _MemoryEndpoint:
         """Return what the endpoints of its transport share."""
         return self.place
 
-    def note_match(self) -> None:
+    def note_peers_changed(self) -> None:
         """Report that the other side of a pair has been found or lost."""
         self.changes.is_on = True
-        self.place.report_news()
+        self.place.wake_waiters()
 
     def close(self) -> None:
         """Leave the channel."""
@@ -232,7 +232,7 @@ class MemoryInlet(_MemoryEndpoint):
         self.queue.append((sample, handle))
         if not self.arrivals.is_on:
             self.arrivals.is_on = True
-            self.place.report_news()
+            self.place.wake_waiters()
 
     def refresh(self) -> bool:
         """See :meth:`.api.Endpoint.refresh`."""

@@ -217,7 +217,7 @@ class MemoryNetwork:
         pair.writer_knows = True
         pair.reader_handle = next(self._numbers)
         pair.begin_at(pair.writer.kept.first_retained)
-        pair.writer.note_match()
+        pair.writer.note_peers_changed()
         for one in pair.writer.kept.since(pair.wanted):
             self.delivery.send(pair, one)
 
@@ -235,7 +235,7 @@ class MemoryNetwork:
                 pair.begin_at(kept.last + 1)
         pair.reader_knows = pair.was_known = True
         pair.handle = next(self._numbers)
-        pair.reader.note_match()
+        pair.reader.note_peers_changed()
         self.delivery.hand_over(pair)
 
     def writer_loses(self, pair: EndpointPair) -> None:
@@ -245,14 +245,14 @@ class MemoryNetwork:
             pair.epoch += 1
             pair.early.clear()
             pair.writer.forget_acknowledged()
-            pair.writer.note_match()
+            pair.writer.note_peers_changed()
 
     def reader_loses(self, pair: EndpointPair) -> None:
         """End the match on the side of the reader."""
         if pair.reader_knows:
             pair.reader_knows = False
             pair.early.clear()
-            pair.reader.note_match()
+            pair.reader.note_peers_changed()
 
     def removed(self, endpoint: PairEnd) -> None:
         """Have the other sides of a deleted endpoint know, as far as they can be reached."""

@@ -77,7 +77,7 @@ class PairEnd(Protocol):
     def owner(self) -> PairOwner:
         """Return its transport."""
 
-    def note_match(self) -> None:
+    def note_peers_changed(self) -> None:
         """Take note that the other side of a pair has been found or lost."""
 
 

@@ -115,7 +115,7 @@ class ZenohInlet(ZenohEndpoint):
         self._peers = 0
         self._side_links = min(channel.side_links, place.session.side_links)
         if self._side_links:
-            place.session.open_side_link(1)
+            place.session.request_side_links(1)
         # An inlet knows its own channel only: see lasts_to_all for outlets that keep less.
         self._skips_gaps = channel.keep_last or not channel.reliable
         self._gives_credit = bool(channel.reader_samples) and not (channel.overwrites or self._skips_gaps)
@@ -146,7 +146,7 @@ class ZenohInlet(ZenohEndpoint):
         lost = [one for one in self._outlets.values() if one.owner == owner and one.epoch and not one.is_there]
         if lost:
             self._disconnected += [one for one in lost if one not in self._disconnected]
-            self.note_match()
+            self.note_peers_changed()
 
     def take_disconnected(self) -> set[int]:
         """See :meth:`.api.Inlet.take_disconnected`."""
@@ -154,10 +154,10 @@ class ZenohInlet(ZenohEndpoint):
             disconnected, self._disconnected = self._disconnected, []
             return {one.handle for one in disconnected if one.handle and not one.is_there}
 
-    def note_match(self) -> None:
-        """See :meth:`.ZenohEndpoint.note_match`."""
+    def note_peers_changed(self) -> None:
+        """See :meth:`.ZenohEndpoint.note_peers_changed`."""
         self._peers = self.count_peers()
-        super().note_match()
+        super().note_peers_changed()
 
     def _outlet(self, peer: str, owner: PeerId) -> OutletState:
         outlet = self._outlets.get(peer)
@@ -174,7 +174,7 @@ class ZenohInlet(ZenohEndpoint):
         if outlet.epoch:
             if not was_there:
                 outlet.handle = self.place.next_number()
-                self.note_match()
+                self.note_peers_changed()
             self._answer(outlet)
 
     def lose_peer(self, peer: str) -> None:
@@ -184,7 +184,7 @@ class ZenohInlet(ZenohEndpoint):
             outlet.is_there, outlet.lost_s = False, self.schedule.now_s()
             outlet.drop_early()
             if outlet.epoch:
-                self.note_match()
+                self.note_peers_changed()
 
     def forget_peer(self, peer: str) -> None:
         """See :meth:`.ZenohEndpoint.forget_peer`."""
@@ -202,7 +202,7 @@ class ZenohInlet(ZenohEndpoint):
         if self._side_links and not outlet.link:
             used = Counter(one.link for one in self._outlets.values())
             outlet.link = min(range(1, 1 + self._side_links), key=used.__getitem__)
-            self.place.session.open_side_link(outlet.link)
+            self.place.session.request_side_links(outlet.link)
 
     def _receive(self, peer: str, message: bytes) -> None:
         kind = kind_of(message)
@@ -245,7 +245,7 @@ class ZenohInlet(ZenohEndpoint):
             self._choose_link(outlet)
             if outlet.is_there:
                 outlet.handle = self.place.next_number()
-                self.note_match()
+                self.note_peers_changed()
                 self._hand_over(outlet)
         if outlet.is_there:
             self._answer(outlet)
@@ -306,7 +306,7 @@ class ZenohInlet(ZenohEndpoint):
         outlet.queued += 1
         if not self.arrivals.is_on:
             self.arrivals.is_on = True
-            self.place.report_news()
+            self.place.wake_waiters()
 
     def _drop_oldest(self, count: int) -> None:
         for _ in range(count):

@@ -175,7 +175,7 @@ class ZenohOutlet(ZenohEndpoint):
         self._writes = 0  # in progress
         self._reserved_bytes = 0  # of samples that are being made
         if channel.side_links:
-            place.session.open_side_link(1)
+            place.session.request_side_links(1)
 
     def subscriptions(self) -> list[tuple[str, int, Callable[[str, bytes], None]]]:
         """Answers of inlets."""
@@ -214,7 +214,7 @@ class ZenohOutlet(ZenohEndpoint):
                 return
             if inlet.is_matched:
                 inlet.handle = self.place.next_number()
-                self.note_match()
+                self.note_peers_changed()
         inlet.is_heard = inlet.is_silent = False
         inlet.silent_s = inlet.delivery_s = 0.0  # the link may be a new one
         inlet.timed = None
@@ -234,7 +234,7 @@ class ZenohOutlet(ZenohEndpoint):
         inlet.is_there, inlet.lost_s = False, self.schedule.now_s()
         inlet.timed = None
         if inlet.is_matched:
-            self.note_match()
+            self.note_peers_changed()
         self.schedule.notify()  # writes that wait for it
 
     def forget_peer(self, peer: str) -> None:
@@ -248,7 +248,7 @@ class ZenohOutlet(ZenohEndpoint):
         """Begin a match with the sample of this number."""
         self._epoch += 1
         if inlet.is_peer:
-            self.note_match()
+            self.note_peers_changed()
         inlet.epoch, inlet.first = self._epoch, first
         inlet.is_matched = inlet.has_missed = False
         inlet.link = 0
@@ -315,7 +315,7 @@ class ZenohOutlet(ZenohEndpoint):
             inlet.round_trip_s = min(now_s - inlet.started_s, PROBE_MAX_S / 2)
             inlet.sent = arrived  # of a match before this one it may have more
             inlet.note_progress(now_s)
-            self.note_match()
+            self.note_peers_changed()
         if not inlet.is_reliable:
             inlet.acknowledged, inlet.granted = MAX_NUMBER, MAX_NUMBER
         else:

@@ -153,7 +153,7 @@ class ZenohPlace:
         """Return whether the link of this transport has broken since then, or is broken."""
         return self._broke_s >= when_s or not self.session.is_linked
 
-    def report_news(self) -> None:
+    def wake_waiters(self) -> None:
         """End the waits of the waiters."""
         for waiter in self.waiters:
             waiter.on_news()
@@ -291,10 +291,10 @@ class ZenohEndpoint(ABC):
             self.matched = self.count_peers()
             return True
 
-    def note_match(self) -> None:
+    def note_peers_changed(self) -> None:
         """Report that a peer has been found or lost."""
         self.changes.is_on = True
-        self.place.report_news()
+        self.place.wake_waiters()
 
     def check_open(self) -> None:
         """Raise BusClosed where it is closed."""

@@ -36,7 +36,7 @@ class LinkSession(Protocol):
     def side_links(self) -> int:
         """See above."""
 
-    def open_side_link(self, link: int) -> None:
+    def request_side_links(self, link: int) -> None:
         """Have a side link opened soon, if it is not."""
 
     def is_congested(self, *, urgent: bool) -> bool:

@@ -173,8 +173,8 @@ class ZenohSession:
         """See :attr:`.LinkSession.side_links`."""
         return self._side_links.count if self._side_links is not None else 0
 
-    def open_side_link(self, link: int) -> None:
-        """See :meth:`.LinkSession.open_side_link`."""
+    def request_side_links(self, link: int) -> None:
+        """See :meth:`.LinkSession.request_side_links`."""
         if self._side_links is not None:
             self._side_links.open(link)
 

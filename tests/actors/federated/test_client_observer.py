@@ -33,7 +33,7 @@ def test_the_run_does_not_end_while_the_last_model_is_being_shown() -> None:
         held, names = Held(), SimpleNamespace(is_complete=lambda welcome: True, state=lambda model, personal: {})
         observer = ClientObserver([held], [], names, asyncio.Event())  # type: ignore[arg-type]
         showing = asyncio.create_task(observer.show_models())
-        observer.take_model(ArrivedModel(3, torch.zeros(2), b"", SimpleNamespace()))  # type: ignore[arg-type]
+        observer.queue_model(ArrivedModel(3, torch.zeros(2), b"", SimpleNamespace()))  # type: ignore[arg-type]
         assert await asyncio.to_thread(held.began.wait, PATIENT_S)
 
         ending = asyncio.create_task(observer.show_newest())

@@ -450,22 +450,22 @@ def test_a_client_that_has_disconnected_is_not_waited_for_until_it_sends_again_a
     for client_id in (0, 1):
         join(members, client_id)
         greet(members, client_id, session=SESSION, phase="training", round_id=1)
-    assert members.mark_disconnected(0, 100)
-    assert not members.mark_disconnected(0, 100)
-    assert not members.mark_disconnected(0, 99)
-    assert not members.mark_disconnected(7, 100)
+    assert members.stop_waiting_for(0, 100)
+    assert not members.stop_waiting_for(0, 100)
+    assert not members.stop_waiting_for(0, 99)
+    assert not members.stop_waiting_for(7, 100)
     assert members.ready(1) == [1]
     assert members.silent_ids(1) == {0}
     assert members.mark_silent(100.0) == [], "it is not waited for already, and the other one trains"
     assert heard(members, 0, 100, 101.0)
     assert members.ready(1) == [0, 1]
-    assert members.mark_disconnected(0, 100)
+    assert members.stop_waiting_for(0, 100)
 
 
 def test_the_end_of_a_run_counts_on_a_client_that_has_only_disconnected() -> None:
     members = new_members()
     join(members)
-    members.mark_disconnected(0, 100)
+    members.stop_waiting_for(0, 100)
     assert (members.count_live(), dict(members.live_seen_s())) == (1, {0: 0.0})
     members.remove(0, 100)
     assert members.count_live() == 0
@@ -474,6 +474,6 @@ def test_the_end_of_a_run_counts_on_a_client_that_has_only_disconnected() -> Non
 def test_the_next_start_of_a_client_that_has_disconnected_takes_its_place() -> None:
     members = new_members()
     join(members, incarnation=100)
-    members.mark_disconnected(0, 100)
+    members.stop_waiting_for(0, 100)
     assert greet(members, incarnation=200, now_s=1.0)[0] is HelloAnswer.NOTHING, "the first one may be back in a moment"
     assert greet(members, incarnation=200, now_s=1.1 + RIVAL_AFTER_S)[0] is HelloAnswer.WELCOME

@@ -54,7 +54,7 @@ def test_the_work_of_a_round_is_the_most_that_its_order_asks_of_a_client() -> No
     nothing_on_disk: Any = SimpleNamespace(load_order=lambda _: None, has_orders=False)
     rates = RoundRates(CLIENT_SCHEDULES, config.training.schedule, 0.1, config.rounds)
     book = OrderBook(config, FedAvg(1), nothing_on_disk, rates, has_caller=True)
-    assert [book.most_work(round_id) for round_id in (1, 5)] == [work_of(2, 0, 0), work_of(3, 0, 0)]
+    assert [book.find_most_work(round_id) for round_id in (1, 5)] == [work_of(2, 0, 0), work_of(3, 0, 0)]
     orders = {
         1: RoundOrder(epochs=7), 2: RoundOrder(each={3: ClientOrder(epochs=9)}), 3: RoundOrder(subset_size=10),
         4: RoundOrder(each={3: ClientOrder(steps=9)}), 6: RoundOrder(steps=4),
@@ -62,7 +62,7 @@ def test_the_work_of_a_round_is_the_most_that_its_order_asks_of_a_client() -> No
     found = []
     for round_id, order in orders.items():
         book.decide_order(round_id, order, [0, 1, 2, 3])
-        found.append(book.most_work(round_id))
+        found.append(book.find_most_work(round_id))
     assert found == [
         AskedWork("epochs", 7),
         AskedWork("epochs", 9),

@@ -160,7 +160,7 @@ def test_where_nobody_can_lie_nothing_waits() -> None:
 def test_a_round_in_which_only_one_is_left_of_two_ends_and_what_that_one_announced_decides_nothing() -> None:
     async def main(hall: Hall) -> None:
         hall.round = Round(1, range(2), RoundRules(minimum=2, quorum=1.0, deadline_s=1e9, grace_s=0.0), now_s=0.0)
-        hall.intake.open(hall.round, hall.base)
+        hall.intake.open_round(hall.round, hall.base)
         await Sender(0, num_samples=1 << 29).offer_to(hall)
         hall.round.fail(1, TRAINING_FAILED)
         await hall.until(lambda: hall.round.verdict(1.0) is Outcome.TOO_FEW)

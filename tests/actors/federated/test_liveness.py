@@ -163,7 +163,7 @@ def test_who_is_said_to_be_gone_has_its_full_time_where_that_is_in_doubt(
     recipients: Any = SimpleNamespace(
         updates=intake,
         joining=SimpleNamespace(id_of=lambda sender, incarnation: sender),
-        selection=SimpleNamespace(note_gone=lambda client_id, why: None),
+        selection=SimpleNamespace(remember_departure=lambda client_id, why: None),
     )
     monitor: Any = SimpleNamespace(is_stalled=lambda: in_doubt)
     membership: Any = SimpleNamespace(follow_registry=scene.left)

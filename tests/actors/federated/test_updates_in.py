@@ -180,7 +180,7 @@ def test_another_attempt_at_a_round_goes_on_with_what_has_counted() -> None:
         await hall.intake.close()
         rules = RoundRules(minimum=1, quorum=1.0, deadline_s=60.0, grace_s=1.0)
         hall.round = Round(1, [0, 1], rules, now_s=0.0, accepted=hall.round.accepted)
-        hall.intake.open(hall.round, hall.base)
+        hall.intake.open_round(hall.round, hall.base)
         await sender.offer_to(hall)
         assert hall.bus.granted == [0]  # not a second time
         assert hall.bus.receipts[-1] == (0, True)

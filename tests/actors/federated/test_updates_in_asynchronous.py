@@ -20,7 +20,7 @@ def asynchronous() -> UpdateForm:
 def open_buffer(hall: Hall, round_id: int) -> None:
     rules = RoundRules(minimum=1, quorum=1.0, deadline_s=1e9, grace_s=0.0)
     hall.round = BufferRound(round_id, range(3), rules, SETTINGS, now_s=0.0)
-    hall.intake.open(hall.round, hall.base)
+    hall.intake.open_round(hall.round, hall.base)
 
 
 def test_an_update_that_waits_while_a_round_is_opened_counts_in_the_sum_of_that_round() -> None:

@@ -350,7 +350,7 @@ def test_another_attempt_at_a_round_reads_no_second_time() -> None:
         await hall.intake.close()
         rules = RoundRules(minimum=1, quorum=1.0, deadline_s=60.0, grace_s=1.0)
         hall.round = Round(1, [0, 1], rules, now_s=0.0, accepted=hall.round.accepted)
-        hall.intake.open(hall.round, hall.base)
+        hall.intake.open_round(hall.round, hall.base)
         await sender.offer_to(hall)
         assert hall.bus.receipts == [(0, True)] * 2
         assert hall.strategy.added == [0]

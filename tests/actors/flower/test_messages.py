@@ -623,8 +623,8 @@ def test_nodes_known_by_their_names_and_by_partitions_serve_one_run() -> None:
 
     async def run() -> None:
         scene = Scene()
-        robot, other = NodePlace.of_name("robot-1"), NodePlace.of_name("robot-2")
-        assert robot == NodePlace.of_name("robot-1")
+        robot, other = NodePlace.derive_from_name("robot-1"), NodePlace.derive_from_name("robot-2")
+        assert robot == NodePlace.derive_from_name("robot-1")
         async with scene.hub() as hub:
             scene.start(0, Reversing("a"))
             scene.start_at(robot, Reversing("b"))

@@ -89,11 +89,11 @@ def test_counts_of_a_round_begin_anew_and_those_of_an_epoch_go_on() -> None:
 def test_the_length_of_a_round_is_that_of_the_argument_or_the_controllers() -> None:
     asked = TrainingRound(round_id=1, epochs=2, lr=0.1, steps=0, seed=0, subset_size=0)
     of_steps = TrainingRound(round_id=1, epochs=2, lr=0.1, steps=5, seed=0, subset_size=0)
-    plain = RoundLength.of(None, None)
+    plain = RoundLength.of_arguments(None, None)
     assert [plain.is_reached(100, epochs, asked) for epochs in (1, 2)] == [False, True]
     assert [plain.is_reached(steps, 9, of_steps) for steps in (4, 5)] == [False, True]
-    assert [RoundLength.of(3, None).is_reached(100, epochs, of_steps) for epochs in (2, 3)] == [False, True]
-    assert [RoundLength.of(None, 7).is_reached(steps, 9, asked) for steps in (6, 7)] == [False, True]
+    assert [RoundLength.of_arguments(3, None).is_reached(100, epochs, of_steps) for epochs in (2, 3)] == [False, True]
+    assert [RoundLength.of_arguments(None, 7).is_reached(steps, 9, asked) for steps in (6, 7)] == [False, True]
 
 
 def test_metrics_are_the_single_numbers_that_are_named() -> None:

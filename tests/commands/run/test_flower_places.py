@@ -30,7 +30,7 @@ def test_a_name_gives_the_number_whatever_the_partition() -> None:
     assert place == place_of(None, None, "site-1", {})[0]
     assert place.num_partitions == 0
     assert MAX_PARTITIONS <= place.number <= LAST_NAMED
-    assert place.number != NodePlace.of_name("site-2").number
+    assert place.number != NodePlace.derive_from_name("site-2").number
 
 
 @pytest.mark.parametrize("config", [{}, {"partition-id": 0}, {"partition-id": True, "num-partitions": 2}])

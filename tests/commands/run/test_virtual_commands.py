@@ -132,7 +132,7 @@ def test_a_whole_traceback_is_asked_of_the_processes_that_train(
     asked: list[bool] = []
     monkeypatch.setattr(virtual.Hosted, "start", lambda *given: asked.append(given[3].full_traceback))
     monkeypatch.setattr(virtual, "check_first_round", lambda *_: None)
-    virtual.VirtualClients(3, None, SimulationOptions(processes=1), full).start(
+    virtual.VirtualClients(3, None, SimulationOptions(processes=1), full).open_pool(
         ControllerFile(), check_choices(FederatedConfig()), tmp_path
     )
     assert asked == [full]

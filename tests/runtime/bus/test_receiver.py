@@ -310,7 +310,7 @@ def test_a_driver_in_place_of_the_thread_is_told_when_the_next_step_is_due() -> 
     assert calls == ["once"]
     assert 0.0 < loop.step() <= 0.5
     assert calls == ["once"]
-    loop.finish()
+    loop.drop_rest()
     assert (loop.step(), ended) == (IDLE_S, [True])  # it holds no periodic calls
 
 

@@ -200,7 +200,7 @@ def test_a_driver_ends_the_jobs_that_are_left() -> None:
     assert sender.step() == 0.0
     sender.stop()
     assert sender.step() == math.inf
-    sender.finish()
+    sender.drop_rest()
     assert [type(outcome) for outcome in outcomes] == [BusClosed]
     assert sender.idle
 

@@ -25,7 +25,7 @@ def formation(rank: int, world: int, incarnation: int = 100, former: Collection[
 
 
 def tell(said_by: Formation, hears: Formation) -> bool:
-    return hears.hello(said_by.me.rank, said_by.me.incarnation, said_by.hello_now())
+    return hears.take_hello(said_by.me.rank, said_by.me.incarnation, said_by.hello_now())
 
 
 def probe(sent_by: Formation, reaches: Formation) -> None:
@@ -118,7 +118,7 @@ def test_a_rank_that_is_linked_among_other_members_does_not_count_as_linked() ->
     for _ in range(2):
         exchange([one, other])
     former = formation(0, 2)
-    former.hello(1, other.me.incarnation, dataclasses.replace(other.hello_now(), members=other.digest ^ 2))
+    former.take_hello(1, other.me.incarnation, dataclasses.replace(other.hello_now(), members=other.digest ^ 2))
     probe(other, former)
     assert former.linked
     assert not former.formed
@@ -210,7 +210,7 @@ def test_a_rank_out_of_range_is_told_of_the_world_and_never_becomes_a_member() -
     with pytest.raises(ConfigError, match="world 3"):
         tell(formation(2, 3), here)
     stranger = dataclasses.replace(formation(1, 2).hello_now())
-    assert here.hello(7, 1, stranger) is False
+    assert here.take_hello(7, 1, stranger) is False
     assert here.missing == (1,)
 
 
@@ -231,7 +231,7 @@ def test_the_hash_depends_on_group_world_and_every_start() -> None:
     def digest(group: str, world: int, incarnations: list[int]) -> int:
         made = Formation(group, Member(0, incarnations[0], "h"), world, OPTIONS)
         for rank, incarnation in enumerate(incarnations[1:], 1):
-            made.hello(rank, incarnation, GroupHello(group, world, 0, False, False, OPTIONS, "h", "", []))
+            made.take_hello(rank, incarnation, GroupHello(group, world, 0, False, False, OPTIONS, "h", "", []))
         return made.digest
 
     digests = [

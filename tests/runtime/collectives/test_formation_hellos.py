@@ -148,7 +148,7 @@ class Hall:
             if what == "hello":
                 assert hello is not None
                 was_known = here.knows(who[-1], said_by.me.incarnation)
-                if here.hello(who[-1], said_by.me.incarnation, hello):
+                if here.take_hello(who[-1], said_by.me.incarnation, hello):
                     self.scheduler[rank].met |= not was_known
                 elif hello.linked or not self.scheduler[rank].probe_again(who[-1], now_s):
                     continue

@@ -122,7 +122,7 @@ def test_a_member_can_make_up_neither_commands_nor_words_of_the_controller_nor_u
 
 def check_model(bus: Bus, blob: Any) -> None:
     """What a client looks at: the signature in the name, then the payload."""
-    bus.access_policy.check_model(blob.frame.key, 0, blob.frame.total_bytes)
+    bus.access_policy.check_model_signature(blob.frame.key, 0, blob.frame.total_bytes)
     check_payload(blob.frame.key, blob.frame.data)
 
 

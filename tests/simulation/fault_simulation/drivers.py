@@ -76,7 +76,7 @@ class StepDriver:
     def _finish(self) -> None:
         if not self._over:
             self._over = True
-            self._worker.finish()
+            self._worker.drop_rest()
 
     def join(self, timeout_s: float) -> None:
         """Finish at once: nothing else runs meanwhile."""

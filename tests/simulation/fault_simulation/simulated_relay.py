@@ -154,7 +154,7 @@ class SimulatedSession:
     def side_links(self) -> int:
         return SIDE_LINKS
 
-    def open_side_link(self, link: int) -> None:
+    def request_side_links(self, link: int) -> None:
         """All stand from the beginning."""
 
     def is_congested(self, *, urgent: bool) -> bool:
