@@ -38,7 +38,6 @@ ALLOWED = {
     "runtime/checkpoint.py os.open": "a file that was just written, to sync it",
     "runtime/checkpoint.py path.open": "a file that was just written, to hash it",
     "runtime/profiling/summary.py os.fdopen": "a descriptor of open_to_append",
-    "actors/federated/controller/round_collection.py receiver.open": "not a file",
     "actors/federated/client/script_client.py self._handover.open": "not a file",
     "actors/federated/client/client_state.py self._store.directory.glob": "its own folders, to remove old ones",
 }
