@@ -70,7 +70,7 @@ class OnLoop:
     def join(self, timeout_s: float) -> None:
         if self.state == "alive":
             self.state = "finished"
-            self.worker.finish()
+            self.worker.drop_rest()
 
     def is_alive(self) -> bool:
         return self.state == "alive"

@@ -213,7 +213,7 @@ def test_the_hashes_are_computed_as_the_page_says(page: str) -> None:
     digest = hashlib.blake2b(text.replace(" NUL ", "\0").encode(), digest_size=8).digest()
     assert f"{int.from_bytes(digest, 'little') | 1:016x}" == example
     formation = Formation("world", Member(0, 1, "here"), 2, 0)
-    formation.hello(1, 0xAB, Formation("world", Member(1, 0xAB, "there"), 2, 0).hello_now())
+    formation.take_hello(1, 0xAB, Formation("world", Member(1, 0xAB, "there"), 2, 0).hello_now())
     assert f"{formation.digest:016x}" == example
     assert f"`{frames.VERSION} {frames.CHUNK_BYTES} {frames.MAX_DESCRIPTORS}`" in section(page, "How a group forms")
     source = inspect.getsource(membership.Membership.__init__)

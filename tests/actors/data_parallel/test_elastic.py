@@ -1037,14 +1037,14 @@ def test_a_checkpoint_while_an_exchange_is_on_its_way_has_its_result_and_another
 def test_with_a_delay_no_rank_waits_for_a_vote_before_the_exchange_of_its_step_is_applied(
     place: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    send, count, counted = StopVotes.cast, StopVotes.counted, set[tuple[int, int]]()
+    send, count, counted = StopVotes.send_vote, StopVotes.counted, set[tuple[int, int]]()
     voted_at: dict[StopVotes, int] = {}
 
     def note_and_send(votes: StopVotes, *arguments: Any, step: int, **options: Any) -> None:
         voted_at[votes] = step
         send(votes, *arguments, step=step, **options)
 
-    monkeypatch.setattr(StopVotes, "cast", note_and_send)
+    monkeypatch.setattr(StopVotes, "send_vote", note_and_send)
 
     def scene(cast: Cast) -> None:
         async def note_and_count(votes: StopVotes) -> bool:
@@ -1333,7 +1333,7 @@ def test_a_checkpoint_that_this_rank_could_not_write_is_no_fault_once_another_ha
 def lose_rank_0_once(monkeypatch: pytest.MonkeyPatch, cast: Cast, when: Callable[[str, bool], bool]) -> list[str]:
     """Rank 1 loses its group instead of counting a vote, once, when rank 0 has counted that and gone on. Returns the
     occasion then. ``when``: whether it is this one, by its occasion and its result."""
-    send, count, lost = StopVotes.cast, StopVotes.counted, list[str]()
+    send, count, lost = StopVotes.send_vote, StopVotes.counted, list[str]()
     newest: dict[StopVotes, tuple[str, int]] = {}
     counted: set[tuple[str, int]] = set()  # by rank 0
 
@@ -1351,7 +1351,7 @@ def lose_rank_0_once(monkeypatch: pytest.MonkeyPatch, cast: Cast, when: Callable
             raise PeerLost("world_1", {0: "has gone"})
         return ends
 
-    monkeypatch.setattr(StopVotes, "cast", note_and_send)
+    monkeypatch.setattr(StopVotes, "send_vote", note_and_send)
     monkeypatch.setattr(StopVotes, "counted", count_or_lose)
     return lost
 
@@ -1417,14 +1417,14 @@ def test_a_wish_to_end_in_a_vote_that_is_lost_is_told_again(place: dict[str, Any
 def votes_after_steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """All that are cast from here on."""
     found: list[int] = []
-    cast = StopVotes.cast
+    cast = StopVotes.send_vote
 
     def noted(self: StopVotes, wants_end: bool, name: str, *, step: int, **options: Any) -> None:
         if name == "step":
             found.append(step)
         cast(self, wants_end, name, step=step, **options)
 
-    monkeypatch.setattr(StopVotes, "cast", noted)
+    monkeypatch.setattr(StopVotes, "send_vote", noted)
     return found
 
 
