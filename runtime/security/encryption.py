@@ -152,7 +152,7 @@ class StreamDecryptor:
             peer = self._peers.add(header.session)
         if known is None:
             self._keep(peer, key, stream)
-        self._peers.mark_heard(peer)
+        self._peers.mark_seen(peer)
         if key is not self._keys.current:
             self._keys.note_use(key, header.session)
         return Opened(peer, header, plain)

@@ -187,6 +187,6 @@ class Peers:
             else:
                 held.release(held.sample, held.source)
 
-    def mark_heard(self, peer: Peer) -> None:
+    def mark_seen(self, peer: Peer) -> None:
         """Note that an envelope of a session was decrypted."""
         peer.last_seen_s = time.monotonic()

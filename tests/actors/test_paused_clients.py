@@ -434,7 +434,7 @@ def test_an_update_that_is_made_is_sent_and_counts_before_its_client_pauses() ->
     logs = scene.play(nothing)
     assert [report.clients for report in scene.reports] == [(0, 1), (0,)]
     assert not scene.reports[0].dropped
-    assert set(scene.reports[1].dropped) <= {PAUSED}  # it may be heard of only after the command of that round
+    assert set(scene.reports[1].dropped) <= {PAUSED}  # its pause may be received only after that command
     assert warnings_in(logs) == []
 
 

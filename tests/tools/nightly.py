@@ -89,7 +89,8 @@ PARTS = (
         "make soak TRANSPORT=zenoh MINUTES=20", 35 * 60,
     ),
     Part(
-        "relay-kills", "50 kills of the relay of federated runs, and of a transport alone; a link down for 30 s",
+        "relay-kills",
+        "the relay is killed 50 times, under federated runs and under a transport alone; a link is down for 30 s",
         "RELAY_KILLS=50 LINK_DOWN_S=30 make test "
         "ARGS='tests/faults/test_relays.py tests/runtime/transport/zenoh/test_relay_faults.py'",
         20 * 60,
